@@ -1,0 +1,63 @@
+# make demo    train a model with four peers on this machine, one command from a fresh clone
+# make test    the tests; installs what they need into .venv first
+# make check   format, lint, types, import layers, generated files
+# make bench   the figures in docs/benchmarks.md, against their peers (about ten minutes; a quiet machine)
+# make chaos   real processes killed and frozen, the long form
+# make proto   regenerate swarm/wire from proto/
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+
+.PHONY: help demo test check format proto bench bench-quick chaos install install-dev clean
+
+help:
+	@sed -n 's/^# //p' Makefile | head -6
+
+# The stamps hold what was installed: a change of pyproject.toml or constraints.txt installs again.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || { echo "making a virtual environment in $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing swarm and what it needs (torch is the large one; minutes at first, cached afterwards)"
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "installing what tests and checks need"
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+install: $(VENV)/.installed
+
+install-dev: $(VENV)/.installed-dev
+
+demo: install
+	@$(BIN)/swarm demo $(ARGS)
+
+test: install-dev
+	$(BIN)/python -m pytest -m "not chaos and not slow" $(ARGS)
+
+chaos: install-dev
+	$(BIN)/python -m pytest -m "chaos" $(ARGS)
+
+check: install-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	PYTHON=$(BIN)/python bash proto/generate.sh --check
+
+format: install-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+proto: install-dev
+	PYTHON=$(BIN)/python bash proto/generate.sh
+
+bench: install-dev
+	$(BIN)/python -m benchmarks $(ARGS)
+
+bench-quick: install-dev
+	$(BIN)/python -m benchmarks --quick $(ARGS)
+
+clean:
+	rm -rf $(VENV) .venv-hivemind build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

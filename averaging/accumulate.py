@@ -1,0 +1,116 @@
+"""Gradients of many small batches, added up until the swarm's batch is full (DeDLOC, arXiv 2106.10207, section 3.2).
+
+`zero_grad` may clear `.grad` whenever it likes: what counts is kept here. All work is in place, in `torch._foreach` calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from swarm.errors import UsageError
+
+
+class GradientAccumulator:
+    """Σ samples·gradient per parameter, in float32, on the parameters' devices.
+
+    Between `average_()` and the next `add` the buffers hold the mean over this peer's samples instead of the sum: that is what peers
+    average, weighted by samples. Going back to sums costs one rounding and happens only after a failed round.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        """`parameters`: the floating-point leaf tensors that will be trained, any shape, dtype and device, without repetition."""
+        if not parameters:
+            raise UsageError("there is nothing to train: no parameter of the optimizer is a floating-point tensor that requires a gradient")
+        self.parameters = tuple(parameters)
+        self.buffers = [torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format).detach() for p in self.parameters]
+        self.samples = 0
+        self.touched = [False] * len(self.parameters)  # had a gradient since the reset: torch steps no others, decay included
+        self._is_mean = False
+
+    def add(self, samples: int) -> str | None:
+        """Add every parameter's `.grad` × `samples`; returns why nothing was added, or None. `.grad` is left as it is."""
+        places = [place for place, p in enumerate(self.parameters) if p.grad is not None]
+        if not places:
+            return "no parameter has a gradient"
+        gradients = [self.parameters[place].grad for place in places]
+        dense = [g for g in gradients if g is not None and not g.is_sparse]
+        sparse = [g.coalesce().values() for g in gradients if g is not None and g.is_sparse]
+        if not _all_finite(dense + sparse):
+            return "non-finite gradients"
+        self._to_sums()
+        with torch.no_grad():
+            pairs = [(self.buffers[place], gradient) for place, gradient in zip(places, gradients, strict=True) if gradient is not None]
+            for buffer, gradient in pairs:
+                if gradient.is_sparse:
+                    buffer.add_(gradient, alpha=samples)
+            plain = [(buffer, gradient) for buffer, gradient in pairs if not gradient.is_sparse]
+            if plain:
+                torch._foreach_add_([buffer for buffer, _ in plain], [gradient for _, gradient in plain], alpha=samples)
+        for place in places:
+            self.touched[place] = True
+        self.samples += samples
+        return None
+
+    def average_(self) -> list[torch.Tensor]:
+        """Turn sums into means over this peer's samples, in place, and return the buffers; without samples they are zeros."""
+        if not self._is_mean and self.samples:
+            torch._foreach_div_(self.buffers, float(self.samples))
+            self._is_mean = True
+        return self.buffers
+
+    def finite(self) -> bool:
+        """False when sums of finite gradients ran over: such a contribution must not be sent."""
+        return _all_finite(self.buffers)
+
+    def reset(self) -> None:
+        """Back to zero samples."""
+        torch._foreach_zero_(self.buffers)
+        self.samples, self._is_mean = 0, False
+        self.touched = [False] * len(self.parameters)
+
+    def touched_bytes(self) -> bytes:
+        """`touched` as a bit field, least significant bit first: what peers tell one another before a round."""
+        field = sum(1 << place for place, touched in enumerate(self.touched) if touched)
+        return field.to_bytes((len(self.touched) + 7) // 8, "little")
+
+    def merge_touched(self, fields: Sequence[bytes]) -> list[bool]:
+        """Which parameters have a gradient on any peer; a field of a wrong length counts as "all": no lie can freeze a parameter."""
+        everything = (1 << len(self.touched)) - 1
+        union = 0
+        for field in fields:
+            union |= int.from_bytes(field, "little") if len(field) == (len(self.touched) + 7) // 8 else everything
+        return [bool(union >> place & 1) for place in range(len(self.touched))]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What resuming in the middle of an epoch needs; tensors are references, as in torch."""
+        self._to_sums()
+        return {"samples": self.samples, "touched": list(self.touched), "sums": list(self.buffers)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned; UsageError when it belongs to other parameters."""
+        sums = state["sums"]
+        if [tuple(t.shape) for t in sums] != [tuple(t.shape) for t in self.buffers]:
+            raise UsageError("the saved gradients have other shapes than this optimizer's parameters")
+        for buffer, saved in zip(self.buffers, sums, strict=True):
+            buffer.copy_(saved)
+        self.samples, self._is_mean = int(state["samples"]), False
+        self.touched = [bool(touched) for touched in state["touched"]]
+
+    def _to_sums(self) -> None:
+        if self._is_mean:
+            torch._foreach_mul_(self.buffers, float(self.samples))
+            self._is_mean = False
+
+
+def _all_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """A sum is finite only if all terms are: one fast pass, and a second look when it is not, since sums of large values run over, too."""
+    sums: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        sums.setdefault((tensor.device, wide), []).append(tensor.detach().sum(dtype=wide))
+    if all(bool(torch.stack(values).sum().isfinite()) for values in sums.values()):
+        return True
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)

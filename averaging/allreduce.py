@@ -1,0 +1,233 @@
+"""Butterfly all-reduce between the members of a group: one service per node, any number of rounds side by side.
+
+Each member cuts the vector alike, reduces the span that its bandwidth earns it, and sends and receives the others' (`averaging.round`). The
+result is written to a vector of its own and handed over only when all living members hold the same bytes (`averaging.quorum`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import torch
+
+from averaging.chunks import unpack
+from averaging.group import GROUP_ID_BYTES, Group
+from averaging.partition import plan_parts
+from averaging.quorum import Quorum, can_dial
+from averaging.round import Round
+from averaging.roundconfig import BEAT, EXCHANGE, VOTE, Dialer, RoundConfig
+from averaging.roundwork import Workbench
+from swarm.clock import Clock
+from swarm.compression import find
+from swarm.errors import PeerError, UsageError
+from swarm.ids import PeerId
+from swarm.net.rpc import Handlers, Stream
+from swarm.wire.reduce_pb2 import BeatReply, BeatRequest, VoteReply, VoteRequest
+
+_FINISHED_MAX = 16  # rounds whose end is remembered, for members that ask late
+_WAITING_MAX = 256  # streams and votes of rounds that have not begun here
+_WAITING_PER_PEER_MAX = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundOutcome:
+    """How a round ended for this member."""
+
+    failed: bool
+    reason: str | None  # of a failure; names the peer, and what it was doing. "deadline: …" when time ran out
+    vector: torch.Tensor | None  # flat float32: the average, the same bits on all members. None when failed, and for an auxiliary member
+    contributions: Mapping[PeerId, float]  # who is in the average, with the fraction of the vector's elements that it is in; {} when failed
+    left_out: Mapping[PeerId, str]  # who was left out somewhere or died, and why; our own id when it was us
+    digest: str  # hexadecimal, over all encoded averages in order; "" when failed, and for an auxiliary member
+    bytes_sent: int  # of tensors, framing included
+    bytes_received: int
+    seconds: Mapping[str, float]  # "total", "exchange" (until all was in place), "commit"; tensor work within: "encode", "reduce", "settle"
+
+
+class AllReduce:
+    """Runs rounds and serves those of others. Lives on the network loop; `own` is this node's PeerId."""
+
+    def __init__(self, *, handlers: Handlers, channels: Dialer, own: PeerId, pool: Executor, clock: Clock) -> None:
+        self._channels = channels
+        self._own = own
+        self._pool = pool
+        self._clock = clock
+        self._rounds: dict[bytes, Round] = {}
+        self._quorums: OrderedDict[bytes, Quorum] = OrderedDict()  # of running and of the last finished rounds
+        self._begun = asyncio.Event()
+        self._waiting: Counter[PeerId] = Counter()
+        self._join_s = RoundConfig().join_s
+        self._handlers = handlers
+        _keep_freed_memory()
+        handlers.stream(EXCHANGE, self._serve_exchange)
+        handlers.unary(BEAT, self._serve_beat)
+        handlers.unary(VOTE, self._serve_vote)
+
+    def close(self) -> None:
+        """Answer no more, and fail the rounds that run."""
+        for method in (EXCHANGE, BEAT, VOTE):
+            self._handlers.remove(method.name)
+        for running in list(self._rounds.values()):
+            running.quorum.fail(f"peer {self._own} was closed")
+
+    @property
+    def waiting(self) -> int:
+        """How many calls of faster members wait for rounds that have not begun here."""
+        return self._waiting.total()
+
+    async def run(
+        self, group: Group, vector: torch.Tensor, *, deadline_s: float, config: RoundConfig | None = None, out: torch.Tensor | None = None
+    ) -> RoundOutcome:
+        """Average `vector` with the group; returns by `deadline_s` (on the clock's `monotonic_s`).
+
+        `vector`: flat, contiguous, float32, on the host; read until this returns, never written. `out`: like it, where the average goes
+        (None: a new tensor); its content means nothing when the round failed. What the network or a peer does is an outcome. UsageError:
+        the arguments are wrong, this group cannot be served (nobody reduces, an unknown codec), or the round runs already.
+        """
+        started_s = self._clock.monotonic_s()
+        config = config or RoundConfig()
+        running = self._begin(group, vector, out, config)
+        quorum = running.quorum
+        try:
+            async with asyncio.timeout(max(deadline_s - started_s, 0.0)):
+                await running.conduct()
+        except TimeoutError:
+            quorum.fail(f"deadline: {running.missing()}")
+        finally:
+            quorum.fail(f"peer {self._own} gave the round up")  # without effect after any other end
+            del self._rounds[group.group_id]
+        conducted_s = self._clock.monotonic_s()
+        verdict = quorum.verdict
+        if verdict is not None and verdict.failure is not None:
+            await quorum.announce()
+        return self._outcome(running, started_s, conducted_s)
+
+    # ---- rounds
+
+    def _begin(self, group: Group, vector: torch.Tensor, out: torch.Tensor | None, config: RoundConfig) -> Round:
+        own = group.index(self._own)
+        if group.group_id in self._quorums:
+            raise UsageError("this round has run already")
+        _check_vector(vector, vector.numel())
+        codec = find(group.codec)
+        shares = [member.bandwidth if can_dial(member) else 0.0 for member in group.members]
+        plan = plan_parts(vector.numel(), shares if len(shares) > 1 else [1.0], codec, config.part_bytes)
+        if not any(member.weight > 0 for member in group.members) and vector.numel():
+            raise UsageError("nobody in this group contributes: all weights are 0")
+        if out is None:
+            out = torch.empty_like(vector)
+        _check_vector(out, vector.numel())
+        if out.data_ptr() == vector.data_ptr() and vector.numel():
+            raise UsageError("`out` must not be `vector`: a round that fails leaves `vector` as it was")
+        quorum = Quorum(group, own, caller=self._channels, clock=self._clock, config=config)
+        bench = Workbench(plan, codec, own, vector, out)
+        running = Round(group, bench, quorum, channels=self._channels, pool=self._pool, config=config)
+        self._rounds[group.group_id] = running
+        self._quorums[group.group_id] = quorum
+        finished = [group_id for group_id in self._quorums if group_id not in self._rounds]
+        for group_id in finished[:-_FINISHED_MAX]:
+            del self._quorums[group_id]
+        self._begun.set()
+        self._begun = asyncio.Event()
+        return running
+
+    def _outcome(self, running: Round, started_s: float, conducted_s: float) -> RoundOutcome:
+        quorum, bench, group = running.quorum, running.bench, running.group
+        own = quorum.votes.cast[bench.own]
+        failure = quorum.verdict.failure if quorum.verdict is not None else "internal error"
+        left_out = {place: reason for ballot in quorum.votes.cast.values() for place, reason in ballot.left_out.items()}
+        left_out |= running.reduction.left_out | quorum.dead
+        if running.withdrawn is not None:
+            left_out[bench.own] = running.withdrawn
+        fractions = running.assembly.fractions() if failure is None else {}
+        whole = failure is None and not group.members[bench.own].auxiliary
+        exchanged_s = quorum.cast_s if quorum.cast_s is not None else conducted_s
+        return RoundOutcome(
+            failed=failure is not None,
+            reason=failure,
+            vector=bench.out if whole else None,
+            contributions={group.members[place].peer_id: fraction for place, fraction in fractions.items()},
+            left_out={group.members[place].peer_id: reason for place, reason in sorted(left_out.items())},
+            digest=own.digest.hex() if whole else "",
+            bytes_sent=running.bytes_sent,
+            bytes_received=running.bytes_received,
+            seconds={
+                "total": self._clock.monotonic_s() - started_s,
+                "exchange": exchanged_s - started_s,
+                "commit": conducted_s - exchanged_s,
+                **bench.seconds,
+            },
+        )
+
+    # ---- calls of members
+
+    async def _serve_exchange(self, stream: Stream) -> None:
+        message = await stream.receive()
+        if message is None:
+            return
+        header, _ = unpack(message)
+        if not header.HasField("open"):
+            raise PeerError("a stream of a round begins with an opening")
+        quorum = await self._find(header.open.group_id, stream.peer_id)
+        running = self._rounds.get(header.open.group_id)
+        if running is None:
+            failure = quorum.verdict.failure if quorum.verdict is not None else None
+            raise PeerError(f"this round failed here: {failure}" if failure is not None else "this round is over")
+        await running.serve(_place(quorum, stream.peer_id), header.open, stream)
+
+    async def _serve_beat(self, caller: PeerId, request: BeatRequest) -> BeatReply:
+        quorum = self._quorums.get(request.group_id)
+        return quorum.answer_beat(_place(quorum, caller)) if quorum is not None else BeatReply(state=BeatReply.UNKNOWN)
+
+    async def _serve_vote(self, caller: PeerId, request: VoteRequest) -> VoteReply:
+        quorum = await self._find(request.group_id, caller)
+        return await quorum.answer_vote(_place(quorum, caller), request.vote)
+
+    async def _find(self, group_id: bytes, caller: PeerId) -> Quorum:
+        """The round of this name; waits a little for one that has not begun here: a faster member may be first."""
+        if len(group_id) != GROUP_ID_BYTES:
+            raise PeerError(f"a round's name has {GROUP_ID_BYTES} bytes, not {len(group_id)}")
+        if group_id not in self._quorums:
+            if self._waiting[caller] >= _WAITING_PER_PEER_MAX or self._waiting.total() >= _WAITING_MAX:
+                raise PeerError("too many calls wait here for rounds that have not begun")
+            self._waiting[caller] += 1
+            try:
+                async with asyncio.timeout(self._join_s):
+                    while group_id not in self._quorums:
+                        await self._begun.wait()
+            except TimeoutError:
+                raise PeerError(f"this peer is in no round of that name, and did not begin one within {self._join_s:g} s") from None
+            finally:
+                self._waiting[caller] -= 1
+                if not self._waiting[caller]:
+                    del self._waiting[caller]
+        return self._quorums[group_id]
+
+
+def _keep_freed_memory() -> None:
+    """Tell glibc that this process uses blocks of a megabyte again and again.
+
+    Its malloc maps such blocks anew each time, until one of them has been freed: then it keeps blocks up to that size, and twice that at
+    the end of its heap. A round makes and drops a message for every megabyte; mapping them anew took ten times the page faults and 5 to
+    10 % of the processor time. One block of almost the largest size that counts, never touched, costs nothing; other allocators do not
+    mind.
+    """
+    bytes(31 << 20)
+
+
+def _place(quorum: Quorum, caller: PeerId) -> int:
+    try:
+        return quorum.group.index(caller)
+    except UsageError:
+        raise PeerError(f"{caller} is not a member of this round") from None
+
+
+def _check_vector(vector: torch.Tensor, numel: int) -> None:
+    if vector.dtype != torch.float32 or vector.dim() != 1 or vector.device.type != "cpu" or not vector.is_contiguous():
+        raise UsageError(f"a round averages a flat contiguous float32 vector on the host, not {tuple(vector.shape)} of {vector.dtype}")
+    if vector.numel() != numel:
+        raise UsageError(f"`out` has {vector.numel()} elements, `vector` {numel}")

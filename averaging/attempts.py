@@ -1,0 +1,155 @@
+"""One step, from the search for a group to a committed round: a round that breaks is tried again with who is left, while time remains."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from averaging.allreduce import AllReduce, RoundOutcome
+from averaging.group import Group, Member
+from averaging.groupservice import GroupService
+from averaging.result import AveragingResult
+from averaging.roundconfig import RoundConfig
+from averaging.seeking import SearchFailed
+from averaging.staging import Staging
+from swarm.clock import Clock
+from swarm.ids import PeerId
+
+_RESERVE = 0.2  # share of the time that the search leaves for the round, at least
+_RESERVE_MAX = 0.5  # and at most, however long rounds took
+_PAUSE_FIRST_S = 0.05  # between a broken round and the next attempt, doubled each time
+_PAUSE_MAX_S = 2.0
+_ROUNDS_RESERVED = 2.0  # it leaves the length of so many earlier rounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundTerms:
+    """What the caller of one step asked for."""
+
+    weight: float
+    round_key: str
+    gathered: bytes  # msgpack
+    timeout_s: float  # for everything, retries included
+
+
+class Attempts:
+    """Runs one step on the network loop."""
+
+    def __init__(self, groups: GroupService, all_reduce: AllReduce, clock: Clock, config: RoundConfig, last_round_s: float) -> None:
+        self._groups = groups
+        self._all_reduce = all_reduce
+        self._clock = clock
+        self._config = config
+        self._last_round_s = last_round_s
+        self._seconds: dict[str, float] = {"matchmaking": 0.0}
+        self._left_out: dict[PeerId, str] = {}
+        self._broken = ""  # why the last attempt failed
+        self._sent = self._received = self._attempts = 0
+
+    async def run(self, member: Member, terms: RoundTerms, staging: Staging) -> tuple[AveragingResult, float]:
+        """The result, and the length of the last round that was held, for the next step's planning."""
+        end_s = self._clock.monotonic_s() + terms.timeout_s
+        reserve_s = min(max(_RESERVE * terms.timeout_s, _ROUNDS_RESERVED * self._last_round_s), _RESERVE_MAX * terms.timeout_s)
+        search_end_s = end_s - reserve_s
+        group: Group | None = None
+        while True:
+            now_s = self._clock.monotonic_s()
+            search_end_s = max(search_end_s, now_s + _RESERVE_MAX * (end_s - now_s))
+            found = await self._groups.find(member=member, round_key=terms.round_key, deadline_s=search_end_s, gathered=terms.gathered)
+            self._seconds["matchmaking"] += self._clock.monotonic_s() - now_s
+            if isinstance(found, SearchFailed):
+                return self._failure(found.reason, self._story(found.detail), group), self._last_round_s
+            group = found
+            outcome = await self._hold(group, end_s, terms, staging)
+            if not outcome.failed:
+                return self._success(group, outcome), self._last_round_s
+            if not any(one.weight > 0.0 for one in group.members):
+                return self._failure("nobody contributes", "all members of the group have weight 0", group), self._last_round_s
+            await asyncio.sleep(
+                min(_PAUSE_FIRST_S * 2.0 ** (self._attempts - 1), _PAUSE_MAX_S, max(end_s - self._clock.monotonic_s(), 0.0))
+            )
+            if self._clock.monotonic_s() >= end_s:
+                return self._failure("deadline", outcome.reason or "", group), self._last_round_s
+
+    async def _hold(self, group: Group, end_s: float, terms: RoundTerms, staging: Staging) -> RoundOutcome:
+        """One round with one group."""
+        begun_s = self._clock.monotonic_s()
+        self._attempts += 1
+        committed, left_out = False, frozenset[PeerId]()
+        try:
+            if not any(member.weight > 0.0 for member in group.members):
+                outcome = _empty_round()
+            else:
+                outcome = await self._all_reduce.run(group, staging.vector, deadline_s=end_s, config=self._config, out=staging.average)
+            committed = not outcome.failed
+            left_out = frozenset(outcome.left_out)
+        finally:
+            self._groups.round_over(committed=committed, left_out=left_out)
+        self._left_out.update(outcome.left_out)
+        if outcome.failed:
+            self._broken = f"a round broke: {outcome.reason}"
+        self._sent += outcome.bytes_sent
+        self._received += outcome.bytes_received
+        for phase, seconds in outcome.seconds.items():
+            name = "all_reduce" if phase == "total" else phase
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        if committed:
+            self._last_round_s = self._clock.monotonic_s() - begun_s
+        return outcome
+
+    def _success(self, group: Group, outcome: RoundOutcome) -> AveragingResult:
+        return AveragingResult(
+            failed=False,
+            detail=self._story(""),
+            contributions=dict(outcome.contributions),
+            digest=outcome.digest,
+            **self._common(group),
+        )
+
+    def _failure(self, reason: str, detail: str, group: Group | None) -> AveragingResult:
+        return AveragingResult(failed=True, reason=reason, detail=detail, **self._common(group))
+
+    def _story(self, detail: str) -> str:
+        return "; before that ".join(text for text in (detail, self._broken) if text)
+
+    def _common(self, group: Group | None) -> dict[str, Any]:
+        return {
+            "peers": group.peer_ids if group is not None else (),
+            "gathered": _unpacked(group) if group is not None else {},
+            "left_out": dict(self._left_out),
+            "seconds": dict(self._seconds),
+            "bytes_sent": self._sent,
+            "bytes_received": self._received,
+            "attempts": self._attempts,
+            "group_id": group.group_id.hex() if group is not None else "",
+        }
+
+
+def _empty_round() -> RoundOutcome:
+    return RoundOutcome(
+        failed=True,
+        reason="all weights are 0",
+        vector=None,
+        contributions={},
+        left_out={},
+        digest="",
+        bytes_sent=0,
+        bytes_received=0,
+        seconds={},
+    )
+
+
+def _unpacked(group: Group) -> Mapping[PeerId, Any]:
+    """What members passed as `gather`; without those who passed nothing, or bytes that are not msgpack."""
+    gathered = {}
+    for peer_id, packed in zip(group.peer_ids, group.gathered, strict=True):
+        if packed:
+            try:
+                gathered[peer_id] = msgpack.unpackb(packed, strict_map_key=False)
+            except (ValueError, TypeError, RecursionError):
+                continue
+    return gathered

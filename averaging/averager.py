@@ -1,0 +1,311 @@
+"""`swarm.Averager`: average a list of tensors with whoever else holds the same list, in groups that find themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import random
+import re
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, overload
+
+import msgpack
+import torch
+
+from averaging.attempts import Attempts, RoundTerms
+from averaging.group import GATHERED_BYTES_MAX, Member
+from averaging.groupservice import GroupService, GroupServiceConfig
+from averaging.layout import schema_hash
+from averaging.matchmaking import MatchmakingConfig
+from averaging.presence import DhtPresence, PresenceConfig
+from averaging.result import AveragingResult, PendingRound, check_step
+from averaging.roundconfig import RoundConfig
+from averaging.seeking import ROUND_KEY_MAX, AveragerName, Schema
+from averaging.service import AveragingService
+from averaging.staging import Staging
+from swarm.compression import find
+from swarm.errors import DeadlineExceeded, NetworkError, UsageError
+
+if TYPE_CHECKING:
+    from swarm.node import Node
+
+__all__ = ["Averager", "AveragerConfig", "AveragingResult", "PendingRound"]
+
+_AGGREGATIONS = ("mean",)
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_CLOSE_S_MAX = 2.0
+_CANCEL_S_MAX = 2.0  # a cancelled round's tensor work ends within this
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AveragerConfig:
+    """Settings that rarely need a change; `groups.matchmaking`'s group sizes are those of the averager."""
+
+    run: str = ""  # the run whose presence records are used; "": an open one, over the averager's name
+    bandwidth: float = 12.5e6  # bytes/s; only its ratio to the other members' matters: who has more reduces more
+    declare_s: float = 1.0  # the constructor waits this long at most until others can see this peer
+    groups: GroupServiceConfig = field(default_factory=GroupServiceConfig)
+    presence: PresenceConfig = field(default_factory=PresenceConfig)
+    round: RoundConfig = field(default_factory=RoundConfig)
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.bandwidth < float("inf"):
+            raise UsageError(f"bandwidth must be a positive number of bytes per second, not {self.bandwidth!r}")
+
+
+class Averager:
+    """Averages `tensors` (floating-point, any device) in place, with the peers that hold an averager of this name and the same shapes.
+
+    `node`: this process as a peer. `target_group_size`: a group takes at most so many; more peers form several groups. `codec`: how values
+    travel. `min_fraction`: a round counts as failed when less of the vector was averaged. `auxiliary`: reduce for others, contribute and
+    receive nothing. What the network does is a result; only UsageError raises. A context manager; `close` says goodbye to the others.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        tensors: Sequence[torch.Tensor],
+        *,
+        name: str = "default",
+        target_group_size: int = 4,
+        codec: str = "float16",
+        min_group_size: int = 2,
+        aggregation: str = "mean",
+        min_fraction: float = 1.0,
+        auxiliary: bool = False,
+        config: AveragerConfig | None = None,
+    ) -> None:
+        self.config = config or AveragerConfig()
+        if not _NAME.fullmatch(name):
+            raise UsageError(f"an averager's name has 1 to 64 letters, digits, dots, dashes or underscores, not {name[:100]!r}")
+        if aggregation not in _AGGREGATIONS:
+            raise UsageError(f"there is no aggregation {aggregation!r}; there is: {', '.join(_AGGREGATIONS)}")
+        if not 0.0 < min_fraction <= 1.0:
+            raise UsageError(f"min_fraction is above 0 and at most 1, not {min_fraction!r}")
+        node.network.check()
+        self.node, self.name = node, name
+        self.auxiliary = auxiliary
+        self.min_fraction = min_fraction
+        self._staging = Staging(list(tensors))
+        layout = self._staging.layout
+        terms = f"{aggregation} {self.config.round.part_bytes}".encode()
+        digest = hashlib.sha256(schema_hash(layout, find(codec)) + terms).digest()
+        text = f"{len(layout.shapes)} tensors with {layout.numel:,} elements, {codec}, {aggregation} (#{digest.hex()[:8]})"
+        self.schema = Schema(digest=digest, text=text, codec=find(codec).name)
+        run = self.config.run or hashlib.sha256(f"open averager {name}".encode()).hexdigest()[:20]
+        self._full_name = AveragerName(run=run, averager=name)
+        matchmaking = replace(self.config.groups.matchmaking, target_group_size=target_group_size, min_group_size=min_group_size)
+        self._lock = threading.Lock()
+        self._pending: PendingRound | None = None
+        self._last_round_s = 0.0
+        self._closed = False
+        node.network.run(self._open(matchmaking), 10.0)
+
+    # --- one round
+
+    @overload
+    def step(
+        self,
+        weight: float = 1.0,
+        timeout_s: float = 30.0,
+        gather: object = None,
+        wait: Literal[True] = True,
+        *,
+        round_key: str | int | None = None,
+        apply: Literal["replace", "delta"] = "replace",
+    ) -> AveragingResult: ...
+
+    @overload
+    def step(
+        self,
+        weight: float = 1.0,
+        timeout_s: float = 30.0,
+        gather: object = None,
+        *,
+        wait: Literal[False],
+        round_key: str | int | None = None,
+        apply: Literal["replace", "delta"] = "replace",
+    ) -> PendingRound: ...
+
+    def step(
+        self,
+        weight: float = 1.0,
+        timeout_s: float = 30.0,
+        gather: object = None,
+        wait: bool = True,
+        *,
+        round_key: str | int | None = None,
+        apply: Literal["replace", "delta"] = "replace",
+    ) -> AveragingResult | PendingRound:
+        """Average once: an AveragingResult, or with `wait=False` a PendingRound.
+
+        `weight`: this peer's share, usually samples; 0 receives only. `gather`: any msgpack value up to 16 KiB, handed to all members.
+        `round_key`: only peers with equal keys meet. `apply="delta"`: the tensors may change meanwhile, and get average minus snapshot
+        added. Within `timeout_s` a round that breaks is tried again with who is left. UsageError: wrong arguments, a closed averager, a
+        step while another is in progress.
+        """
+        started_s = time.monotonic()
+        check_step(weight, timeout_s, apply)
+        terms = RoundTerms(
+            weight=0.0 if self.auxiliary else float(weight),
+            round_key=_key_text(round_key),
+            gathered=_packed(gather),
+            timeout_s=timeout_s,
+        )
+        member = self._member(terms.weight)
+        pending = PendingRound(functools.partial(self._write_back, delta=apply == "delta", started_s=started_s), self._release)
+        self._reserve(pending)
+        try:
+            if not self.auxiliary:
+                self._staging.take()
+            staged_s = time.monotonic() - started_s
+            pending.attach(self.node.network.submit(self._conduct(pending, member, terms, staged_s)))
+        except BaseException:
+            self._release(pending)
+            raise
+        if not wait:
+            return pending
+        try:
+            result = pending.result()
+        except BaseException:  # Ctrl-C: nothing may go on behind the caller's back
+            pending.cancel()
+            raise
+        return result
+
+    async def _conduct(self, pending: PendingRound, member: Member, terms: RoundTerms, staged_s: float) -> None:
+        if not pending.started():
+            pending.end(None)
+            return
+        outcome = error = None
+        try:
+            attempts = Attempts(self._groups, self._service.all_reduce, self.node.clock, self.config.round, self._last_round_s)
+            outcome, self._last_round_s = await attempts.run(member, terms, self._staging)
+            outcome = replace(outcome, seconds={"staging": staged_s, **outcome.seconds})
+        except Exception as unexpected:
+            error = unexpected
+            raise
+        finally:
+            pending.end(outcome, error)
+
+    def _write_back(self, outcome: AveragingResult, *, delta: bool, started_s: float) -> AveragingResult:
+        """In the thread that takes the result."""
+        begun_s = time.monotonic()
+        if not outcome.failed and not self.auxiliary and outcome.attempts:
+            if delta:
+                self._staging.add_difference(self._staging.average)
+            else:
+                self._staging.put(self._staging.average)
+        ended_s = time.monotonic()
+        return replace(outcome, seconds={**outcome.seconds, "write_back": ended_s - begun_s, "total": ended_s - started_s})
+
+    def _member(self, weight: float) -> Member:
+        contact = self.node.contact
+        return Member(
+            contact=contact, weight=weight, bandwidth=self.config.bandwidth if contact.addresses else 0.0, auxiliary=self.auxiliary
+        )
+
+    def _reserve(self, pending: PendingRound) -> None:
+        self.node.network.check()
+        previous = self._pending
+        if previous is not None:
+            previous.wait_given_up(_CANCEL_S_MAX)
+        with self._lock:
+            if self._closed:
+                raise UsageError("this averager is closed")
+            if self._pending is not None:
+                raise UsageError("a step of this averager is in progress: take the result of the pending round, or cancel it, first")
+            self._pending = pending
+
+    def _release(self, pending: PendingRound) -> None:
+        with self._lock:
+            if self._pending is pending:
+                self._pending = None
+
+    # --- life
+
+    async def _open(self, matchmaking: MatchmakingConfig) -> None:
+        node = self.node
+        self._service = AveragingService.of(node)
+        self._presence = DhtPresence(
+            dht=self.node.dht.service,
+            name=self._full_name,
+            own=lambda: node.contact,
+            schema=self.schema,
+            config=self.config.presence,
+        )
+        self._groups = GroupService(
+            exchange=self._service.exchange,
+            presence=self._presence,
+            name=self._full_name,
+            schema=self.schema,
+            rng=random.SystemRandom(),
+            config=replace(self.config.groups, matchmaking=matchmaking),
+        )
+        self._renewing: asyncio.Task[None] = self.node.supervisor.spawn(f"presence of {self.name}", self._presence.renew, restart=True)
+        self._service.opened(self._close_on_loop)
+        announcing = node.supervisor.spawn(f"announcing {self.name}", self._announce)
+        await asyncio.wait([announcing], timeout=self.config.declare_s)
+
+    async def _announce(self) -> None:
+        await self._presence.declared(self.config.presence.store_timeout_s)
+        try:
+            await self._groups.announce(self.node.contact)
+        except NetworkError:
+            return  # the DHT cannot say who is there: searches will look
+
+    def close(self) -> None:
+        """End a step in progress, and withdraw the presence record, so that nobody waits for this peer. Idempotent."""
+        if self.node.closed or not self.node.network.ours:
+            self._closed = True
+            return
+        try:
+            self.node.network.run(self._close_on_loop(), _CLOSE_S_MAX)
+        except DeadlineExceeded:  # the record expires by itself
+            return
+
+    async def _close_on_loop(self) -> None:
+        with self._lock:
+            closed, self._closed = self._closed, True
+            pending = self._pending
+        if closed:
+            return
+        if pending is not None:
+            pending.close()
+        self._renewing.cancel()
+        self._groups.close()
+        self._service.closed(self._close_on_loop)
+        await self._presence.withdraw()
+
+    def __enter__(self) -> Averager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Averager({self.name!r}, {self.schema.text}{', closed' if self._closed else ''})"
+
+
+def _key_text(round_key: str | int | None) -> str:
+    text = "" if round_key is None else str(round_key)
+    if len(text) > ROUND_KEY_MAX:
+        raise UsageError(f"a round key has at most {ROUND_KEY_MAX} characters")
+    return text
+
+
+def _packed(gather: object) -> bytes:
+    """msgpack of what members hand to each other; empty for None."""
+    if gather is None:
+        return b""
+    try:
+        packed: bytes = msgpack.packb(gather)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UsageError(f"gather takes what msgpack can write (numbers, text, bytes, lists, maps): {error}") from error
+    if len(packed) > GATHERED_BYTES_MAX:
+        raise UsageError(f"gather takes at most {GATHERED_BYTES_MAX} bytes, not {len(packed)}")
+    return packed

@@ -1,0 +1,104 @@
+"""How a list of tensors lies in the one flat float32 vector that a round averages, and the hash by which peers know that theirs agree."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import msgpack
+import torch
+
+from swarm.compression import Codec
+from swarm.errors import UsageError
+
+TENSORS_MAX = 1 << 20
+ELEMENTS_MAX = 1 << 40  # 4 TiB in float32: beyond any peer, far below where offsets overflow
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """Shapes and dtypes of a list of floating-point tensors, which follow one another in the vector without gaps."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.shapes) != len(self.dtypes):
+            raise UsageError(f"{len(self.shapes)} shapes for {len(self.dtypes)} dtypes")
+        if len(self.shapes) > TENSORS_MAX:
+            raise UsageError(f"at most {TENSORS_MAX} tensors are averaged together, not {len(self.shapes)}")
+        for place, dtype in enumerate(self.dtypes):
+            if not dtype.is_floating_point:
+                raise UsageError(f"tensor {place} is of {dtype}: only floating-point tensors are averaged")
+        if self.numel > ELEMENTS_MAX:
+            raise UsageError(f"at most {ELEMENTS_MAX} elements are averaged together, not {self.numel}")
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> TensorLayout:
+        """The layout of `tensors`; UsageError names the one that cannot be averaged."""
+        for place, tensor in enumerate(tensors):
+            if tensor.layout != torch.strided:
+                raise UsageError(f"tensor {place} is {tensor.layout}: only dense tensors are averaged")
+        return cls(tuple(tuple(tensor.shape) for tensor in tensors), tuple(tensor.dtype for tensor in tensors))
+
+    @property
+    def numels(self) -> tuple[int, ...]:
+        """Elements per tensor."""
+        return tuple(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each tensor begins in the vector, in elements."""
+        return tuple(accumulate(self.numels, initial=0))[:-1]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the vector."""
+        return sum(self.numels)
+
+    def check(self, tensors: Sequence[torch.Tensor]) -> None:
+        """UsageError unless `tensors` have this layout."""
+        if len(tensors) != len(self.shapes):
+            raise UsageError(f"{len(tensors)} tensors where there were {len(self.shapes)}")
+        for place, (tensor, shape, dtype) in enumerate(zip(tensors, self.shapes, self.dtypes, strict=True)):
+            if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+                raise UsageError(f"tensor {place} is {tuple(tensor.shape)} of {tensor.dtype}; it was {shape} of {dtype}")
+
+    def gather(self, tensors: Sequence[torch.Tensor], vector: torch.Tensor) -> None:
+        """Copy `tensors` into `vector` (flat, float32, `numel` elements), in the calling thread."""
+        self.check(tensors)
+        self._check_vector(vector)
+        with torch.no_grad():
+            for tensor, offset, numel in zip(tensors, self.offsets, self.numels, strict=True):
+                vector[offset : offset + numel].view(tensor.shape).copy_(tensor)
+
+    def scatter(self, vector: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy `vector` back into `tensors`, in place, whatever requires grad; in the calling thread."""
+        self.check(tensors)
+        self._check_vector(vector)
+        with torch.no_grad():
+            for tensor, offset, numel in zip(tensors, self.offsets, self.numels, strict=True):
+                tensor.copy_(vector[offset : offset + numel].view(tensor.shape))
+
+    def find_tensor(self, element: int) -> int:
+        """The index of the tensor that holds this element of the vector."""
+        for place, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
+            if offset <= element < offset + numel:
+                return place
+        raise UsageError(f"element {element} is outside of a vector of {self.numel}")
+
+    def _check_vector(self, vector: torch.Tensor) -> None:
+        if vector.dtype != torch.float32 or vector.dim() != 1 or vector.numel() != self.numel or not vector.is_contiguous():
+            raise UsageError(
+                f"the vector must be flat contiguous float32 of {self.numel} elements, not {tuple(vector.shape)} of {vector.dtype}"
+            )
+
+
+def schema_hash(layout: TensorLayout, codec: Codec) -> bytes:
+    """32 bytes, equal on two peers exactly when their tensors and codec agree: shapes, dtypes, order, codec with its version."""
+    tensors = [[list(shape), str(dtype).removeprefix("torch.")] for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True)]
+    return hashlib.sha256(msgpack.packb([_VERSION, tensors, codec.name, codec.wire_id, codec.version])).digest()

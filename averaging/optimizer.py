@@ -1,0 +1,284 @@
+"""`swarm.Optimizer`: a torch optimizer whose steps are made by the whole swarm."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from averaging.catchup import CatchUp
+from averaging.donor import Donor, DonorServices
+from averaging.epochs import EpochLoop
+from averaging.gradients import GradientsMode
+from averaging.modes import ModeFactory
+from averaging.optimizerconfig import OptimizerConfig
+from averaging.progress import SAMPLES_MAX, ProgressView
+from averaging.reports import LoadResult, StepReport
+from averaging.rounds import Rounds, check_extras
+from averaging.runexchange import exchange_of
+from averaging.state import Scheduler, TrainingState
+from averaging.tracker import Tracker, TrackerServices
+from swarm.compression import find
+from swarm.errors import NetworkError, UsageError
+
+if TYPE_CHECKING:
+    from swarm.node import Node
+
+__all__ = ["MODES", "LoadResult", "Optimizer", "OptimizerConfig", "StepReport"]
+
+MODES: dict[str, ModeFactory] = {"gradients": GradientsMode}
+
+_RUN_ID = re.compile(r"[a-z2-7]{20}")
+_NAME_CHARACTERS_MAX = 100
+_START_S_MAX = 10.0
+_CLOSE_S_MAX = 2.0
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Trains one model together with everybody who has an `Optimizer` of the same run.
+
+    `inner`: the optimizer to step once an epoch; its parameters are the model's. `node`: this process as a peer. `run`: a name that all
+    peers use, or a run's id. An epoch is `target_batch_size` samples over the whole swarm; `batch_size_per_step`: samples behind one call
+    of `step`, unless the call says. `codec`: how gradients travel. `scheduler`: a factory like `lambda inner: StepLR(inner, 10)`, stepped
+    once an epoch, part of the state. `state_sync_epochs`: every so many epochs parameters and statistics are averaged, so that peers with
+    different processors stay equal (0: never). `extra_tensors`: more to share, for instance `model.buffers()`.
+
+    Parameters change only inside `step`, when an epoch is full. Joining a swarm that is ahead loads its state in the first `step`;
+    `load_state_from_peers` does it before. What the network does is in the report; UsageError is the caller's mistake. A context manager.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        *,
+        node: Node,
+        run: str,
+        target_batch_size: int,
+        batch_size_per_step: int | None = None,
+        mode: str = "gradients",
+        codec: str = "float16",
+        scheduler: Callable[[torch.optim.Optimizer], Scheduler] | None = None,
+        state_sync_epochs: int = 10,
+        extra_tensors: Sequence[torch.Tensor] = (),
+        config: OptimizerConfig | None = None,
+    ) -> None:
+        # torch's __init__ is not called: groups, state and hooks are those of `inner`, by delegation.
+        self._check(inner, mode, batch_size_per_step, state_sync_epochs)
+        find(codec)
+        config = config or OptimizerConfig()
+        self.inner, self.node, self.run_id = inner, node, run_id_of(run)
+        self.target_batch_size, self.batch_size_per_step = _samples(target_batch_size), batch_size_per_step
+        self.mode = mode
+        self._closed = False
+        self._state = TrainingState(inner, tuple(extra_tensors), scheduler(inner) if scheduler is not None else None)
+        check_extras(self._state)
+        self._training = MODES[mode](self._state)
+        node.network.run(self._open(codec, state_sync_epochs, config), _START_S_MAX)
+
+    @staticmethod
+    def _check(inner: torch.optim.Optimizer, mode: str, batch_size_per_step: int | None, state_sync_epochs: int) -> None:
+        if not isinstance(inner, torch.optim.Optimizer) or isinstance(inner, Optimizer):
+            raise UsageError(f"the first argument is a torch optimizer such as torch.optim.AdamW(model.parameters()), not {inner!r:.60}")
+        if mode not in MODES:
+            raise UsageError(f"there is no mode {mode!r}; there is: {', '.join(MODES)}")
+        if batch_size_per_step is not None:
+            _samples(batch_size_per_step)
+        if not isinstance(state_sync_epochs, int) or state_sync_epochs < 0:
+            raise UsageError(f"state_sync_epochs is a whole number of epochs, 0 for never, not {state_sync_epochs!r}")
+
+    async def _open(self, codec: str, state_sync_epochs: int, config: OptimizerConfig) -> None:
+        node = self.node
+        network = node.network
+        services = TrackerServices(
+            own=lambda: node.contact, dht=node.dht.service, caller=node.channels, clock=node.clock, loop=network.loop
+        )
+        self._tracker = Tracker(services, self.run_id, self.target_batch_size, config.progress)
+        giving = DonorServices(own=lambda: node.contact, dht=node.dht.service, clock=node.clock, loop=network.loop, pool=network.pool)
+        self._donor = Donor(giving, self.run_id, self._state, config.donor)
+        self._rounds = Rounds(node, self.run_id, self._training, self._state, codec, config)
+        self._catch_up = CatchUp(node, self.run_id, self._state, self._training, self._tracker, self._rounds, config)
+        parts = (self._state, self._training, self._tracker, self._donor, self._rounds, self._catch_up)
+        self._loop = EpochLoop(node, parts, state_sync_epochs, config)
+        exchange_of(node).add(self.run_id, self._tracker, self._donor)
+        self._tasks = [
+            node.supervisor.spawn(f"progress of run {self.run_id}", self._tracker.run, restart=True),
+            node.supervisor.spawn(f"state of run {self.run_id}", self._donor.run, restart=True),
+        ]
+        node.at_close(self._close_on_loop)
+
+    # --- training
+
+    def step(  # type: ignore[override]
+        self, batch_size: int | Callable[[], Any] | None = None, closure: Callable[[], Any] | None = None
+    ) -> StepReport:
+        """Take the gradients in `.grad`, which are means over `batch_size` samples; the parameters move when the swarm's batch is full.
+
+        Costs no network then, else a round with the other peers, in this thread. A closure, here or in the place of `batch_size` as torch
+        has it, is called first, with gradients enabled. The report says what happened.
+        """
+        if callable(batch_size):
+            batch_size, closure = None, batch_size
+        self._check_open()
+        samples = _samples(batch_size if batch_size is not None else self.batch_size_per_step)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        report = self._loop.step(samples)
+        return report if loss is None else replace(report, loss=loss)
+
+    def load_state_from_peers(self, timeout_s: float = 600.0, on_progress: Callable[[int, int], None] | None = None) -> LoadResult:
+        """Download the swarm's state: parameters, statistics, counters, schedule, epoch. What was accumulated is dropped.
+
+        `on_progress(bytes, of_bytes)` is called on the network thread. Nobody to load from is a result with `alone=True`, not an error.
+        """
+        self._check_open()
+        if not 0 < timeout_s < float("inf"):
+            raise UsageError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}")
+        self._catch_up.on_progress = on_progress
+        return self._loop.load(timeout_s)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear `.grad`; what `step` has taken is kept."""
+        self.inner.zero_grad(set_to_none=set_to_none)
+
+    @property
+    def epoch(self) -> int:
+        """How many epochs the parameters have behind them."""
+        return self._state.epoch
+
+    @property
+    def progress(self) -> ProgressView:
+        """How far the swarm is within the epoch, and who trains at what pace."""
+        return self._tracker.view()
+
+    @property
+    def scheduler(self) -> Scheduler | None:
+        """What the factory made."""
+        return self._state.scheduler
+
+    def state_digest(self) -> tuple[int, str]:
+        """The epoch, and the digest of the state in it (hex): equal on peers whose states are equal bit for bit. Copies the state."""
+        snapshot = self._state.snapshot()
+        return snapshot.epoch, snapshot.digest.hex()
+
+    # --- a torch optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override]
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.inner.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise UsageError("peers agreed on the parameters when this optimizer was made: add groups to the inner optimizer before that")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's, and under "swarm" the epoch, the schedule and what was accumulated."""
+        swarm = {"epoch": self._state.epoch, "scheduler": None, "accumulated": self._training.state_dict()}
+        if self._state.scheduler is not None:
+            swarm["scheduler"] = self._state.scheduler.state_dict()
+        return {**self.inner.state_dict(), "swarm": swarm}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume from `state_dict()`, or from the inner optimizer's own: then in the present epoch."""
+        plain = {key: value for key, value in state_dict.items() if key != "swarm"}
+        swarm = state_dict.get("swarm")
+        with self._state.lock:
+            self.inner.load_state_dict(plain)
+            if swarm is not None:
+                self._training.load_state_dict(swarm["accumulated"])
+                if self._state.scheduler is not None and swarm["scheduler"] is not None:
+                    self._state.scheduler.load_state_dict(swarm["scheduler"])
+            self._state.moved(int(swarm["epoch"]) if swarm is not None else self._state.epoch)
+        self._loop.resumed()
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """Called when the inner optimizer steps, once an epoch: with the averaged gradients in `.grad`."""
+        return self.inner.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        return self.inner.register_step_post_hook(hook)
+
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.inner.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.inner.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.inner.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.inner.register_load_state_dict_post_hook(hook, prepend)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UsageError("a swarm.Optimizer belongs to its node and cannot be copied or pickled: use state_dict()")
+
+    def __repr__(self) -> str:
+        return (
+            f"swarm.Optimizer({self.inner!r}, run {self.run_id}, mode {self.mode}, epoch {self.epoch}{', closed' if self._closed else ''})"
+        )
+
+    # --- life
+
+    def close(self) -> None:
+        """Leave the run: the others stop counting on this peer. Idempotent; the node stays open."""
+        if self._closed or self.node.closed or not self.node.network.ours:
+            self._closed = True
+            return
+        with contextlib.suppress(NetworkError):  # records expire by themselves
+            self.node.network.run(self._close_on_loop(), _CLOSE_S_MAX)
+        self._rounds.close()
+
+    async def _close_on_loop(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        exchange_of(self.node).remove(self.run_id)
+        for task in self._tasks:
+            task.cancel()
+        await self._tracker.close()
+        await self._donor.close()
+
+    def _check_open(self) -> None:
+        self.node.network.check()
+        if self._closed:
+            raise UsageError("this optimizer is closed")
+
+    def __enter__(self) -> Optimizer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def run_id_of(run: str) -> str:
+    """A run's id as it is (20 lower-case base32 characters), or the id of the open run of that name."""
+    if not isinstance(run, str) or not 1 <= len(run) <= _NAME_CHARACTERS_MAX:
+        raise UsageError(f"run is a name of 1 to {_NAME_CHARACTERS_MAX} characters, or a run's id, not {run!r:.120}")
+    if _RUN_ID.fullmatch(run):
+        return run
+    return base64.b32encode(hashlib.sha256(b"swarm open run " + run.encode()).digest()).decode().lower()[:20]
+
+
+def _samples(value: int | None) -> int:
+    if value is None:
+        raise UsageError("say how many samples are behind the gradients: step(batch_size) or Optimizer(batch_size_per_step=…)")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= SAMPLES_MAX:
+        raise UsageError(f"a number of samples is a positive whole number, not {value!r:.60}")
+    return value

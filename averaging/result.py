@@ -1,0 +1,141 @@
+"""What a call of `Averager.step` ends with: a result, or a round that still runs in the background."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from swarm.errors import DeadlineExceeded, UsageError
+from swarm.ids import PeerId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AveragingResult:
+    """How a step ended. When `failed`, the tensors are untouched, and `reason` says why in one word, `detail` in a sentence.
+
+    Reasons: "alone" nobody else holds the averager; "deadline" no group, or no result, in time; "schema" the others' tensors or codec
+    differ; "passed" the round of this key was held without this peer; "unreachable" holders are known and none answers; "few" too few for a
+    group; "nobody contributes" all weights were 0; "round" the round broke (`detail` has who and what); "cancelled"; "closed".
+    """
+
+    failed: bool
+    reason: str = ""
+    detail: str = ""  # of a round that came about at the second attempt or later: why the one before broke
+    peers: tuple[PeerId, ...] = ()  # members of the last group, in group order
+    contributions: Mapping[PeerId, float] = field(default_factory=dict)  # fraction of the elements in which each member's values are
+    gathered: Mapping[PeerId, Any] = field(default_factory=dict)  # what each member passed as `gather`
+    left_out: Mapping[PeerId, str] = field(default_factory=dict)  # who dropped out or was left out, and why; of all attempts
+    digest: str = ""  # hex, over the averaged bytes: equal on all members
+    seconds: Mapping[str, float] = field(default_factory=dict)  # per phase: staging, matchmaking, …, write_back, total
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    attempts: int = 0  # groups in which the round was tried
+    group_id: str = ""  # hex; "" when no group came about
+
+
+class PendingRound:
+    """A round in the background. Its averager takes no other step until this one's result was taken, or it was cancelled."""
+
+    def __init__(self, finish: Callable[[AveragingResult], AveragingResult], release: Callable[[PendingRound], None]) -> None:
+        self._finish = finish  # writes back, in the thread that asks for the result
+        self._release = release
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._started = False
+        self._outcome: AveragingResult | None = None
+        self._error: Exception | None = None  # our own fault: no result of the network
+        self._result: AveragingResult | None = None
+        self._discarded = ""  # why there will be no result
+        self._future: concurrent.futures.Future[None] | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether the network is finished with it: `result` would not wait."""
+        return self._ended.is_set()
+
+    def cancel(self) -> None:
+        """Give the round up; other members see this peer leave. The tensors stay as they are. Without effect once the result was taken."""
+        self._discard("cancelled")
+
+    def result(self, timeout_s: float | None = None) -> AveragingResult:
+        """Wait for the end and write the average into the tensors, in this thread; the same result again when called again.
+
+        DeadlineExceeded when the round has not ended within `timeout_s`; it goes on.
+        """
+        if not self._ended.wait(timeout_s):
+            raise DeadlineExceeded(f"the round has not ended within {timeout_s:g} s; it goes on in the background")
+        with self._lock:
+            if self._result is None:
+                outcome = self._outcome
+                if self._error is not None and not self._discarded:
+                    self._release(self)
+                    raise self._error
+                if self._discarded or outcome is None:
+                    reason = self._discarded or "closed"
+                    texts = {"cancelled": "the round was cancelled here", "closed": "the averager was closed during the round"}
+                    outcome = AveragingResult(failed=True, reason=reason, detail=texts[reason])
+                try:
+                    self._result = self._finish(outcome)
+                finally:
+                    self._release(self)
+            return self._result
+
+    # --- for the averager
+
+    def attach(self, future: concurrent.futures.Future[None]) -> None:
+        """The future of the coroutine that runs the round."""
+        self._future = future
+        future.add_done_callback(self._settled)
+
+    def started(self) -> bool:
+        """The coroutine's first line; False: it was cancelled before, and must do nothing."""
+        with self._lock:
+            self._started = not self._discarded
+        return self._started
+
+    def end(self, outcome: AveragingResult | None, error: Exception | None = None) -> None:
+        """The coroutine is over, and touches no tensor any more. Neither: it was cancelled."""
+        self._outcome, self._error = outcome, error
+        self._over()
+
+    def wait_given_up(self, timeout_s: float) -> None:
+        """Wait for the end of a round that was cancelled; returns at once for one that was not."""
+        if self._discarded:
+            self._ended.wait(timeout_s)
+
+    def close(self) -> None:
+        """The averager closes. A result that is ready can still be taken."""
+        if not self.done:
+            self._discard("closed")
+
+    def _discard(self, why: str) -> None:
+        with self._lock:
+            if self._result is not None:
+                return
+            self._discarded = self._discarded or why
+        if self._future is not None:
+            self._future.cancel()
+        if self.done:
+            self._release(self)
+
+    def _settled(self, future: concurrent.futures.Future[None]) -> None:
+        if not self._started:  # cancelled before its first line; one that ran says itself when it has ended
+            self._over()
+
+    def _over(self) -> None:
+        self._ended.set()
+        if self._discarded:
+            self._release(self)
+
+
+def check_step(weight: float, timeout_s: float, apply: str) -> None:
+    """UsageError for arguments of `step` that no step can have."""
+    if not isinstance(weight, int | float) or isinstance(weight, bool):
+        raise UsageError(f"weight is a number, not {weight!r}")
+    if not 0.0 < timeout_s < float("inf"):
+        raise UsageError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}")
+    if apply not in ("replace", "delta"):
+        raise UsageError(f'apply is "replace" or "delta", not {apply!r}')

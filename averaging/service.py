@@ -1,0 +1,58 @@
+"""What the averagers of one node share: one exchange that answers searches for groups, one all-reduce that serves their rounds."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from averaging.allreduce import AllReduce
+from averaging.groupservice import GroupExchange
+
+if TYPE_CHECKING:
+    from swarm.node import Node
+
+_lock = threading.Lock()
+_services: weakref.WeakKeyDictionary[Node, AveragingService] = weakref.WeakKeyDictionary()
+
+
+class AveragingService:
+    """Made on the network loop of a node, once; `of` finds it again."""
+
+    def __init__(self, node: Node) -> None:
+        self.exchange = GroupExchange(handlers=node.handlers, caller=node.channels, own=node.peer_id, clock=node.clock)
+        self.all_reduce = AllReduce(
+            handlers=node.handlers, channels=node.channels, own=node.peer_id, pool=node.network.pool, clock=node.clock
+        )
+        self._averagers: list[Callable[[], Awaitable[None]]] = []
+        node.at_close(self._close)
+
+    def opened(self, close: Callable[[], Awaitable[None]]) -> None:
+        """An averager that wants to be closed with the node."""
+        self._averagers.append(close)
+
+    def closed(self, close: Callable[[], Awaitable[None]]) -> None:
+        """It was closed before."""
+        if close in self._averagers:
+            self._averagers.remove(close)
+
+    async def _close(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for close in list(self._averagers):
+                tasks.create_task(_awaited(close))
+        self.all_reduce.close()
+
+    @classmethod
+    def of(cls, node: Node) -> AveragingService:
+        """The one service of this node. To be called on its network loop."""
+        with _lock:
+            service = _services.get(node)
+            if service is None:
+                service = _services[node] = cls(node)
+            return service
+
+
+async def _awaited(close: Callable[[], Awaitable[None]]) -> None:
+    await close()

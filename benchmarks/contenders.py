@@ -1,0 +1,157 @@
+"""Who is measured, behind one interface: open, one round at a time in turn with the others, close."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from benchmarks.bare_transport import BareButterfly
+from benchmarks.launch import Launch, LaunchFailed
+
+START_AHEAD_S = 0.05
+READY_TIMEOUT_S = 60.0
+ROUND_TIMEOUT_S = 45.0
+DELIVERED_MIN = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """What one round of one contender was. Seconds count from the aligned start to the end of the slowest peer."""
+
+    ok: bool  # every peer got the average of all peers, in every element
+    reason: str = ""
+    wrong: bool = False  # the peers reported success, and it was none
+    whole_s: float = 0.0  # matchmaking included
+    group_s: float | None = None  # until the last peer had its group; None: it has no such phase
+    reduce_s: float = 0.0  # from there to the end
+    processor_s: float = 0.0
+    delivered: float = 0.0
+    phases: Mapping[str, float] = field(default_factory=dict)  # seconds, the slowest peer's, as the contender itself tells them
+
+
+class Contender(Protocol):
+    @property
+    def name(self) -> str: ...
+    def __enter__(self) -> Contender: ...
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def round(self) -> Round:
+        """Raises LaunchFailed when it cannot go on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    elements: int
+    tensors: int
+    peers: int = 4
+    target_group_size: int = 4
+    codec: str = "float32"
+
+
+class Workers:
+    """A contender made of worker processes that know `prepare`, `round` and `check`."""
+
+    def __init__(self, name: str, *, python: Path, module: str, workload: Workload) -> None:
+        self._name, self._workload = name, workload
+        configuration = {
+            "elements": workload.elements,
+            "tensors": workload.tensors,
+            "peers": workload.peers,
+            "target_group_size": workload.target_group_size,
+            "codec": workload.codec,
+        }
+        self._launch = Launch(name, python=python, module=f"benchmarks.workers.{module}", configurations=[configuration] * workload.peers)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def __enter__(self) -> Workers:
+        self._launch.__enter__()
+        try:
+            self._launch.hear("ready", READY_TIMEOUT_S)
+        except BaseException:
+            self._launch.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._launch.__exit__(kind, error, trace)
+
+    def round(self) -> Round:
+        launch = self._launch
+        launch.tell("prepare")
+        launch.hear("prepared", READY_TIMEOUT_S)
+        before_s = launch.processor_s()
+        at_s = time.monotonic() + START_AHEAD_S
+        launch.tell("round", at_s=at_s, timeout_s=ROUND_TIMEOUT_S)
+        done = launch.hear("done", ROUND_TIMEOUT_S + 10.0)
+        processor_s = launch.processor_s() - before_s
+        launch.tell("check")
+        checked = launch.hear("checked", READY_TIMEOUT_S)
+        return judge(done, checked, at_s=at_s, peers=self._workload.peers, processor_s=processor_s)
+
+
+def judge(done: list[dict[str, Any]], checked: list[dict[str, Any]], *, at_s: float, peers: int, processor_s: float) -> Round:
+    """One round from its workers' reports."""
+    delivered = min(report["delivered"] for report in checked)
+    refused = [report["reason"] for report in done if not report["ok"]]
+    sizes = sorted({report["group"] for report in done})
+    digests = {report["digest"] for report in done if "digest" in report}
+    reason = ""
+    if refused:
+        reason = refused[0]
+    elif sizes != [peers]:
+        reason = f"groups of {sizes} peers, not {peers}"
+    elif delivered < DELIVERED_MIN:
+        reason = f"{delivered:.1%} of the elements hold the average"
+    elif len(digests) > 1:
+        reason = "the peers hold different results"
+    whole_s = max(report["end_s"] for report in done) - at_s
+    grouped = [report["grouped_s"] for report in done if report["grouped_s"] is not None]
+    group_s = max(grouped) - at_s if grouped else None
+    reduce_s = max(report["end_s"] - (report["grouped_s"] or at_s) for report in done)
+    phases: dict[str, float] = {}
+    for report in done:
+        for phase, seconds in report.get("phases", {}).items():
+            phases[phase] = max(phases.get(phase, 0.0), seconds)
+    return Round(
+        ok=not reason,
+        reason=reason,
+        wrong=bool(reason) and not refused,
+        whole_s=whole_s,
+        group_s=group_s,
+        reduce_s=reduce_s,
+        processor_s=processor_s,
+        delivered=delivered,
+        phases=phases,
+    )
+
+
+class Bare:
+    """The bare transport: moves the bytes of a float32 butterfly and reduces nothing, so there is no result to check."""
+
+    name = "bare grpc.aio with TLS"
+
+    def __init__(self, workload: Workload) -> None:
+        self._butterfly = BareButterfly(vector_bytes=workload.elements * 4, processes=workload.peers)
+
+    def __enter__(self) -> Bare:
+        try:
+            self._butterfly.__enter__()
+        except RuntimeError as error:
+            raise LaunchFailed(str(error)) from error
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._butterfly.__exit__(kind, error, trace)
+
+    def round(self) -> Round:
+        try:
+            whole_s, processor_s = self._butterfly.round_detail()
+        except RuntimeError as error:
+            raise LaunchFailed(str(error)) from error
+        return Round(ok=True, whole_s=whole_s, reduce_s=whole_s, processor_s=processor_s, delivered=1.0)

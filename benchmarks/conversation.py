@@ -1,0 +1,67 @@
+"""A worker's end of its talk with the command that started it: JSON lines over pipes.
+
+Standard library only, since it also runs in the environments of peers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+POLL_S = 0.005
+
+
+class Conversation:
+    """Standard output is kept for answers: what libraries print goes to the log with standard error."""
+
+    def __init__(self) -> None:
+        self.configuration: dict[str, Any] = json.loads(sys.argv[1])
+        self._answers = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)
+
+    def say(self, kind: str, **fields: Any) -> None:
+        self._answers.write(json.dumps({"kind": kind, **fields}) + "\n")
+
+    def hear(self) -> dict[str, Any]:
+        """The next order. When the command is gone, this worker and all it started end at once."""
+        line = sys.stdin.readline()
+        if not line:
+            end_own_session()
+        message = json.loads(line)
+        assert isinstance(message, dict)
+        return message
+
+    def publish(self, name: str, text: str) -> None:
+        """Leaves `text` for the other workers of this launch."""
+        folder = Path(self.configuration["rendezvous"])
+        partial = folder / f".{name}.{os.getpid()}"
+        partial.write_text(text)
+        partial.rename(folder / name)
+
+    def published(self, name: str, timeout_s: float = 60.0) -> str:
+        """Waits for what another worker leaves under `name`."""
+        path = Path(self.configuration["rendezvous"]) / name
+        deadline_s = time.monotonic() + timeout_s
+        while not path.exists():
+            if time.monotonic() > deadline_s:
+                raise TimeoutError(f"no worker published {name!r} in {timeout_s:g} s")
+            time.sleep(POLL_S)
+        return path.read_text()
+
+
+def wait_until(monotonic_s: float) -> None:
+    """Aligned starts: the monotonic clock is one for all processes of a machine. Sleeps, then spins over the last half millisecond."""
+    while (left_s := monotonic_s - time.monotonic()) > 0:
+        if left_s > 0.0005:
+            time.sleep(left_s - 0.0005)
+
+
+def end_own_session() -> None:
+    if os.getpgrp() == os.getpid():  # started as the leader of a group of its own, as the command does
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)

@@ -1,0 +1,47 @@
+"""Vectors whose average is known, so that a round that averaged nothing, or part, or wrongly, is seen. Needs torch only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+CHUNK_ELEMENTS = 1 << 20
+_PRIME = 4099
+# how far a value may be from the exact mean; a value left out of the average is at least half a unit away
+TOLERANCE = {"float32": 1e-5, "float16": 0.01, "bfloat16": 0.03}
+
+
+def _pattern() -> torch.Tensor:
+    return (torch.arange(CHUNK_ELEMENTS, dtype=torch.int64) * 7919 % _PRIME).to(torch.float32) / _PRIME
+
+
+def fill(tensors: Sequence[torch.Tensor], rank: float) -> None:
+    """Writes what peer `rank` starts a round with: a pattern in [0, 2) that does not repeat from chunk to chunk, plus `rank`."""
+    pattern = _pattern()
+    for place, tensor in enumerate(tensors):
+        flat = tensor.view(-1)
+        for chunk, start in enumerate(range(0, flat.numel(), CHUNK_ELEMENTS)):
+            piece = flat[start : start + CHUNK_ELEMENTS]
+            piece.copy_(pattern[: piece.numel()]).add_(rank + (chunk + 3 * place) % 7 / 8)
+
+
+def delivered(tensors: Sequence[torch.Tensor], peers: int, codec: str) -> tuple[float, float]:
+    """(fraction of the elements that hold the average of `peers` peers, largest error)."""
+    pattern, mean_rank = _pattern(), (peers - 1) / 2
+    right = total = 0
+    worst = 0.0
+    for place, tensor in enumerate(tensors):
+        flat = tensor.detach().view(-1)
+        for chunk, start in enumerate(range(0, flat.numel(), CHUNK_ELEMENTS)):
+            piece = flat[start : start + CHUNK_ELEMENTS]
+            error = (piece - pattern[: piece.numel()]).sub_(mean_rank + (chunk + 3 * place) % 7 / 8).abs_()
+            right += int((error <= TOLERANCE[codec]).sum())
+            total += piece.numel()
+            worst = max(worst, float(error.max()))
+    return right / max(1, total), worst
+
+
+def tensors_of(elements: int, count: int) -> list[torch.Tensor]:
+    """`count` float32 tensors, `elements` in all, sizes as even as can be."""
+    return [torch.zeros(elements * (index + 1) // count - elements * index // count) for index in range(count)]

@@ -1,0 +1,36 @@
+"""The short form: do the benchmarks run, and are their results right? Small sizes, ours and the bare transport, no thresholds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from benchmarks import groups
+from benchmarks.allreduce import PEERS, Setting, ours, reduction
+from benchmarks.contenders import Bare, Contender, Workload
+from benchmarks.results import Row
+from benchmarks.turns import Plan, take_turns
+
+VECTOR_MIB = 4
+CODECS = ("float32", "float16", "bfloat16")
+
+
+def rows(say: Callable[[str], None]) -> list[Row]:
+    workloads = [Workload(elements=VECTOR_MIB * (1 << 18) + 3, tensors=5, codec=codec) for codec in CODECS]  # spans of unequal sizes
+    say(f"all-reduce, {PEERS} × {VECTOR_MIB} MiB: swarm {', '.join(CODECS)}, bare transport")
+    makers: list[Callable[[], Contender]] = [*(partial(ours, workload) for workload in workloads), partial(Bare, workloads[0])]
+    *own, bare = take_turns(makers, [*(f"swarm {codec}" for codec in CODECS), Bare.name], Plan(passes=1, rounds=2), say)
+    found = [
+        Row(
+            identifier=f"allreduce-{VECTOR_MIB}-{codec}-quick",
+            workload=f"all-reduce, {PEERS} peers × {VECTOR_MIB} MiB, {codec}",
+            quantity="all-reduce alone",
+            ours=tally.series("all-reduce", reduction),
+            peer=bare.series("all-reduce", reduction) if codec == "float32" else None,
+            aim=None,
+            shown="ours / peer",
+        )
+        for codec, tally in zip(CODECS, own, strict=True)
+    ]
+    setting = Setting(plan=Plan(passes=1, rounds=2), hivemind=None, copy_bytes_per_s=1.0, say=say)
+    return [*found, groups.short(setting, rounds=3)]

@@ -1,0 +1,84 @@
+"""Figures as values: what was sampled, how it compares, whether an aim is met. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """All samples of one quantity of one contender."""
+
+    name: str  # "hivemind 1.1.12 float16, 64 MiB: whole step"
+    unit: str
+    samples: tuple[float, ...]
+    failed: int = 0  # rounds that ended without the right result everywhere; they are in no median
+    wrong: int = 0  # of the failed rounds those that the contender itself took for good ones
+    launches_failed: int = 0  # starts of the contender's processes that never got to a round, or died in one
+    reasons: tuple[str, ...] = ()  # why, each once
+
+    @property
+    def median(self) -> float | None:
+        return statistics.median(self.samples) if self.samples else None
+
+    @property
+    def tried(self) -> int:
+        return len(self.samples) + self.failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aim:
+    """A bound on our figure ("ours") or on a ratio of it to the peer's ("peer / ours", "ours / peer")."""
+
+    of: Literal["ours", "peer / ours", "ours / peer"]
+    sense: Literal["at least", "at most"]
+    value: float
+
+    def met(self, ours: float | None, peer: float | None) -> bool | None:
+        """None: not measured."""
+        figure = ours if self.of == "ours" else ratio(ours, peer, self.of)
+        if figure is None:
+            return None
+        return figure >= self.value if self.sense == "at least" else figure <= self.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table: our figure beside a peer's, measured in one run."""
+
+    identifier: str  # stable across runs: a later run replaces the row
+    workload: str
+    quantity: str  # which of a contender's times this is
+    ours: Series
+    peer: Series | None
+    aim: Aim | None
+    shown: Literal["peer / ours", "ours / peer"] | None = None  # which ratio is shown; None: the aim's
+    limit: str = ""  # the physical limit beside it
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def ratio_kind(self) -> str | None:
+        if self.peer is None:
+            return None
+        if self.shown is not None:
+            return self.shown
+        return self.aim.of if self.aim is not None and self.aim.of != "ours" else "peer / ours"
+
+    @property
+    def ratio(self) -> float | None:
+        kind = self.ratio_kind
+        return None if kind is None or self.peer is None else ratio(self.ours.median, self.peer.median, kind)
+
+    @property
+    def met(self) -> bool | None:
+        return None if self.aim is None else self.aim.met(self.ours.median, None if self.peer is None else self.peer.median)
+
+
+def ratio(ours: float | None, peer: float | None, kind: str) -> float | None:
+    """`kind` says which over which; None when either is missing or the divisor is zero."""
+    if ours is None or peer is None:
+        return None
+    over, under = (peer, ours) if kind == "peer / ours" else (ours, peer)
+    return over / under if under else None

@@ -1,0 +1,135 @@
+"""Rounds of several contenders taken in turn, so that a slow minute of the machine falls on all of them alike."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.contenders import Contender, Round
+from benchmarks.launch import LaunchFailed
+from benchmarks.results import Series
+
+LAUNCHES_MAX = 3  # of one contender in one pass: some launches of hivemind never produce a round
+FAILED_ROUNDS_MAX = 3  # in one launch
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a contender did over all passes."""
+
+    name: str
+    rounds: list[Round] = field(default_factory=list)
+    failed: int = 0
+    wrong: int = 0  # of those, rounds that their peers took for good ones
+    launches_failed: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    def fail(self, reason: str) -> None:
+        if reason not in self.reasons:
+            self.reasons.append(reason)
+
+    def series(self, quantity: str, of: Callable[[Round], float | None], *, unit: str = "s") -> Series:
+        samples = tuple(value for value in map(of, self.rounds) if value is not None)
+        return Series(
+            name=f"{self.name}: {quantity}" if quantity else self.name,
+            unit=unit,
+            samples=samples,
+            failed=self.failed,
+            wrong=self.wrong,
+            launches_failed=self.launches_failed,
+            reasons=tuple(self.reasons),
+        )
+
+    def spending(self) -> str:
+        """Where the medians of its rounds go: processor time of all its processes together, and the phases that it tells of."""
+        if not self.rounds:
+            return f"{self.name}: no round"
+        processor_s = statistics.median(outcome.processor_s for outcome in self.rounds)
+        phases = {name: statistics.median(outcome.phases.get(name, 0.0) for outcome in self.rounds) for name in self.rounds[0].phases}
+        told = "".join(f", {name} {seconds * 1e3:.0f} ms" for name, seconds in phases.items())
+        return f"{self.name}: {processor_s:.2f} processor seconds a round{told}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    passes: int  # fresh processes each time
+    rounds: int  # measured, per contender and pass
+    warm_up: int = 1  # rounds thrown away after each launch
+
+
+class _Seat:
+    """One contender in one pass: launched when it is first needed, launched again when it breaks down."""
+
+    def __init__(self, make: Callable[[], Contender], tally: Tally, plan: Plan, open_contenders: contextlib.ExitStack) -> None:
+        self._make, self._tally, self._plan, self._stack = make, tally, plan, open_contenders
+        self._contender: Contender | None = None
+        self._own: contextlib.ExitStack | None = None
+        self._launches, self._failed, self._left = 0, 0, plan.rounds
+
+    @property
+    def wants(self) -> bool:
+        return self._left > 0
+
+    def turn(self) -> None:
+        """One measured round, or the launch and warm-up that come before it."""
+        try:
+            if self._contender is None:
+                self._launch()
+            else:
+                self._measure(self._contender)
+        except LaunchFailed as failure:
+            self._tally.launches_failed += 1
+            self._tally.fail(str(failure))
+            self._close()
+            if self._launches >= LAUNCHES_MAX:
+                self._left = 0
+
+    def _launch(self) -> None:
+        self._launches += 1
+        self._own = self._stack.enter_context(contextlib.ExitStack())
+        contender = self._own.enter_context(self._make())
+        for _ in range(self._plan.warm_up):
+            contender.round()
+        self._contender = contender
+
+    def _measure(self, contender: Contender) -> None:
+        outcome = contender.round()
+        if outcome.ok:
+            self._tally.rounds.append(outcome)
+            self._left -= 1
+            return
+        self._tally.failed += 1
+        self._tally.wrong += outcome.wrong
+        self._tally.fail(outcome.reason)
+        self._failed += 1
+        if self._failed >= FAILED_ROUNDS_MAX:
+            self._left = 0
+
+    def _close(self) -> None:
+        if self._own is not None:
+            self._own.close()
+        self._contender = self._own = None
+
+
+def take_turns(makers: Sequence[Callable[[], Contender]], names: Sequence[str], plan: Plan, say: Callable[[str], None]) -> list[Tally]:
+    """All contenders are open at once and idle while another has its round; every pass starts fresh processes, in the other order."""
+    tallies = [Tally(name) for name in names]
+    for number in range(plan.passes):
+        order = list(zip(makers, tallies, strict=True))
+        if number % 2:
+            order.reverse()
+        with contextlib.ExitStack() as stack:
+            seats = [_Seat(make, tally, plan, stack) for make, tally in order]
+            while any(seat.wants for seat in seats):
+                for seat in seats:
+                    if seat.wants:
+                        seat.turn()
+        say(f"  pass {number + 1} of {plan.passes}: " + ", ".join(_progress(tally) for tally in tallies))
+    return tallies
+
+
+def _progress(tally: Tally) -> str:
+    last = f"{tally.rounds[-1].whole_s:.3g} s" if tally.rounds else "nothing yet"
+    return f"{tally.name} {last}" + (f" ({tally.failed + tally.launches_failed} failed)" if tally.failed or tally.launches_failed else "")

@@ -1,0 +1,81 @@
+"""A trainer with hivemind.Optimizer. Runs in hivemind's environment."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+IMPORTED_S = time.monotonic()
+
+import logging  # noqa: E402
+import re  # noqa: E402
+
+import hivemind  # type: ignore[import-not-found,unused-ignore]  # noqa: E402
+
+from benchmarks.conversation import Conversation  # noqa: E402
+from benchmarks.training import BATCH_SAMPLES, LEARNING_RATE, TARGET_BATCH_SAMPLES, Marks, backward, build_model, paced  # noqa: E402
+
+MATCHMAKING_S = (
+    3.5  # its default is 15: then every epoch and every joining takes that much longer; below its request timeout of 3 it can deadlock
+)
+AVERAGING_TIMEOUT_S = 30.0
+
+
+class JointRounds(logging.Handler):
+    """hivemind tells of an averaged gradient in its log only."""
+
+    def __init__(self, talk: Conversation) -> None:
+        super().__init__()
+        self._talk = talk
+
+    def emit(self, record: logging.LogRecord) -> None:
+        found = re.search(r"Averaged gradients with (\d+) peers", record.getMessage())
+        if found and int(found[1]) > 1:
+            self._talk.say("joint", at_s=time.monotonic(), peers=int(found[1]))
+
+
+def main() -> None:
+    marks = Marks(IMPORTED_S)
+    marks.add("import hivemind")
+    talk = Conversation()
+    settings = talk.configuration
+    torch.set_num_threads(1)
+    logging.getLogger("hivemind.optim.optimizer").addHandler(JointRounds(talk))
+    if settings["rank"] == 0:
+        dht = hivemind.DHT(start=True)
+        talk.publish("address", str(dht.get_visible_maddrs()[0]))
+    else:
+        dht = hivemind.DHT(initial_peers=[talk.published("address")], start=True)
+    marks.add("DHT")
+    model = build_model()
+    inner = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)  # torch imports its compiler when the first optimizer is made
+    marks.add("model and AdamW")
+    optimizer = hivemind.Optimizer(
+        dht=dht,
+        run_id="benchmark",
+        target_batch_size=TARGET_BATCH_SAMPLES,
+        batch_size_per_step=BATCH_SAMPLES,
+        optimizer=inner,
+        matchmaking_time=MATCHMAKING_S,
+        averaging_timeout=AVERAGING_TIMEOUT_S,
+        grad_compression=hivemind.compression.Float16Compression(),
+        verbose=True,
+    )
+    marks.add("optimizer")
+    if settings["joins"]:
+        optimizer.load_state_from_peers()
+        marks.add("state")
+    talk.say("started", imported_s=IMPORTED_S, loaded_s=time.monotonic(), phases=marks.seconds)
+    generator = torch.Generator().manual_seed(settings["rank"])
+    for _ in paced(talk):
+        backward(model, generator)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.shutdown()
+    dht.shutdown()
+    talk.say("stopped")
+
+
+if __name__ == "__main__":
+    main()

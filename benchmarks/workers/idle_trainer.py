@@ -1,0 +1,28 @@
+"""Torch with the model and its optimizer, after some steps, doing nothing: what a trainer's memory is compared with."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.conversation import Conversation
+from benchmarks.training import LEARNING_RATE, backward, build_model
+
+STEPS = 20
+
+
+def main() -> None:
+    talk = Conversation()
+    torch.set_num_threads(1)
+    model = build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    generator = torch.Generator().manual_seed(talk.configuration["rank"])
+    for _ in range(STEPS):
+        backward(model, generator)
+        optimizer.step()
+        optimizer.zero_grad()
+    talk.say("steady")
+    talk.hear()
+
+
+if __name__ == "__main__":
+    main()

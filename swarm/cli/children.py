@@ -1,0 +1,137 @@
+"""Peers as processes of their own: started, listened to line by line, and ended for certain.
+
+Each child has its own process group, so that Ctrl-C in a terminal reaches the command alone, which then ends its children in order. Each
+holds the reading end of a pipe whose other end is ours: when this process dies, however it dies, the child reads the end of its standard
+input and leaves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+_LINE_BYTES_MAX = 1 << 20
+_COMPLAINT_BYTES_MAX = 4000
+_POLITE_S = 1.5
+_KILL_S = 0.5
+
+
+class Child:
+    """One `swarm` command running with `--json --exit-with-parent`."""
+
+    def __init__(self, name: str, arguments: Sequence[str], lines: queue.Queue[tuple[str, dict[str, Any] | None]]) -> None:
+        self.name = name
+        self._complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
+        package_folder = str(Path(__file__).resolve().parents[2])
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",  # several trainers share this machine's cores: more threads each would only wait for one another
+            "PYTHONPATH": os.pathsep.join(filter(None, (package_folder, os.environ.get("PYTHONPATH")))),
+            "PYTHONUNBUFFERED": "1",
+        }
+        group: dict[str, Any] = {"process_group": 0} if os.name == "posix" else {"creationflags": 0x200}  # CREATE_NEW_PROCESS_GROUP
+        # -P: not the folder the user happens to be in, which may hold a `torch.py`
+        command = [sys.executable, "-P", "-m", "swarm.cli", *arguments, "--json", "--exit-with-parent"]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._complaints, env=environment, **group
+        )
+        self._lines = lines
+        self._reader = threading.Thread(target=self._read, name=f"reads {name}", daemon=True)
+        self._reader.start()
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def complaint(self) -> str:
+        """The end of what it wrote to standard error, its last lines."""
+        self._complaints.seek(0, os.SEEK_END)
+        self._complaints.seek(max(0, self._complaints.tell() - _COMPLAINT_BYTES_MAX))
+        lines = self._complaints.read().decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else f"it ended with exit code {self.process.poll()} and said nothing"
+
+    def kill(self) -> None:
+        """What a power cut does to a volunteer."""
+        self.process.kill()
+
+    def ask_to_leave(self) -> None:
+        if self.alive:
+            self.process.terminate()
+
+    def close(self, deadline_s: float) -> None:
+        """Wait until `deadline_s` (monotonic) for it to leave, then end it."""
+        try:
+            self.process.wait(max(0.0, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(_KILL_S)
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        self._reader.join(_KILL_S)
+        if self.process.stdout is not None and not self._reader.is_alive():
+            self.process.stdout.close()
+        self._complaints.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        while line := self.process.stdout.readline(_LINE_BYTES_MAX):
+            try:
+                value = json.loads(line)
+            except ValueError:
+                continue  # a library printed something; it is not ours
+            if isinstance(value, dict):
+                self._lines.put((self.name, value))
+        self._lines.put((self.name, None))
+
+
+class Children:
+    """A context manager: whatever happens in its body, no child survives it."""
+
+    def __init__(self) -> None:
+        self.lines: queue.Queue[tuple[str, dict[str, Any] | None]] = queue.Queue()  # (child, its event; None: its output ended)
+        self._children: dict[str, Child] = {}
+
+    def __enter__(self) -> Children:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self, name: str, *arguments: str) -> Child:
+        child = self._children[name] = Child(name, arguments, self.lines)
+        return child
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._children
+
+    def __getitem__(self, name: str) -> Child:
+        return self._children[name]
+
+    def named(self, names: Collection[str]) -> list[Child]:
+        """Those of these names that were started and live."""
+        return [child for name, child in self._children.items() if name in names and child.alive]
+
+    def next_line(self, timeout_s: float) -> tuple[str, Mapping[str, Any] | None] | None:
+        """The next event of any child, or None when there is none in time."""
+        try:
+            return self.lines.get(timeout=max(0.0, timeout_s))
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        """Ask all of them, then make sure; about two seconds at most."""
+        for child in self._children.values():
+            child.ask_to_leave()
+        deadline_s = time.monotonic() + _POLITE_S
+        for child in self._children.values():
+            child.close(deadline_s)
+        self._children.clear()

@@ -1,0 +1,146 @@
+"""The commands and their options. The work is in the modules that the bodies import, so that help costs nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from swarm import __version__
+
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+_listen = click.option("--listen", metavar="HOST:PORT", default=None, help="Where to listen; port 0 picks a free one.")
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON lines, one per event.")
+_device = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="What to train on.")
+_data = click.option("--data", metavar="DIR", type=click.Path(path_type=Path), default=None, help="Train on the text files of this folder.")
+_yes = click.option("--yes", "-y", is_flag=True, help="Do not ask before training begins.")
+_parent = click.option("--exit-with-parent", is_flag=True, hidden=True, help="Leave when standard input ends.")
+
+
+@click.group(context_settings=_CONTEXT)
+@click.version_option(__version__, "--version", message="swarm %(version)s")
+def swarm() -> None:
+    """Strangers train one neural network together, with no master.
+
+    \b
+      swarm demo                            watch four peers train a model on this machine
+      swarm start examples/bytelm.toml      found a run; prints the line with which others join
+      swarm join ADDRESS                    volunteer for it
+    """
+
+
+@swarm.command(context_settings=_CONTEXT, short_help="Watch several peers train a model on this machine.")
+@click.option("--volunteers", type=click.IntRange(1, 16), default=3, show_default=True, help="How many train, the founder included.")
+@click.option("--seconds", type=click.IntRange(5, 3600), default=60, show_default=True, help="How long they train together.")
+@_json
+@_parent
+def demo(volunteers: int, seconds: int, as_json: bool, exit_with_parent: bool) -> int:
+    """Train a small language model with several peers on this machine.
+
+    A bootstrap peer and some volunteers, each a process of its own, learn the Python standard library's sources byte by byte. Nothing
+    leaves this machine, and nothing is left running.
+
+    \b
+    Examples:
+      swarm demo
+      swarm demo --volunteers 5 --seconds 120
+      swarm demo --json > demo.jsonl
+    """
+    from swarm.cli.demo import run_demo
+
+    return run_demo(volunteers=volunteers, seconds=seconds, as_json=as_json, exit_with_parent=exit_with_parent)
+
+
+@swarm.command(context_settings=_CONTEXT, short_help="Found a run and train as its first volunteer.")
+@click.argument("file", metavar="RUN.toml", type=click.Path(path_type=Path))
+@click.option("--bootstrap", metavar="ADDRESS", multiple=True, help="A peer of an existing swarm; may be given several times.")
+@click.option(
+    "--identity", metavar="FILE", default=None, help="The owner's identity; `new` for one that is forgotten. [default: this user's]"
+)
+@_listen
+@_device
+@_data
+@_json
+@_parent
+def start(file: Path, bootstrap: tuple[str, ...], identity: str | None, listen: str | None, **options: object) -> int:
+    """Found a run and train as its first volunteer.
+
+    Publishes the run's signed specification and prints the line with which others join. Started again with the same file and identity
+    while others still train, it takes part in what they have reached; with a changed file, it publishes the change.
+
+    \b
+    Examples:
+      swarm start examples/bytelm.toml
+      swarm start examples/bytelm.toml --listen 0.0.0.0:4000
+      swarm start RUN.toml --bootstrap /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
+    """
+    from swarm.cli.taking_part import Choices, found_and_train
+
+    return found_and_train(file, Choices.of(bootstrap=bootstrap, identity=identity, listen=listen, **options))
+
+
+@swarm.command(context_settings=_CONTEXT, short_help="Volunteer for a run.")
+@click.argument("address", metavar="ADDRESS")
+@click.option("--run", "run", metavar="NAME", default=None, help="Which run, where the swarm has several: NAME, NAME@ID or ID.")
+@click.option("--identity", metavar="FILE", default=None, help="An identity to keep; without it, a new one each time.")
+@_yes
+@_listen
+@_device
+@_data
+@_json
+@_parent
+def join(address: str, run: str | None, identity: str | None, listen: str | None, **options: object) -> int:
+    """Volunteer for the run at ADDRESS.
+
+    Says what will be trained, what memory it takes and what traffic to expect, asks, downloads the current state and trains until Ctrl-C.
+
+    \b
+    Examples:
+      swarm join /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
+      swarm join ADDRESS --run bytelm --yes
+      swarm join ADDRESS --device cpu --data ~/texts
+    """
+    from swarm.cli.taking_part import Choices, join_and_train
+
+    return join_and_train(run, Choices.of(bootstrap=(address,), identity=identity, listen=listen, **options))
+
+
+@swarm.command(context_settings=_CONTEXT, short_help="Be a long-lived entry point that trains nothing.")
+@click.option(
+    "--identity", metavar="FILE", default=None, help="Its identity file; `new` for one that is forgotten. [default: one of its own]"
+)
+@click.option("--bootstrap", metavar="ADDRESS", multiple=True, help="Another entry point of the same swarm; may be given several times.")
+@click.option("--listen", metavar="HOST:PORT", default="0.0.0.0:4000", show_default=True, help="Where to listen; port 0 picks a free one.")
+@_json
+@_parent
+def bootstrap(identity: str | None, bootstrap: tuple[str, ...], listen: str, as_json: bool, exit_with_parent: bool) -> int:
+    """Be a long-lived entry point: a peer that others join by, and that trains nothing.
+
+    Its identity stays the same between starts, so its address does. It needs no torch.
+
+    \b
+    Examples:
+      swarm bootstrap
+      swarm bootstrap --listen 0.0.0.0:4001 --identity ~/entry.identity
+    """
+    from swarm.cli.bootstrap import run_bootstrap
+
+    return run_bootstrap(identity=identity, bootstrap=bootstrap, listen=listen, as_json=as_json, exit_with_parent=exit_with_parent)
+
+
+@swarm.command(context_settings=_CONTEXT, short_help="Show or make an identity.")
+@click.option("--identity", metavar="FILE", default=None, help="The identity file. [default: this user's]")
+@click.option("--create", is_flag=True, help="Make the file if there is none.")
+@_json
+def identity(identity: str | None, create: bool, as_json: bool) -> int:
+    """Show or make an identity: the key that says who a peer is and which runs it owns.
+
+    \b
+    Examples:
+      swarm identity
+      swarm identity --create
+      swarm identity --create --identity ~/other.identity
+    """
+    from swarm.cli.identity import show_identity
+
+    return show_identity(identity, create=create, as_json=as_json)

@@ -1,0 +1,148 @@
+"""How tensors travel: the interface of a codec, and the registry in which a group finds the one it agreed on.
+
+A codec turns a flat float32 tensor into bytes and back. It works where the tensor is: values on a GPU are compressed there, and only the
+result is copied to the host. Codecs have no state; error feedback, which has, is built on top of them.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from swarm.errors import UsageError
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+
+class Codec(Protocol):
+    """One way to write float32 values as bytes. The size depends on the number of elements alone: a receiver can check it beforehand."""
+
+    @property
+    def name(self) -> str:
+        """What users and groups call it."""
+        ...
+
+    @property
+    def wire_id(self) -> int:
+        """Its number on the wire, 1 to 65535; never given to another codec."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Raised when its bytes change their meaning: peers of different versions do not share it."""
+        ...
+
+    @property
+    def bits_per_element(self) -> float:
+        """Bits on the wire per element, for long inputs."""
+        ...
+
+    @property
+    def magnitude_max(self) -> float:
+        """The largest |value| that it can carry. What `encode` makes of larger ones, infinity and NaN is not `is_finite`."""
+        ...
+
+    @property
+    def block_elements(self) -> int:
+        """In pieces of how many elements a part is best worked on, for the processor's caches.
+
+        An encoding may be cut at every multiple of it: elements `a` to `b` are its bytes from `encoded_bytes(a)` to `encoded_bytes(b)`, and
+        encodings of the pieces, joined, are the encoding of the whole.
+        """
+        ...
+
+    def encoded_bytes(self, numel: int) -> int:
+        """The exact size of `numel` encoded elements."""
+        ...
+
+    def error_bound(self, magnitude: float) -> float:
+        """The largest |decoded - given| of any element, when no given |value| exceeds `magnitude`."""
+        ...
+
+    def encode(self, values: torch.Tensor, scratch: torch.Tensor) -> memoryview:
+        """The bytes of `values` (flat, float32, contiguous, any device).
+
+        `scratch` (flat, uint8, host, at least `encoded_bytes`) may be written. The result is a view of `scratch`, or of `values` where
+        these already are what travels: use it before either changes.
+        """
+        ...
+
+    def decode(self, payload: Buffer | torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+        """The values (flat, float32) of exactly `encoded_bytes(scratch.numel())` bytes, on the device of `scratch` (flat, float32,
+        contiguous).
+
+        `payload` may be a flat uint8 tensor (see `view_bytes`). The result is `scratch`, filled, or a view of `payload` where this already
+        is float32: then it is not to be written. Never raises for what the bytes say: a codec whose bytes can be invalid decodes them to
+        something, and values are checked by who asked.
+        """
+        ...
+
+    def is_finite(self, payload: Buffer | torch.Tensor) -> bool:
+        """False when some element of `payload` (as for `decode`) decodes to NaN or infinity. Far cheaper than to decode and look."""
+        ...
+
+
+_by_name: dict[str, Codec] = {}
+_by_wire_id: dict[int, Codec] = {}
+WIRE_ID_MAX = 65535
+PUBLIC_WIRE_ID_MAX = 1023  # above: for codecs that users add
+
+
+def register(codec: Codec) -> None:
+    """Make `codec` known in this process; UsageError when its name or wire id belongs to another one."""
+    if not 1 <= codec.wire_id <= WIRE_ID_MAX:
+        raise UsageError(f"the wire id of codec {codec.name!r} is between 1 and {WIRE_ID_MAX}, not {codec.wire_id}")
+    for known in (_by_name.get(codec.name), _by_wire_id.get(codec.wire_id)):
+        if known is not None and known is not codec:
+            raise UsageError(f"codec {codec.name!r} ({codec.wire_id}) collides with {known.name!r} ({known.wire_id})")
+    _by_name[codec.name] = _by_wire_id[codec.wire_id] = codec
+
+
+def find(name: str) -> Codec:
+    """The codec called `name`; UsageError lists those there are."""
+    codec = _by_name.get(name)
+    if codec is None:
+        raise UsageError(f"there is no codec {name!r}; there are {', '.join(sorted(_by_name))}")
+    return codec
+
+
+def find_wire_id(wire_id: int, version: int) -> Codec | None:
+    """The codec that a peer means; None when this process has none of that number and version."""
+    codec = _by_wire_id.get(wire_id)
+    return codec if codec is not None and codec.version == version else None
+
+
+def names() -> list[str]:
+    """Every codec this process knows, by name."""
+    return sorted(_by_name)
+
+
+class _Alias:
+    """NumPy's array interface over foreign memory, marked writable: torch warns about every read-only buffer that it is shown."""
+
+    __slots__ = ("__array_interface__", "_owner")
+
+    def __init__(self, view: npt.NDArray[np.uint8]) -> None:
+        self._owner = view  # keeps the memory alive for as long as an array or tensor uses it
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": view.shape,
+            "data": (view.__array_interface__["data"][0], False),
+        }
+
+
+def view_bytes(payload: Buffer) -> torch.Tensor:
+    """A flat uint8 tensor over the memory of `payload`, without a copy. It must never be written to: `payload` may be immutable."""
+    if not len(payload):
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.from_numpy(np.asarray(_Alias(np.frombuffer(payload, np.uint8))))
+
+
+def view_tensor(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a flat contiguous host tensor, without a copy."""
+    array: npt.NDArray[np.uint8] = tensor.view(torch.uint8).numpy()
+    return array.data

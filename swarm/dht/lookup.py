@@ -1,0 +1,175 @@
+"""The iterative lookup: find the live peers nearest to an id (Kademlia, section 2.3), as a state machine without clock or network.
+
+The caller asks `poll`, performs each `SendFind`, and reports with `on_reply` or `on_failure`, until `poll` returns `LookupDone`. The
+lookup ends when the `wanted` nearest peers that are not known to have failed have all answered. A peer that stays silent for
+`stall_s` keeps its chance to answer but holds nobody up: others are asked in its place. Whatever strangers answer, the work is
+bounded: `queries_max` calls, `shortlist_max` candidates, `closer_max` contacts taken from one answer, each peer asked once.
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from swarm.ids import Address, Contact, PeerId
+
+_ADDRESSES_MAX = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookupConfig:
+    """How wide and how long a lookup searches."""
+
+    wanted: int = 20  # how many of the nearest must have answered (Kademlia's k; a read wants the replicas only)
+    parallel: int = 4  # calls in flight that are not stalled (Kademlia's alpha); a read asks all replicas at once
+    stall_s: float = 1.0  # silence after which another peer is asked too: less wastes calls on long links, more lets the dead delay all
+    queries_max: int = 120  # calls in all
+    shortlist_max: int = 100  # candidates kept
+    closer_max: int = 20  # contacts taken from one answer
+
+
+@dataclass(frozen=True, slots=True)
+class SendFind:
+    contact: Contact
+
+
+@dataclass(frozen=True, slots=True)
+class LookupDone:
+    nearest: tuple[Contact, ...]  # those that answered, nearest first, at most `wanted`; ourselves among them if we were a candidate
+
+
+Effect: TypeAlias = SendFind | LookupDone
+
+
+class _State(enum.Enum):
+    FRESH = enum.auto()
+    ASKED = enum.auto()
+    STALLED = enum.auto()
+    ANSWERED = enum.auto()
+    FAILED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class _Candidate:
+    distance: int
+    contact: Contact
+    state: _State = _State.FRESH
+    asked_s: float = 0.0
+
+
+class Lookup:
+    """One search for one id."""
+
+    def __init__(
+        self, target: int, seeds: Sequence[Contact], *, own: PeerId, own_contact: Contact | None = None, config: LookupConfig | None = None
+    ) -> None:
+        """`own` is never asked; `own_contact`, when given, counts as a candidate that has answered."""
+        self.config = config or LookupConfig()
+        self.target = target
+        self.queries = 0
+        self.answers = 0
+        self._own = own
+        self._candidates: dict[PeerId, _Candidate] = {}
+        self._order: list[_Candidate] = []  # by distance
+        self._done = False
+        self._deadline_s: float | None = None
+        if own_contact is not None:
+            self._insert(own_contact, _State.ANSWERED)
+        for contact in seeds:
+            self._learn(contact)
+        self._trim()
+
+    @property
+    def stalled(self) -> list[PeerId]:
+        """Peers that were silent for too long and have neither answered nor failed since."""
+        return [candidate.contact.peer_id for candidate in self._order if candidate.state is _State.STALLED]
+
+    def on_reply(self, peer: PeerId, closer: Sequence[Contact]) -> None:
+        """A peer that was asked answered with the contacts nearest to the target that it knows."""
+        candidate = self._candidates.get(peer)
+        if candidate is None or candidate.state not in (_State.ASKED, _State.STALLED):
+            return
+        candidate.state = _State.ANSWERED
+        self.answers += 1
+        for contact in closer[: self.config.closer_max]:
+            self._learn(contact)
+        self._trim()
+
+    def on_failure(self, peer: PeerId) -> None:
+        """A peer that was asked could not be reached, refused, or broke the protocol."""
+        candidate = self._candidates.get(peer)
+        if candidate is not None and candidate.state in (_State.ASKED, _State.STALLED):
+            candidate.state = _State.FAILED
+
+    def deadline_s(self) -> float | None:
+        """When `poll` should be asked again although nobody answered; None when only an answer changes anything."""
+        return self._deadline_s
+
+    def poll(self, now_s: float) -> list[Effect]:
+        """What to do now. `LookupDone` is returned once, and alone."""
+        if self._done:
+            return []
+        self._stall(now_s)
+        config = self.config
+        waiting = sum(candidate.state is _State.ASKED for candidate in self._order)
+        effects: list[Effect] = []
+        counted = unsettled = 0
+        for candidate in self._order:
+            if counted == config.wanted:
+                break
+            if candidate.state in (_State.FAILED, _State.STALLED):
+                continue
+            if candidate.state is _State.FRESH:
+                if self.queries >= config.queries_max:
+                    continue
+                if waiting < config.parallel:
+                    candidate.state, candidate.asked_s = _State.ASKED, now_s
+                    waiting += 1
+                    self.queries += 1
+                    effects.append(SendFind(candidate.contact))
+            counted += 1
+            unsettled += candidate.state is not _State.ANSWERED
+        asked_s = [candidate.asked_s for candidate in self._order if candidate.state is _State.ASKED]
+        self._deadline_s = min(asked_s) + config.stall_s if asked_s else None
+        # Nobody at all has answered yet: a peer that is merely slow is better than none.
+        only_hope = not self.answers and any(candidate.state is _State.STALLED for candidate in self._order)
+        if unsettled or only_hope:
+            return effects
+        self._done = True
+        self._deadline_s = None
+        answered = [candidate.contact for candidate in self._order if candidate.state is _State.ANSWERED]
+        return [LookupDone(tuple(answered[: config.wanted]))]
+
+    def _stall(self, now_s: float) -> None:
+        for candidate in self._order:
+            if candidate.state is _State.ASKED and now_s >= candidate.asked_s + self.config.stall_s:
+                candidate.state = _State.STALLED
+
+    def _learn(self, contact: Contact) -> None:
+        if contact.peer_id == self._own or not contact.addresses:
+            return
+        known = self._candidates.get(contact.peer_id)
+        if known is None:
+            self._insert(contact, _State.FRESH)
+        elif known.state is _State.FRESH and known.contact.addresses != contact.addresses:
+            # One of those who told us may have invented the address: keep both.
+            addresses: tuple[Address, ...] = tuple(dict.fromkeys(known.contact.addresses + contact.addresses))
+            known.contact = Contact(contact.peer_id, addresses[:_ADDRESSES_MAX])
+
+    def _insert(self, contact: Contact, state: _State) -> None:
+        candidate = _Candidate(contact.peer_id.dht_id ^ self.target, contact, state)
+        self._candidates[contact.peer_id] = candidate
+        bisect.insort(self._order, candidate, key=lambda other: other.distance)
+
+    def _trim(self) -> None:
+        """Forget the farthest that were never asked. The others, at most `queries_max`, are kept so that nobody is asked twice."""
+        excess = len(self._order) - self.config.shortlist_max
+        for position in range(len(self._order) - 1, -1, -1):
+            if excess <= 0:
+                return
+            if self._order[position].state is _State.FRESH:
+                del self._candidates[self._order.pop(position).contact.peer_id]
+                excess -= 1

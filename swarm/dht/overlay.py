@@ -1,0 +1,172 @@
+"""The peers around us: whom we know, how to ask them, how to search among them. What the DHT's calls have in common."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
+
+from swarm.clock import Clock
+from swarm.dht.clock_offset import ClockOffset
+from swarm.dht.config import DhtConfig
+from swarm.dht.lookup import Lookup, LookupConfig, LookupDone
+from swarm.dht.routing import RoutingTable
+from swarm.dht.wire import contact_to_wire, contacts_from_wire
+from swarm.errors import PeerError, SwarmError
+from swarm.ids import Contact, PeerId
+from swarm.net.rpc import Caller, Method, RequestT
+from swarm.peerbook import PeerBook
+from swarm.wire.dht_pb2 import (
+    DhtFindReply,
+    DhtFindRequest,
+    DhtPingReply,
+    DhtPingRequest,
+    DhtStoreReply,
+    DhtStoreRequest,
+)
+from swarm.wire.peer_pb2 import Contact as WireContact
+
+# A whole key must fit into a Find reply (StorageConfig.bytes_per_key_max), with its 20 nearest contacts.
+PING = Method(name="/swarm.Dht/Ping", request=DhtPingRequest, reply=DhtPingReply, request_bytes_max=16 << 10, reply_bytes_max=16 << 10)
+FIND = Method(name="/swarm.Dht/Find", request=DhtFindRequest, reply=DhtFindReply, request_bytes_max=64 << 10, reply_bytes_max=4 << 20)
+STORE = Method(name="/swarm.Dht/Store", request=DhtStoreRequest, reply=DhtStoreReply, request_bytes_max=1 << 20, reply_bytes_max=256 << 10)
+
+DhtReplyT = TypeVar("DhtReplyT", DhtPingReply, DhtFindReply, DhtStoreReply)
+Ask = Callable[[Contact], Awaitable[Sequence[Contact] | None]]
+
+
+class DhtClock(Clock, Protocol):
+    """A clock whose distance to the swarm's time the DHT corrects."""
+
+    offset_s: float
+
+
+class Overlay:
+    """The routing table with what keeps it true: every answer, every failure and every caller ends up here."""
+
+    def __init__(self, own: Callable[[], Contact], caller: Caller, book: PeerBook, clock: DhtClock, config: DhtConfig) -> None:
+        self.own = own
+        self.own_id: PeerId = own().peer_id
+        self.config = config
+        self.clock = clock
+        self.offset = ClockOffset()
+        self.book = book
+        self.table = RoutingTable(self.own_id, config.routing)
+        self.on_newcomer: Callable[[Contact], None] = lambda contact: None
+        self.on_crowded: Callable[[Contact], None] = lambda contact: None
+        self._caller = caller
+        self._suspects: OrderedDict[PeerId, tuple[float, int]] = OrderedDict()  # peer -> (not before, failures in a row)
+
+    @property
+    def sender(self) -> WireContact:
+        return contact_to_wire(self.own())
+
+    @property
+    def raw_us(self) -> int:
+        """This machine's own clock, uncorrected."""
+        return int((self.clock.swarm_s() - self.clock.offset_s) * 1e6)
+
+    @property
+    def now_us(self) -> int:
+        """Swarm time."""
+        return int(self.clock.swarm_s() * 1e6)
+
+    def met(self, contact: Contact, round_trip_s: float | None = None) -> None:
+        """The peer itself was heard from, authenticated."""
+        if contact.peer_id == self.own_id:
+            return
+        self._suspects.pop(contact.peer_id, None)
+        self.book.seen(contact, round_trip_s=round_trip_s)
+        known = contact.peer_id in self.table
+        crowded = self.table.met(contact, self.clock.monotonic_s())
+        if crowded is not None:
+            self.on_crowded(crowded)
+        elif not known and contact.addresses:
+            self.on_newcomer(contact)
+
+    def failed(self, peer_id: PeerId, *, broke_protocol: bool = False) -> None:
+        """The peer did not answer. One of the table may fail once; any other, or one that sends nonsense, is left alone for a while."""
+        known = peer_id in self.table
+        if known and not self.table.failed(peer_id, at_once=broke_protocol):
+            return
+        failures = self._suspects.pop(peer_id, (0.0, 0))[1] + 1
+        pause_s = min(self.config.suspect_s * 2.0 ** min(failures - 1, 16), self.config.suspect_s_max)
+        self._suspects[peer_id] = (self.clock.monotonic_s() + pause_s, failures)
+        if len(self._suspects) > self.config.suspects_max:
+            self._suspects.popitem(last=False)
+
+    def is_suspect(self, peer_id: PeerId) -> bool:
+        suspect = self._suspects.get(peer_id)
+        return suspect is not None and self.clock.monotonic_s() < suspect[0]
+
+    async def ask(self, contact: Contact, method: Method[RequestT, DhtReplyT], request: RequestT) -> DhtReplyT | None:
+        """One call; None when it failed, which the table then knows."""
+        sent_us, started_s = self.raw_us, self.clock.monotonic_s()
+        try:
+            reply = await self._caller.call(contact, method, request, timeout_s=self.config.call_timeout_s)
+        except SwarmError:
+            self.failed(contact.peer_id)
+            return None
+        self.offset.add(contact.peer_id, sent_s=sent_us / 1e6, received_s=self.raw_us / 1e6, peer_s=reply.time_us / 1e6)
+        self.met(contact, self.clock.monotonic_s() - started_s)
+        return reply
+
+    def lookup(self, target: int, *, wanted: int, parallel: int) -> Lookup:
+        """A search that starts from the table. This peer itself is a candidate if others can reach it."""
+        own = self.own()
+        seeds = self.table.nearest(target, self.config.routing.bucket_max)
+        self.table.touch(target, self.clock.monotonic_s())
+        config = LookupConfig(wanted=wanted, parallel=parallel, stall_s=self.config.stall_s)
+        return Lookup(target, seeds, own=self.own_id, own_contact=own if own.addresses else None, config=config)
+
+    def heard_of(self, messages: Iterable[WireContact]) -> list[Contact]:
+        """Contacts out of an answer, without those that just failed. An address that this peer has seen work beats hearsay."""
+        contacts = contacts_from_wire(messages)
+        return [self.table.contact(contact.peer_id) or contact for contact in contacts if not self.is_suspect(contact.peer_id)]
+
+    async def search(self, lookup: Lookup, ask: Ask) -> tuple[Contact, ...]:
+        """Perform a lookup. `ask` returns the closer contacts that a peer named, or None when it failed; PeerError counts as failed."""
+        inbox: asyncio.Queue[tuple[PeerId, Sequence[Contact] | None]] = asyncio.Queue()
+
+        async def run(contact: Contact) -> None:
+            try:
+                closer = await ask(contact)
+            except PeerError:
+                self.failed(contact.peer_id, broke_protocol=True)
+                closer = None
+            inbox.put_nowait((contact.peer_id, closer))
+
+        async with asyncio.TaskGroup() as group:
+            tasks: list[asyncio.Task[None]] = []
+            try:
+                while True:
+                    for effect in lookup.poll(self.clock.monotonic_s()):
+                        if isinstance(effect, LookupDone):
+                            return effect.nearest
+                        tasks.append(group.create_task(run(effect.contact)))
+                    for peer_id, closer in await self._arrivals(inbox, lookup.deadline_s()):
+                        if closer is None:
+                            lookup.on_failure(peer_id)
+                        else:
+                            lookup.on_reply(peer_id, closer)
+            finally:
+                # A call that is cut off reports nothing: whoever kept the search waiting is noted here, or it would do so every time.
+                for peer_id in lookup.stalled:
+                    self.failed(peer_id)
+                for task in tasks:
+                    task.cancel()
+
+    async def _arrivals(
+        self, inbox: asyncio.Queue[tuple[PeerId, Sequence[Contact] | None]], deadline_s: float | None
+    ) -> list[tuple[PeerId, Sequence[Contact] | None]]:
+        """What has come in, at least one answer; nothing when the deadline comes first."""
+        arrivals = []
+        try:
+            async with asyncio.timeout(None if deadline_s is None else max(deadline_s - self.clock.monotonic_s(), 0.001)):
+                arrivals.append(await inbox.get())
+        except TimeoutError:
+            return arrivals
+        while not inbox.empty():
+            arrivals.append(inbox.get_nowait())
+        return arrivals

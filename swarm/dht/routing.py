@@ -1,0 +1,184 @@
+"""The routing table: whom a peer knows, in buckets by distance (Maymounkov and Mazières, "Kademlia", 2002, sections 2.2, 2.4 and 4.2).
+
+Distance is the XOR of 256-bit ids. A bucket holds up to `bucket_max` peers of one aligned range of ids, the least recently seen
+first. A full bucket splits when it holds our own id, or when its depth is no multiple of `depth_step` (which shortens lookups); else
+the newcomer waits among the replacements and the least recently seen peer is to be pinged: long-lived peers stay, and nobody can
+flush the table by appearing often.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from swarm.ids import Contact, PeerId
+
+ID_BITS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingConfig:
+    """Sizes of the table."""
+
+    bucket_max: int = 20  # Kademlia's k
+    depth_step: int = 5  # buckets that do not hold our id split up to the next multiple of this depth (the paper's b)
+    failures_max: int = 2  # a peer that failed this often in a row is dropped
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    contact: Contact
+    dht_id: int
+    seen_s: float
+    failures: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Bucket:
+    """Ids from `lower`, `width_bits` free bits. Both dictionaries: least recently seen first."""
+
+    lower: int
+    width_bits: int
+    touched_s: float
+    nodes: OrderedDict[PeerId, _Node] = field(default_factory=OrderedDict)
+    replacements: OrderedDict[PeerId, _Node] = field(default_factory=OrderedDict)
+
+    @property
+    def depth(self) -> int:
+        return ID_BITS - self.width_bits
+
+    def distance(self, dht_id: int) -> int:
+        """The least distance from `dht_id` to anything in the bucket's range."""
+        return ((self.lower ^ dht_id) >> self.width_bits) << self.width_bits
+
+
+class RoutingTable:
+    """Contacts that can be dialed. A peer without addresses never enters."""
+
+    def __init__(self, own: PeerId, config: RoutingConfig | None = None) -> None:
+        self.config = config or RoutingConfig()
+        self.own = own
+        self.own_id = own.dht_id
+        self._buckets = [_Bucket(0, ID_BITS, 0.0)]  # sorted by `lower`; together they cover every id
+        self._by_peer: dict[PeerId, _Bucket] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_peer)
+
+    def __contains__(self, peer_id: PeerId) -> bool:
+        return peer_id in self._by_peer
+
+    def __iter__(self) -> Iterator[Contact]:
+        return (node.contact for bucket in self._buckets for node in bucket.nodes.values())
+
+    @property
+    def bucket_count(self) -> int:
+        return len(self._buckets)
+
+    def contact(self, peer_id: PeerId) -> Contact | None:
+        bucket = self._by_peer.get(peer_id)
+        return bucket.nodes[peer_id].contact if bucket else None
+
+    def met(self, contact: Contact, now_s: float) -> Contact | None:
+        """A peer was heard from. Returns the peer to ping when there is no room for it: if that one fails, the newcomer takes its place."""
+        if contact.peer_id == self.own or not contact.addresses:
+            return None
+        dht_id = contact.peer_id.dht_id
+        while True:
+            bucket = self._bucket_of(dht_id)
+            node = bucket.nodes.get(contact.peer_id)
+            if node is not None:
+                node.contact, node.seen_s, node.failures = contact, now_s, 0
+                bucket.nodes.move_to_end(contact.peer_id)
+                return None
+            if len(bucket.nodes) < self.config.bucket_max:
+                bucket.nodes[contact.peer_id] = _Node(contact, dht_id, now_s)
+                bucket.replacements.pop(contact.peer_id, None)
+                self._by_peer[contact.peer_id] = bucket
+                return None
+            if not self._splits(bucket):
+                break
+            self._split(bucket)
+        bucket.replacements[contact.peer_id] = _Node(contact, dht_id, now_s)
+        bucket.replacements.move_to_end(contact.peer_id)
+        if len(bucket.replacements) > self.config.bucket_max:
+            bucket.replacements.popitem(last=False)
+        return next(iter(bucket.nodes.values())).contact
+
+    def failed(self, peer_id: PeerId, *, at_once: bool = False) -> bool:
+        """A peer did not answer. Returns whether it is dropped: after `failures_max` in a row, or at once. A replacement follows."""
+        bucket = self._by_peer.get(peer_id)
+        if bucket is None:
+            return False
+        node = bucket.nodes[peer_id]
+        node.failures += 1
+        if node.failures < self.config.failures_max and not at_once:
+            return False
+        del bucket.nodes[peer_id], self._by_peer[peer_id]
+        if bucket.replacements:
+            newest_id, newest = bucket.replacements.popitem(last=True)
+            bucket.nodes[newest_id] = newest
+            bucket.nodes.move_to_end(newest_id, last=False)  # unproven: the first to be pinged
+            self._by_peer[newest_id] = bucket
+        return True
+
+    def nearest(self, dht_id: int, count: int, *, exclude: PeerId | None = None) -> list[Contact]:
+        """The `count` known peers nearest to an id, nearest first. Buckets' ranges are aligned: whole buckets come in order of distance."""
+        found: list[_Node] = []
+        for bucket in sorted(self._buckets, key=lambda bucket: bucket.distance(dht_id)):
+            nodes = [node for node in bucket.nodes.values() if node.contact.peer_id != exclude]
+            found.extend(sorted(nodes, key=lambda node: node.dht_id ^ dht_id))
+            if len(found) >= count:
+                break
+        return [node.contact for node in found[:count]]
+
+    def silent_since(self, before_s: float) -> list[Contact]:
+        """Peers not heard from since then, the longest silent first."""
+        nodes = [node for bucket in self._buckets for node in bucket.nodes.values() if node.seen_s < before_s]
+        return [node.contact for node in sorted(nodes, key=lambda node: node.seen_s)]
+
+    def touch(self, dht_id: int, now_s: float) -> None:
+        """A lookup for this id was made: its bucket needs no refresh for a while."""
+        self._bucket_of(dht_id).touched_s = now_s
+
+    def stale_ids(self, before_s: float, rng: random.Random) -> list[int]:
+        """For every bucket in which nothing was looked up since `before_s`, a random id of its range to look up."""
+        return [bucket.lower | rng.getrandbits(bucket.width_bits) for bucket in self._buckets if bucket.touched_s < before_s]
+
+    def _bucket_of(self, dht_id: int) -> _Bucket:
+        low, high = 0, len(self._buckets)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._buckets[middle].lower <= dht_id:
+                low = middle
+            else:
+                high = middle
+        return self._buckets[low]
+
+    def _splits(self, bucket: _Bucket) -> bool:
+        if bucket.width_bits == 0:
+            return False
+        return bucket.distance(self.own_id) == 0 or bucket.depth % self.config.depth_step != 0
+
+    def _split(self, bucket: _Bucket) -> None:
+        width_bits = bucket.width_bits - 1
+        halves = (
+            _Bucket(bucket.lower, width_bits, bucket.touched_s),
+            _Bucket(bucket.lower | 1 << width_bits, width_bits, bucket.touched_s),
+        )
+        for node in bucket.nodes.values():
+            half = halves[node.dht_id >> width_bits & 1]
+            half.nodes[node.contact.peer_id] = node
+            self._by_peer[node.contact.peer_id] = half
+        for node in bucket.replacements.values():
+            half = halves[node.dht_id >> width_bits & 1]
+            if len(half.nodes) < self.config.bucket_max:
+                half.nodes[node.contact.peer_id] = node
+                half.nodes.move_to_end(node.contact.peer_id, last=False)
+                self._by_peer[node.contact.peer_id] = half
+            else:
+                half.replacements[node.contact.peer_id] = node
+        position = self._buckets.index(bucket)
+        self._buckets[position : position + 1] = halves

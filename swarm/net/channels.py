@@ -1,0 +1,382 @@
+"""The client side of remote calls: pooled, bounded, authenticated connections to peers.
+
+One control connection (lane 0) per peer, and one more TCP connection for every other lane that somebody asks for: the streams of one
+connection share one TCP window, and a long link needs several. A connection that broke is dropped, so that the next call dials afresh
+instead of waiting for gRPC's backoff.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc import aio
+
+from swarm.errors import DeadlineExceeded, NetworkError, PeerError, SwarmError, UsageError
+from swarm.identity import Identity
+from swarm.ids import Address, Contact, PeerId
+from swarm.net.certificate import client_certificate
+from swarm.net.dial import Connection, dial, explain
+from swarm.net.rpc import END_OF_STREAM, Method, ReplyT, RequestT, Stream, StreamMethod, check_incoming, check_outgoing
+
+_DIALED_MAX = 256
+_STATUS_S_MAX = 1.0  # a call whose write failed has ended; its status is on the way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelsConfig:
+    """Limits of the connection pool."""
+
+    connections_max: int = 512  # 150 kB each; the one unused for longest makes room. Too small: peers are dialed again and again
+    idle_s: float = 120.0  # an unused connection is closed after this long
+    dial_timeout_s: float = 10.0  # for connecting, also when the call itself may take longer
+
+
+@dataclass(slots=True)
+class _Link:
+    """The place of one connection in the pool. `lock`: one caller dials, the others wait for it."""
+
+    peer_id: PeerId
+    lane: int
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    connection: Connection | None = None
+    failed_s: float = -1.0
+    failure: NetworkError | None = None
+    used_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _Use:
+    """A connection and how many calls are on it; a dropped one is closed by the last of them."""
+
+    connection: Connection
+    calls: int = 0
+    dropped: bool = False
+
+
+class Channels:
+    """Calls peers by contact. Lives on one event loop. `on_connected(contact, address, seconds)` is told of every new connection."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        config: ChannelsConfig | None = None,
+        on_connected: Callable[[Contact, Address, float], None] | None = None,
+    ) -> None:
+        self._config = config or ChannelsConfig()
+        self._own = identity.peer_id
+        self._certificate = client_certificate(identity)
+        self._on_connected = on_connected
+        self._links: dict[tuple[PeerId, int], _Link] = {}
+        self._uses: dict[int, _Use] = {}  # by id() of the connection
+        self._good: dict[PeerId, Address] = {}  # the address that worked last
+        self._closed = False
+        self._dialed: deque[tuple[str, int]] = deque(maxlen=_DIALED_MAX)
+
+    async def call(self, contact: Contact, method: Method[RequestT, ReplyT], request: RequestT, *, timeout_s: float) -> ReplyT:
+        """One unary call; connects first when needed, all within `timeout_s`.
+
+        NetworkError: the peer cannot be reached, or the connection broke (the call may or may not have been handled). DeadlineExceeded.
+        PeerError: it refused, and why. UsageError: the request is larger than the method allows.
+        """
+        raw = request.SerializeToString()
+        if len(raw) > method.request_bytes_max:
+            raise UsageError(f"{method.name} takes requests of at most {method.request_bytes_max} bytes; this one has {len(raw)}")
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        async with self._using(contact, 0, timeout_s) as connection:
+            with _mapped(contact.peer_id, connection, method.name, timeout_s):
+                reply_raw: bytes = await connection.channel.unary_unary(method.name)(raw, timeout=max(deadline_s - loop.time(), 0.001))
+        if len(reply_raw) > method.reply_bytes_max:
+            raise PeerError(
+                f"peer {contact.peer_id} answered {method.name} with {len(reply_raw)} bytes; at most {method.reply_bytes_max} are taken"
+            )
+        reply = method.reply()
+        try:
+            reply.ParseFromString(reply_raw)
+        except DecodeError:
+            raise PeerError(
+                f"peer {contact.peer_id} answered {method.name} with something that is not a {method.reply.DESCRIPTOR.full_name}"
+            ) from None
+        return reply
+
+    def open_stream(
+        self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, lane: int = 0
+    ) -> AbstractAsyncContextManager[Stream]:
+        """A stream for the length of an `async with`; leaving it before the other end has finished cancels it.
+
+        `timeout_s` is for the whole stream, connecting included (None: as long as it takes). `lane` above 0: on a TCP connection of its
+        own.
+        """
+        return self._open_stream(contact, method, timeout_s, lane)
+
+    @contextlib.asynccontextmanager
+    async def _open_stream(self, contact: Contact, method: StreamMethod, timeout_s: float | None, lane: int) -> AsyncIterator[Stream]:
+        loop = asyncio.get_running_loop()
+        deadline_s = None if timeout_s is None else loop.time() + timeout_s
+        async with self._using(contact, lane, timeout_s) as connection:
+            remaining_s = None if deadline_s is None else max(deadline_s - loop.time(), 0.001)
+            call = connection.channel.stream_stream(method.name)(timeout=remaining_s)
+            stream = _CallerStream(method, contact.peer_id, connection, call, timeout_s)
+            try:
+                yield stream
+            finally:
+                stream.cancel()
+
+    async def forget(self, peer_id: PeerId) -> None:
+        """Close every connection to this peer; calls on them fail."""
+        for key in [key for key in self._links if key[0] == peer_id]:
+            await self._close(self._links.pop(key))
+
+    async def close(self) -> None:
+        """Close everything; calls in progress fail, later ones raise UsageError."""
+        self._closed = True
+        links = list(self._links.values())
+        self._links.clear()
+        for link in links:
+            await self._close(link)
+
+    async def close_idle(self) -> None:
+        """Close what was not used for `idle_s`. The node calls it now and then."""
+        oldest_s = asyncio.get_running_loop().time() - self._config.idle_s
+        for key, link in list(self._links.items()):
+            if link.used_s < oldest_s and not link.lock.locked() and not self._busy(link):
+                self._links.pop(key, None)
+                await self._close(link)
+
+    @property
+    def endpoints(self) -> frozenset[tuple[str, int]]:
+        """Every (IP, port) that is connected or may be connecting: by them a forked child knows this node's sockets."""
+        return frozenset(self._dialed).union(*(use.connection.endpoints for use in self._uses.values()))
+
+    def connected(self, peer_id: PeerId) -> bool:
+        """Is there an open control connection?"""
+        link = self._links.get((peer_id, 0))
+        return link is not None and link.connection is not None and _alive(link.connection)
+
+    @contextlib.asynccontextmanager
+    async def _using(self, contact: Contact, lane: int, timeout_s: float | None) -> AsyncIterator[Connection]:
+        link, connection = await self._connect(contact, lane, timeout_s)
+        use = self._uses[id(connection)]
+        use.calls += 1
+        try:
+            yield connection
+        except DeadlineExceeded:
+            raise
+        except NetworkError:
+            if link.connection is connection and not _alive(connection):
+                link.connection = None
+                use.dropped = True
+            raise
+        finally:
+            link.used_s = asyncio.get_running_loop().time()
+            use.calls -= 1
+            if use.dropped and not use.calls:
+                await self._discard(connection)
+
+    async def _connect(self, contact: Contact, lane: int, timeout_s: float | None) -> tuple[_Link, Connection]:
+        if self._closed:
+            raise UsageError("this node is closed")
+        if contact.peer_id == self._own:
+            raise UsageError("a peer does not call itself")
+        loop = asyncio.get_running_loop()
+        started_s, asked_s = loop.time(), time.monotonic()  # uvloop's clock counts whole milliseconds
+        link = self._links.get((contact.peer_id, lane))
+        if link is None:
+            await self._make_room()
+            link = self._links.setdefault((contact.peer_id, lane), _Link(contact.peer_id, lane, used_s=started_s))
+        if link.connection is not None and _alive(link.connection):
+            return link, link.connection
+        dial_s = self._config.dial_timeout_s if timeout_s is None else min(timeout_s, self._config.dial_timeout_s)
+        try:
+            async with asyncio.timeout(dial_s):
+                await link.lock.acquire()
+        except TimeoutError:
+            raise DeadlineExceeded(f"cannot reach peer {contact.peer_id} within {dial_s:.3g} s: another call is still connecting") from None
+        try:
+            return link, await self._dial(link, contact, asked_s, started_s + dial_s - loop.time())
+        finally:
+            link.lock.release()
+
+    async def _dial(self, link: _Link, contact: Contact, asked_s: float, dial_s: float) -> Connection:
+        """With the link's lock held."""
+        if link.connection is not None and _alive(link.connection):
+            return link.connection
+        if link.failure is not None and link.failed_s > asked_s:  # it failed while this caller was waiting for it
+            raise type(link.failure)(str(link.failure))
+        stale, link.connection = link.connection, None
+        if stale is not None:
+            await self._drop(stale)
+        loop = asyncio.get_running_loop()
+        try:
+            connection = await dial(
+                contact,
+                self._certificate,
+                timeout_s=max(dial_s, 0.001),
+                first=self._good.get(contact.peer_id),
+                bulk=link.lane > 0,
+                on_dial=self._dialed.extend,
+            )
+        except NetworkError as error:
+            link.failure, link.failed_s = error, time.monotonic()
+            raise
+        if self._closed:
+            await connection.channel.close()
+            raise UsageError("this node is closed")
+        link.connection, link.failure = connection, None
+        link.used_s = loop.time()
+        self._uses[id(connection)] = _Use(connection)
+        self._good[contact.peer_id] = connection.address
+        if self._on_connected is not None:
+            self._on_connected(contact, connection.address, connection.seconds)
+        return connection
+
+    async def _make_room(self) -> None:
+        while len(self._links) >= self._config.connections_max:
+            idle = [(link.used_s, key) for key, link in self._links.items() if not self._busy(link) and not link.lock.locked()]
+            if not idle:
+                raise NetworkError(f"{len(self._links)} connections are open and all of them are in use; no more are allowed")
+            await self._close(self._links.pop(min(idle)[1]))
+
+    def _busy(self, link: _Link) -> bool:
+        return link.connection is not None and self._uses[id(link.connection)].calls > 0
+
+    async def _close(self, link: _Link) -> None:
+        connection, link.connection = link.connection, None
+        if connection is not None:
+            await self._discard(connection)
+
+    async def _drop(self, connection: Connection) -> None:
+        """Close it once nobody uses it."""
+        use = self._uses.get(id(connection))
+        if use is not None and use.calls:
+            use.dropped = True
+        else:
+            await self._discard(connection)
+
+    async def _discard(self, connection: Connection) -> None:
+        self._uses.pop(id(connection), None)
+        if len(self._good) > 8 * self._config.connections_max:
+            self._good.clear()
+        await connection.channel.close()
+
+
+class _CallerStream:
+    """The caller's end of a stream."""
+
+    def __init__(
+        self,
+        method: StreamMethod,
+        peer_id: PeerId,
+        connection: Connection,
+        call: aio.StreamStreamCall[Any, Any],
+        timeout_s: float | None,
+    ) -> None:
+        self.peer_id = peer_id
+        self._method = method
+        self._connection = connection
+        self._call = call
+        self._timeout_s = timeout_s
+        self._connected = False
+        self._finished = False
+
+    async def send(self, message: bytes) -> None:
+        check_outgoing(self._method, message)
+        if self._finished:
+            raise UsageError("this stream was finished; it takes no more messages")
+        await self._write(message)
+
+    async def receive(self) -> bytes | None:
+        with _mapped(self.peer_id, self._connection, self._method.name, self._timeout_s):
+            message = await self._call.read()
+        if message is aio.EOF:
+            await self._raise_unless_ok()
+            return None
+        check_incoming(self._method, message)
+        return message  # type: ignore[no-any-return, unused-ignore]
+
+    async def finish(self) -> None:
+        if self._finished:
+            return
+        self._finished = True
+        await self._write(END_OF_STREAM)
+        with _mapped(self.peer_id, self._connection, self._method.name, self._timeout_s), contextlib.suppress(asyncio.InvalidStateError):
+            await self._call.done_writing()
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+    async def _write(self, message: bytes) -> None:
+        with _mapped(self.peer_id, self._connection, self._method.name, self._timeout_s):
+            if not self._connected:
+                await self._call.wait_for_connection()
+                self._connected = True
+            if self._call.done():
+                await self._raise_unless_ok()
+                raise NetworkError(f"peer {self.peer_id} finished {self._method.name} without taking all that was sent")
+            try:
+                # As `call.write` does; but when a write fails, that one hides the status that says why behind "Internal error from Core".
+                await self._call._cython_call.send_serialized_message(message)
+            except aio.InternalError:
+                await self._raise_after_failed_write()
+            except asyncio.CancelledError:
+                self._call.cancel()
+                raise
+
+    async def _raise_after_failed_write(self) -> NoReturn:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STATUS_S_MAX):
+                await self._raise_unless_ok()
+        raise NetworkError(f"peer {self.peer_id} finished {self._method.name} without taking all that was sent")
+
+    async def _raise_unless_ok(self) -> None:
+        code = await self._call.code()
+        if code is not grpc.StatusCode.OK:
+            raise status_error(self.peer_id, self._connection, self._method.name, code, await self._call.details() or "", self._timeout_s)
+
+
+def _alive(connection: Connection) -> bool:
+    """A channel that fell back from READY has lost its connection; gRPC would dial it again with a backoff of its own."""
+    return connection.channel.get_state() is grpc.ChannelConnectivity.READY
+
+
+@contextlib.contextmanager
+def _mapped(peer_id: PeerId, connection: Connection, name: str, timeout_s: float | None) -> Any:
+    """gRPC's errors become ours."""
+    try:
+        yield
+    except aio.AioRpcError as error:
+        raise status_error(peer_id, connection, name, error.code(), error.details() or "", timeout_s) from None
+    except aio.BaseError as error:
+        raise NetworkError(f"{name} to peer {peer_id} at {connection.address.multiaddr} failed: {error}") from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise NetworkError(f"the connection to peer {peer_id} was closed here while {name} was in progress") from None
+
+
+def status_error(
+    peer_id: PeerId, connection: Connection, name: str, code: grpc.StatusCode, details: str, timeout_s: float | None
+) -> SwarmError:
+    """The error of ours for a status that a call ended with."""
+    status = grpc.StatusCode
+    where = connection.address.multiaddr
+    if code is status.DEADLINE_EXCEEDED:
+        limit = f" within {timeout_s:.3g} s" if timeout_s is not None else ""
+        return DeadlineExceeded(f"peer {peer_id} at {where} did not answer {name}{limit}")
+    if code is status.UNAVAILABLE:
+        return NetworkError(f"the connection to peer {peer_id} at {where} broke during {name}: {explain(details)}")
+    if code in (status.CANCELLED, status.ABORTED):
+        return NetworkError(f"peer {peer_id} broke off {name}: {details or 'no reason given'}")
+    if code is status.UNIMPLEMENTED:
+        return PeerError(f"peer {peer_id} does not serve {name}: it runs another version, or not this service")
+    return PeerError(f"peer {peer_id} refused {name}: {details or code.name.lower()}")

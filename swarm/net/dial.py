@@ -1,0 +1,172 @@
+"""Opening a connection: the addresses of a contact raced, the first that proves to be the peer wins."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+from grpc import aio
+
+from swarm.errors import DeadlineExceeded, NetworkError
+from swarm.ids import Address, Contact
+from swarm.net.certificate import KeyAndCertificate, tls_name, trust_anchor
+from swarm.net.rpc import BULK_OPTIONS, TRANSPORT_OPTIONS
+
+_STAGGER_S = 0.2  # a head start for the address that is dialed first
+_ADDRESSES_MAX = 8
+_RESOLVED_MAX = 4
+
+_CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
+    *TRANSPORT_OPTIONS,
+    ("grpc.use_local_subchannel_pool", 1),  # else channels to one peer share one TCP connection, and its backoff after a failure
+    ("grpc.enable_http_proxy", 0),  # an HTTP proxy of the environment is not meant for peers
+    ("grpc.enable_retries", 0),  # who calls decides whether a call may be repeated
+    ("grpc.service_config_disable_resolution", 1),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 0),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """An open, authenticated connection."""
+
+    channel: aio.Channel
+    address: Address
+    endpoints: frozenset[tuple[str, int]]  # the (IP, port) pairs that were dialed, one of which it is
+    seconds: float  # how long connecting took
+
+
+async def dial(
+    contact: Contact,
+    own: KeyAndCertificate,
+    *,
+    timeout_s: float,
+    first: Address | None = None,
+    bulk: bool = False,
+    on_dial: Callable[[list[tuple[str, int]]], None] = lambda endpoints: None,
+) -> Connection:
+    """Connect to the peer at any of its addresses; `first` is tried before the others. `bulk`: the connection is for tensors.
+    `on_dial` is told every (IP, port) before it is dialed.
+
+    NetworkError names the peer, each address and why it failed; DeadlineExceeded when some gave no answer at all in `timeout_s`.
+    """
+    if not contact.addresses:
+        raise NetworkError(f"peer {contact.peer_id} has no address that can be dialed")
+    credentials = grpc.ssl_channel_credentials(trust_anchor(contact.peer_id), own.key_pem, own.certificate_pem)
+    addresses = sorted(contact.addresses[:_ADDRESSES_MAX], key=lambda address: address != first)
+    race = _Race(contact, credentials, BULK_OPTIONS if bulk else (), on_dial)
+    try:
+        return await race.run(addresses, timeout_s)
+    finally:
+        await race.close_losers()
+
+
+class _Race:
+    def __init__(
+        self,
+        contact: Contact,
+        credentials: grpc.ChannelCredentials,
+        options: tuple[tuple[str, int], ...],
+        on_dial: Callable[[list[tuple[str, int]]], None],
+    ) -> None:
+        self._on_dial = on_dial
+        self._contact = contact
+        self._credentials = credentials
+        self._options = [*_CLIENT_OPTIONS, *options, ("grpc.ssl_target_name_override", tls_name(contact.peer_id))]
+        self._channels: list[aio.Channel] = []
+        self._failures: dict[Address, str] = {}
+        self._winner: Connection | None = None
+
+    async def run(self, addresses: list[Address], timeout_s: float) -> Connection:
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        waiting = list(addresses)
+        running: set[asyncio.Task[Connection | None]] = set()
+        async with asyncio.TaskGroup() as group:
+            while self._winner is None and (waiting or running) and loop.time() < deadline_s:
+                if waiting:
+                    running.add(group.create_task(self._attempt(waiting.pop(0))))
+                remaining_s = deadline_s - loop.time()
+                done, running = await asyncio.wait(
+                    running, timeout=min(_STAGGER_S, remaining_s) if waiting else remaining_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                self._winner = next((task.result() for task in done if task.result() is not None), None)
+            for task in running:
+                task.cancel()
+        if self._winner is None:
+            raise self._error(addresses, timeout_s)
+        return self._winner
+
+    async def close_losers(self) -> None:
+        for channel in self._channels:
+            if self._winner is None or channel is not self._winner.channel:
+                await channel.close()
+
+    def _error(self, addresses: list[Address], timeout_s: float) -> NetworkError:
+        silent = f"no answer within {timeout_s:.3g} s"
+        reasons = "; ".join(f"{address.multiaddr}: {self._failures.get(address, silent)}" for address in addresses)
+        kind = NetworkError if all(address in self._failures for address in addresses) else DeadlineExceeded
+        return kind(f"cannot reach peer {self._contact.peer_id}: {reasons}")
+
+    async def _attempt(self, address: Address) -> Connection | None:
+        started_s = asyncio.get_running_loop().time()
+        try:
+            resolved = await _resolve(address)
+        except OSError as error:
+            self._failures[address] = f"the name cannot be resolved ({error.strerror or error})"
+            return None
+        self._on_dial(resolved)
+        channel = aio.secure_channel(_target(resolved), self._credentials, options=self._options)
+        self._channels.append(channel)
+        state = channel.get_state(try_to_connect=True)
+        while state not in (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
+            await channel.wait_for_state_change(state)
+            state = channel.get_state(try_to_connect=True)
+        if state is not grpc.ChannelConnectivity.READY:
+            self._failures[address] = await _why(channel)
+            return None
+        return Connection(channel, address, frozenset(resolved), asyncio.get_running_loop().time() - started_s)
+
+
+async def _resolve(address: Address) -> list[tuple[str, int]]:
+    """IP addresses of one family: the one that the system prefers. Names are resolved here, so that we know which sockets are ours
+    (swarm.runtime.fork).
+    """
+    if not address.target.startswith("dns:"):
+        return [(address.host, address.port)]
+    found = await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    family = found[0][0]
+    return [(str(item[4][0]), address.port) for item in found if item[0] == family][:_RESOLVED_MAX]
+
+
+def _target(resolved: list[tuple[str, int]]) -> str:
+    if ":" in resolved[0][0]:
+        return "ipv6:" + ",".join(f"[{host}]:{port}" for host, port in resolved)
+    return "ipv4:" + ",".join(f"{host}:{port}" for host, port in resolved)
+
+
+async def _why(channel: aio.Channel) -> str:
+    """A call on a channel that has just failed to connect fails at once, and tells why."""
+    try:
+        await channel.unary_unary("/swarm.Node/Why")(b"", timeout=0.5)
+    except aio.AioRpcError as error:
+        return explain(error.details() or error.code().name.lower())
+    return "the connection failed"
+
+
+def explain(details: str) -> str:
+    """gRPC's account of a failed connection, in fewer words."""
+    if any(words in details for words in ("CERTIFICATE_VERIFY_FAILED", "unable to get local issuer", "certificate signature failure")):
+        return "another peer answers there (its certificate was not issued by this PeerID)"
+    if "handshake failed" in details.lower():
+        return "it does not speak TLS as a swarm peer does"
+    for words in ("Connection refused", "No route to host", "Network is unreachable", "Connection reset by peer", "Socket closed"):
+        if words.lower() in details.lower():
+            return words.lower()
+    return details[:300]

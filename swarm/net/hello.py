@@ -1,0 +1,94 @@
+"""Introductions: two peers that connect tell each other where they are reached, and learn how far apart they are."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from swarm.dht.wire import contact_to_wire, sender_from_wire
+from swarm.ids import Contact, PeerId
+from swarm.net.rpc import Caller, Handlers, Method
+from swarm.peerbook import ADDRESSES_MAX, PeerBook
+from swarm.wire import peer_pb2
+
+_AGENT_CHARACTERS_MAX = 100
+_AGAIN_S = 600.0
+_ASKED_MAX = 4096
+HELLO = Method(name="/swarm.Node/Hello", request=peer_pb2.Hello, reply=peer_pb2.Hello, request_bytes_max=4096, reply_bytes_max=4096)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Introduction:
+    """What a Hello brought. `clock_ahead_s`: how far the other's raw system clock is ahead of ours, by the round trip's midpoint."""
+
+    contact: Contact
+    agent: str
+    round_trip_s: float
+    clock_ahead_s: float
+
+
+class Introductions:
+    """Sends and answers Hello; what it learns goes into the peer book, and to `on_introduced`."""
+
+    def __init__(self, own: Callable[[], Contact], agent: str, caller: Caller, book: PeerBook) -> None:
+        self._own = own
+        self._agent = agent[:_AGENT_CHARACTERS_MAX]
+        self._caller = caller
+        self._book = book
+        self._asked_s: OrderedDict[PeerId, float] = OrderedDict()
+        self.on_introduced: list[Callable[[Introduction], None]] = []
+
+    def register(self, handlers: Handlers) -> None:
+        """Answer Hello."""
+        handlers.unary(HELLO, self._answer)
+
+    def due(self, peer_id: PeerId) -> bool:
+        """Was this peer not asked for a while?"""
+        asked_s = self._asked_s.get(peer_id)
+        return asked_s is None or asyncio.get_running_loop().time() - asked_s > _AGAIN_S
+
+    async def introduce(self, contact: Contact, *, timeout_s: float) -> Introduction:
+        """Say hello; NetworkError, DeadlineExceeded or PeerError when that does not work."""
+        self._asked_s[contact.peer_id] = asyncio.get_running_loop().time()
+        self._asked_s.move_to_end(contact.peer_id)
+        if len(self._asked_s) > _ASKED_MAX:
+            self._asked_s.popitem(last=False)
+        reply, sent_s, round_trip_s = await self._exchange(contact, timeout_s)
+        theirs = sender_from_wire(reply.contact, contact.peer_id)
+        # who just answered at our addresses is reached there, whatever it believes about itself: behind a router it may not know its public
+        # address
+        addresses = tuple(dict.fromkeys((*theirs.addresses, *contact.addresses)))[:ADDRESSES_MAX]
+        introduction = Introduction(
+            contact=Contact(contact.peer_id, addresses),
+            agent=_readable(reply.agent),
+            round_trip_s=round_trip_s,
+            clock_ahead_s=reply.unix_s - (sent_s + round_trip_s / 2),
+        )
+        self._book.seen(introduction.contact, round_trip_s=round_trip_s, agent=introduction.agent)
+        for listener in self.on_introduced:
+            listener(introduction)
+        return introduction
+
+    async def _exchange(self, contact: Contact, timeout_s: float) -> tuple[peer_pb2.Hello, float, float]:
+        """The answer, when the question was sent, and the round-trip time: without connecting, which a first call would include."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        await self._caller.call(contact, HELLO, self._message(), timeout_s=timeout_s)
+        remaining_s = max(deadline_s - loop.time(), 0.001)
+        sent_s, started_s = time.time(), time.perf_counter()  # the loop's own clock counts whole milliseconds
+        reply = await self._caller.call(contact, HELLO, self._message(), timeout_s=remaining_s)
+        return reply, sent_s, time.perf_counter() - started_s
+
+    async def _answer(self, peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
+        self._book.seen(sender_from_wire(request.contact, peer_id), agent=_readable(request.agent))
+        return self._message()
+
+    def _message(self) -> peer_pb2.Hello:
+        return peer_pb2.Hello(contact=contact_to_wire(self._own()), agent=self._agent, unix_s=time.time())
+
+
+def _readable(agent: str) -> str:
+    return "".join(character for character in agent[:_AGENT_CHARACTERS_MAX] if character.isprintable())

@@ -1,0 +1,123 @@
+"""Finding the way into the swarm, and back into it: in the background, for as long as the node lives.
+
+Every bootstrap address is tried at once; when none answers, the peers that the book remembers are. After a failure again, sooner at first;
+once inside, now and then, so that a bootstrap that comes back is met again, and two halves of a swarm that a network cut has separated
+become one when it heals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from swarm.errors import SwarmError
+from swarm.ids import Contact, PeerId
+from swarm.net.hello import Introductions
+from swarm.peerbook import PeerBook
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoiningConfig:
+    """How persistently a node looks for its swarm."""
+
+    hello_timeout_s: float = 5.0  # for one peer to answer, connecting included
+    retry_first_s: float = 0.5  # after a round in which nobody answered; doubled each time
+    retry_max_s: float = 30.0
+    again_s: float = 60.0  # between rounds once somebody has answered
+    from_book_max: int = 20  # remembered peers that are tried when no bootstrap answers
+
+
+class Joining:
+    """`join(contacts)` is called with every peer once, and again when one answers that did not before. `attempted` is set after the first
+    round, `joined` once somebody has answered.
+    """
+
+    def __init__(
+        self,
+        bootstrap: Sequence[Contact],
+        introductions: Introductions,
+        book: PeerBook,
+        join: Callable[[Sequence[Contact]], Coroutine[Any, Any, None]],
+        config: JoiningConfig | None = None,
+    ) -> None:
+        self._bootstrap = _by_peer(bootstrap)
+        self._introductions = introductions
+        self._book = book
+        self._join = join
+        self._config = config or JoiningConfig()
+        self._tried: set[PeerId] = set()
+        self._lost: set[PeerId] = set()
+        self.failures: dict[PeerId, str] = {}  # why each peer of the last round did not answer
+        self.attempted = asyncio.Event()
+        self.joined = asyncio.Event()
+
+    async def run(self) -> None:
+        """For ever."""
+        retry_s = self._config.retry_first_s
+        while True:
+            asked, answered = await self._round()
+            self.attempted.set()
+            if answered:
+                retry_s = self._config.retry_first_s
+            if answered or not asked:
+                await asyncio.sleep(self._config.again_s * random.uniform(0.8, 1.2))
+                continue
+            if retry_s == self._config.retry_first_s:
+                _logger.warning("nobody answers yet, trying on: %s", "; ".join(self.failures.values()))
+            await asyncio.sleep(retry_s * random.uniform(0.8, 1.2))
+            retry_s = min(2 * retry_s, self._config.retry_max_s)
+
+    async def _round(self) -> tuple[int, int]:
+        """How many peers were asked, and how many answered."""
+        self.failures = {}
+        asked, answered = len(self._bootstrap), await self._ask(self._bootstrap)
+        if not answered:
+            remembered = [peer.contact for peer in self._book.known() if peer.contact.addresses and peer.peer_id not in self.failures]
+            remembered = remembered[: self._config.from_book_max]
+            asked, answered = asked + len(remembered), await self._ask(remembered)
+        return asked, answered
+
+    async def _ask(self, contacts: Sequence[Contact]) -> int:
+        """Ask all of them at once, and go in through whoever answers without waiting for the others."""
+        answered = 0
+        async with asyncio.TaskGroup() as group:
+            waiting = {group.create_task(self._hello(contact)) for contact in contacts}
+            unknown = [contact for contact in contacts if contact.peer_id not in self._tried]
+            self._tried |= {contact.peer_id for contact in unknown}
+            if unknown:
+                group.create_task(self._join(unknown))  # at once: an operation on the DHT that begins now waits for this
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                live = [contact for task in done if (contact := task.result()) is not None]
+                answered += len(live)
+                back = [contact for contact in live if contact.peer_id in self._lost]
+                self._lost -= {contact.peer_id for contact in back}
+                if back:
+                    group.create_task(self._join(back))
+                if live:
+                    self.joined.set()
+                    self.attempted.set()
+        return answered
+
+    async def _hello(self, contact: Contact) -> Contact | None:
+        try:
+            return (await self._introductions.introduce(contact, timeout_s=self._config.hello_timeout_s)).contact
+        except SwarmError as error:
+            self.failures[contact.peer_id] = str(error)
+            self._lost.add(contact.peer_id)
+            return None
+
+
+def _by_peer(contacts: Sequence[Contact]) -> list[Contact]:
+    """One contact per peer, with all the addresses that were given for it."""
+    merged: dict[PeerId, Contact] = {}
+    for contact in contacts:
+        before = merged[contact.peer_id].addresses if contact.peer_id in merged else ()
+        merged[contact.peer_id] = Contact(contact.peer_id, tuple(dict.fromkeys((*before, *contact.addresses))))
+    return list(merged.values())

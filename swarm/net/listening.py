@@ -1,0 +1,67 @@
+"""Where a node listens, and under which addresses others can reach that."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterable, Sequence
+
+import psutil
+
+from swarm.errors import UsageError
+from swarm.ids import Address
+
+_ANNOUNCED_MAX = 8
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """`host:port`, port 0 for any free one; IPv6 in brackets: `[::]:0`. UsageError says what is wrong."""
+    host, separator, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not separator or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise UsageError(f"listen={text!r} is not host:port, like 0.0.0.0:4000, 127.0.0.1:0 or [::]:4000")
+    return host, int(port)
+
+
+def announced(host: str, port: int, override: Sequence[str] = ()) -> tuple[Address, ...]:
+    """The addresses to tell others for a server on `host:port`: `override` when given (`host`, `host:port` or a multiaddr each), else what
+    it listens on.
+
+    A wildcard stands for every address of this machine: public ones first, then those of private networks, loopback last.
+    """
+    if override:
+        return tuple(dict.fromkeys(_parse_announced(text, port) for text in override))[:_ANNOUNCED_MAX]
+    if host not in ("0.0.0.0", "::"):
+        return (Address(host, port),)
+    return tuple(Address(str(one), port) for one in choose(_interface_hosts(), ipv4_only=host == "0.0.0.0"))
+
+
+def choose(hosts: Iterable[str], *, ipv4_only: bool) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """The addresses worth announcing, best first, at most eight; the loopback address of IPv4 is always among them, for peers on the same
+    machine.
+    """
+    parsed = {ipaddress.ip_address(host.partition("%")[0]) for host in hosts}
+    useful = [
+        one for one in parsed if not (one.is_link_local or one.is_multicast or one.is_unspecified) and not (ipv4_only and one.version == 6)
+    ]
+    outside = sorted((one for one in useful if not one.is_loopback), key=lambda one: (not one.is_global, one.version, int(one)))
+    loopback = sorted((one for one in useful if one.is_loopback), key=lambda one: (one.version, int(one)))[:1]
+    return outside[: _ANNOUNCED_MAX - len(loopback)] + loopback
+
+
+def _interface_hosts() -> list[str]:
+    families = (socket.AF_INET, socket.AF_INET6)
+    return [entry.address for entries in psutil.net_if_addrs().values() for entry in entries if entry.family in families]
+
+
+def _parse_announced(text: str, port: int) -> Address:
+    if text.startswith("/"):
+        return Address.parse(text.partition("/p2p/")[0])
+    try:
+        return Address(str(ipaddress.ip_address(text)), port)  # a bare IPv6 address has colons too
+    except ValueError:
+        pass
+    if ":" not in text:
+        return Address(text, port)
+    host, port = parse_listen(text)
+    return Address(host, port)

@@ -1,0 +1,231 @@
+"""A node: this process as a peer of the swarm. Everything else is built on one."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+import platform
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import swarm
+from swarm.clock import SystemClock
+from swarm.dht.service import Dht, DhtService
+from swarm.errors import SwarmError, UsageError
+from swarm.identity import Identity
+from swarm.ids import Address, Contact, PeerId
+from swarm.net.channels import Channels, ChannelsConfig
+from swarm.net.hello import Introductions
+from swarm.net.joining import Joining, JoiningConfig
+from swarm.net.listening import announced, parse_listen
+from swarm.net.rpc import Handlers, Server
+from swarm.peerbook import KnownPeer, PeerBook
+from swarm.runtime.fork import Owned, close_after_fork
+from swarm.runtime.supervise import Supervisor
+from swarm.runtime.thread import NetworkThread
+
+_logger = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 10.0
+_CALLBACKS_S_MAX = 1.0
+_CLOSE_S_MAX = 1.8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """Settings that rarely need a change."""
+
+    announce: tuple[
+        str, ...
+    ] = ()  # what to tell others instead of the addresses of this machine: host, host:port or multiaddr; for a forwarded port
+    first_join_s: float = (
+        0.2  # the constructor waits this long at most for the first bootstrap to answer; joining goes on in the background
+    )
+    book_entries_max: int = 1000  # peers that are remembered
+    housekeeping_s: float = 30.0  # between saves of the peer book, and sweeps of unused connections
+    channels: ChannelsConfig = field(default_factory=ChannelsConfig)
+    joining: JoiningConfig = field(default_factory=JoiningConfig)
+
+
+class Node:
+    """This process as a peer: identity, server, connections, DHT, peer book. A context manager; `close()` takes under two seconds.
+
+    `bootstrap`: addresses that end in /p2p/<PeerID> (or Contacts); it does not matter whether they are up. `listen`: host:port, port 0 for
+    a free one; None: nobody can connect to this peer. `identity`: a file that is made when missing, an Identity, or None for a new one that
+    lives as long as the node. UsageError when an argument is wrong, the port is taken, or another process uses the identity file.
+    """
+
+    def __init__(
+        self,
+        bootstrap: str | Contact | Sequence[str | Contact] = (),
+        listen: str | None = "0.0.0.0:0",
+        identity: Identity | str | os.PathLike[str] | None = None,
+        *,
+        config: NodeConfig | None = None,
+    ) -> None:
+        self.config = config or NodeConfig()
+        given = [bootstrap] if isinstance(bootstrap, str | Contact) else list(bootstrap)
+        contacts = [one if isinstance(one, Contact) else Contact.parse(one) for one in given]
+        where = parse_listen(listen) if listen is not None else None
+        self._owns_identity = not isinstance(identity, Identity)
+        self.identity = (
+            identity if isinstance(identity, Identity) else Identity.load(identity) if identity is not None else Identity.generate()
+        )
+        self.peer_id: PeerId = self.identity.peer_id
+        self.contact = Contact(self.peer_id)
+        self.clock = SystemClock()
+        self.book = PeerBook(self.peer_id, self.clock.swarm_s, _book_path(self.identity), self.config.book_entries_max)
+        self.handlers = Handlers()
+        self._callbacks: list[Callable[[], Awaitable[None]]] = []
+        self._closed = False
+        self._where = where
+        self.network = NetworkThread()
+        try:
+            self.network.run(self._start([one for one in contacts if one.peer_id != self.peer_id]), _START_TIMEOUT_S)
+        except BaseException:
+            self.close()
+            raise
+        self._end_fork_guard = close_after_fork(self._owned)
+        atexit.register(self.close)
+
+    async def _start(self, bootstrap: list[Contact]) -> None:
+        self.supervisor = Supervisor()
+        self.channels = Channels(self.identity, self.config.channels, on_connected=self._connected)
+        self._server = Server()
+        self._introductions = Introductions(lambda: self.contact, _agent(), self.channels, self.book)
+        self._introductions.register(self.handlers)
+        service = DhtService(
+            own=lambda: self.contact,
+            identity=self.identity,
+            caller=self.channels,
+            handlers=self.handlers,
+            book=self.book,
+            clock=self.clock,
+            supervisor=self.supervisor,
+        )
+        self.dht = Dht(service, self.network)
+        if self._where is not None:
+            host, port = self._where
+            port = await self._server.start(self.identity, self.handlers, host, port)
+            self._where = (host, port)
+            self.contact = Contact(self.peer_id, announced(host, port, self.config.announce))
+        self._joining = Joining(bootstrap, self._introductions, self.book, service.join, self.config.joining)
+        self.supervisor.spawn("joining the swarm", self._joining.run, restart=True)
+        self.supervisor.spawn("housekeeping", self._keep_house, restart=True)
+        if bootstrap:
+            await self._wait(self._joining.attempted, self.config.first_join_s)
+
+    @property
+    def addresses(self) -> list[str]:
+        """Multiaddrs that another peer can join by; empty when nobody can connect to this peer."""
+        return self.contact.multiaddrs
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def peers(self) -> list[KnownPeer]:
+        """What the peer book knows: contact, last seen, round-trip time; the peer seen last first."""
+        return self.book.known()
+
+    def wait_joined(self, timeout_s: float) -> bool:
+        """Wait until a bootstrap, or a peer remembered from an earlier run, has answered. False when none did in time: `join_failures` says
+        why.
+        """
+        return self.network.run(self._wait(self._joining.joined, timeout_s), timeout_s + 1.0)
+
+    @property
+    def join_failures(self) -> list[str]:
+        """Why those who were asked last did not answer, one sentence each."""
+        return list(self._joining.failures.values())
+
+    def at_close(self, callback: Callable[[], Awaitable[None]]) -> None:
+        """Run `callback` on the network loop when the node closes, before its connections do; the callback registered last goes first."""
+        self._callbacks.append(callback)
+
+    def close(self) -> None:
+        """Say goodbye, stop the services, free the port and the identity file. Idempotent; under two seconds, also when peers are dead.
+
+        In a forked child it does nothing: the node is its parent's.
+        """
+        if self._closed or not self.network.ours:
+            return
+        if self.network.here:
+            raise UsageError("close() blocks, so it cannot be called on the network thread")
+        self._closed = True
+        atexit.unregister(self.close)
+        try:
+            if hasattr(self, "_joining"):
+                self.network.run(self._stop(), _CLOSE_S_MAX)
+        except TimeoutError:
+            _logger.warning("some of the node's services did not stop within %.1f s", _CLOSE_S_MAX)
+        finally:
+            self.network.stop()
+            self.book.save()
+            if hasattr(self, "_end_fork_guard"):
+                self._end_fork_guard()
+            if self._owns_identity:
+                self.identity.close()
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        where = ", ".join(f"{address.host}:{address.port}" for address in self.contact.addresses) or "no address"
+        return f"Node({self.peer_id}, {where}{', closed' if self._closed else ''})"
+
+    async def _stop(self) -> None:
+        goodbyes = Supervisor()
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + _CALLBACKS_S_MAX
+        for left in range(len(self._callbacks), 0, -1):  # one after the other: a service may need those that were there before it
+            callback = self._callbacks[left - 1]
+            task = goodbyes.spawn(f"closing {getattr(callback, '__qualname__', callback)}", callback)
+            await asyncio.wait([task], timeout=max(deadline_s - loop.time(), 0.0) / left)  # one that hangs leaves the others their share
+        await goodbyes.close(0.1)
+        await self.supervisor.close(0.3)
+        await self.channels.close()
+        await self._server.stop(0.1)
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.housekeeping_s)
+            await self.channels.close_idle()
+            await asyncio.get_running_loop().run_in_executor(self.network.pool, self.book.save)
+
+    async def _wait(self, event: asyncio.Event, timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _connected(self, contact: Contact, address: Address, seconds: float) -> None:
+        self.book.reached(contact.peer_id, address)
+        if self._introductions.due(contact.peer_id):
+            self.supervisor.spawn(f"introduction to {contact.peer_id.short}", lambda: self._introduce(contact))
+
+    async def _introduce(self, contact: Contact) -> None:
+        try:
+            await self._introductions.introduce(contact, timeout_s=self.config.joining.hello_timeout_s)
+        except SwarmError as error:
+            _logger.debug("%s", error)
+
+    def _owned(self) -> Owned:
+        return Owned(self._where, self.channels.endpoints)
+
+
+def _book_path(identity: Identity) -> Path | None:
+    return identity.path.with_name(f"{identity.path.name}.peers") if identity.path is not None else None
+
+
+def _agent() -> str:
+    return f"swarm/{swarm.__version__} ({platform.system()}; Python {platform.python_version()})"

@@ -1,0 +1,1 @@
+"""Runs: specifications, tasks, and the volunteer that trains one."""

@@ -1,0 +1,146 @@
+"""Finding runs: their signed specifications and the list of their names live in the DHT, and every member keeps them there.
+
+Nothing here is believed because of who wrote it. A listing holds the owner's key and the name, which together give the run's id; a
+specification carries its owner's signature. So any member may store a copy under its own name, the founder may leave for good, and forged
+copies are passed over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from swarm.clock import Clock
+from swarm.errors import NetworkError, PeerError, UsageError
+from swarm.ids import Key, PeerId
+from swarm.run.specification import SignedSpecification, newest, run_id_of, specification_key, verified
+
+if TYPE_CHECKING:
+    from swarm.dht.service import DhtService, Entry
+
+_log = logging.getLogger(__name__)
+
+LISTING_KEY = Key("public", "runs")
+_TTL_S = 600.0  # how long a run stays findable after its last member vanished without a goodbye
+_REFRESH_S = 60.0
+_COPIES_MIN = 5  # a member leaves it to others once this many of them keep fresh copies: a thousand copies would help nobody
+_LEFT_S_MIN = _TTL_S / 2  # a copy with less time left is not counted: its writer no longer renews it
+_SHOWN_MAX = 20
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RunListing:
+    """A run that somebody announces."""
+
+    name: str
+    run_id: str
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.name}@{self.run_id}"
+
+
+class RunDirectory:
+    """Publishes and finds runs through one node's DHT. All of it runs on the node's network loop."""
+
+    def __init__(self, dht: DhtService, own: PeerId, *, clock: Clock, rng: random.Random | None = None) -> None:
+        self._dht = dht
+        self._clock = clock
+        self._own = own
+        self._rng = rng or random.Random()
+
+    async def publish(self, signed: SignedSpecification, *, timeout_s: float = 10.0) -> None:
+        """Store the specification and list the run, under this peer's name. NetworkError when no peer, not even this one, took it."""
+        listing = {"name": signed.name, "owner": signed.owner.to_bytes()}
+        async with asyncio.TaskGroup() as group:
+            stored = [
+                group.create_task(
+                    self._dht.store(specification_key(signed.run_id), signed.blob, ttl_s=_TTL_S, subkey=str(self._own), timeout_s=timeout_s)
+                ),
+                group.create_task(self._dht.store(LISTING_KEY, listing, ttl_s=_TTL_S, subkey=signed.run_id, timeout_s=timeout_s)),
+            ]
+        if not all(task.result().ok for task in stored):
+            raise NetworkError(f"no peer stored the specification of {signed.full_name}: is the bootstrap peer alive?")
+
+    async def listings(self, *, timeout_s: float = 10.0) -> list[RunListing]:
+        """The runs that this swarm knows, sorted; entries that do not prove themselves are left out."""
+        found = set()
+        for entry in await self._dht.get_all(LISTING_KEY, latest=True, timeout_s=timeout_s):
+            listing = _listing(entry)
+            if listing is not None:
+                found.add(listing)
+        return sorted(found)
+
+    async def specification(self, run_id: str, *, timeout_s: float = 10.0) -> SignedSpecification:
+        """The newest genuine specification of a run. PeerError with the reasons when there are copies but none is genuine."""
+        genuine, refused = await self._copies(run_id, timeout_s)
+        found = newest([signed for _, signed in genuine])
+        if found is None:
+            reasons = "; ".join(sorted(set(refused))[:3]) or "nobody stores it, so its last member has probably left"
+            raise PeerError(f"the specification of run {run_id} was not found: {reasons}")
+        return found
+
+    async def find(self, wanted: str | None, *, timeout_s: float = 10.0) -> SignedSpecification:
+        """The run that `wanted` (a name, `name@id`, or an id) means, or the only one there is. UsageError lists what exists otherwise."""
+        listings = await self.listings(timeout_s=timeout_s)
+        return await self.specification(choose(listings, wanted).run_id, timeout_s=timeout_s)
+
+    async def keep(self, signed: SignedSpecification, on_newer: Callable[[SignedSpecification], Awaitable[None]]) -> None:
+        """Keep the specification in the DHT for as long as this runs, and take over newer versions of the owner's as they appear."""
+        while True:
+            try:
+                genuine, _ = await self._copies(signed.run_id, 10.0)
+                latest = newest([signed, *(copy for _, copy in genuine)])
+                if latest is not None and latest.version > signed.version:
+                    signed = latest
+                    await on_newer(signed)
+                if self._copies_are_few([entry for entry, copy in genuine if copy.blob == signed.blob]):
+                    await self.publish(signed)
+            except (NetworkError, PeerError) as error:
+                _log.info("the specification of %s was not refreshed, tried again later: %s", signed.full_name, error)
+            await asyncio.sleep(_REFRESH_S * self._rng.uniform(0.7, 1.3))
+
+    def _copies_are_few(self, entries: list[Entry]) -> bool:
+        """Too few others keep the current version with enough time left."""
+        others = [entry for entry in entries if entry.writer != self._own and entry.expiration - self._clock.swarm_s() > _LEFT_S_MIN]
+        return len(others) < _COPIES_MIN
+
+    async def _copies(self, run_id: str, timeout_s: float) -> tuple[list[tuple[Entry, SignedSpecification]], list[str]]:
+        genuine, refused = [], []
+        for entry in await self._dht.get_all(specification_key(run_id), latest=True, timeout_s=timeout_s):
+            try:
+                if not isinstance(entry.value, bytes):
+                    raise PeerError("a specification was refused: it is not bytes")
+                genuine.append((entry, verified(entry.value, run_id)))
+            except PeerError as error:
+                refused.append(str(error))
+        return genuine, refused
+
+
+def choose(listings: Iterable[RunListing], wanted: str | None) -> RunListing:
+    """Pick the run that is meant; UsageError says what there is when that is not clear."""
+    every = list(listings)
+    if not every:
+        raise UsageError("this swarm announces no run: found one with `swarm start RUN.toml --bootstrap ADDRESS`, or check the address")
+    matching = [listing for listing in every if wanted in (None, listing.name, listing.full_name, listing.run_id)]
+    if len(matching) == 1:
+        return matching[0]
+    shown = ", ".join(listing.full_name for listing in (matching or every)[:_SHOWN_MAX])
+    if matching:
+        raise UsageError(f"{len(matching)} runs could be meant: {shown}. Choose one with --run NAME@ID")
+    raise UsageError(f"this swarm has no run {wanted!r}. It has: {shown}")
+
+
+def _listing(entry: Entry) -> RunListing | None:
+    value = entry.value
+    with contextlib.suppress(UsageError, TypeError, KeyError):
+        if isinstance(value, dict) and isinstance(value["name"], str):
+            run_id = run_id_of(PeerId.from_bytes(value["owner"]), value["name"])
+            if entry.subkey == run_id:
+                return RunListing(value["name"], run_id)
+    return None

@@ -1,0 +1,31 @@
+"""Founding a run, or taking up again one that the same owner founded before."""
+
+from __future__ import annotations
+
+from swarm.clock import Clock
+from swarm.errors import PeerError
+from swarm.identity import Identity
+from swarm.run.directory import RunDirectory
+from swarm.run.specification import RunSpecification, SignedSpecification, run_id_of, sign
+
+
+async def found(
+    directory: RunDirectory, specification: RunSpecification, owner: Identity, clock: Clock
+) -> tuple[SignedSpecification, bool]:
+    """Sign, publish, and return the specification, and whether the run is new.
+
+    Where the swarm knows a run of this owner and name already, an unchanged specification is taken as it is (version, founding time), and
+    a changed one becomes the next version of it.
+    """
+    try:
+        known = await directory.specification(run_id_of(owner.peer_id, specification.name))
+    except PeerError:
+        signed, new = sign(specification, owner, version=1, founded_s=clock.swarm_s()), True
+    else:
+        new = False
+        if known.specification == specification:
+            signed = known
+        else:
+            signed = sign(specification, owner, version=known.version + 1, founded_s=known.founded_s)
+    await directory.publish(signed)
+    return signed, new

@@ -1,0 +1,52 @@
+"""The inner optimizer and its schedule, as a specification describes them: the same on every member, so that their states fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from swarm.run.specification import OptimizerChoice, Schedule
+
+
+def build_optimizer(model: torch.nn.Module, choice: OptimizerChoice) -> torch.optim.Optimizer:
+    """The named optimizer over all of the model's parameters. Matrices decay, vectors (norms, biases) do not."""
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": choice.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    optimizer: torch.optim.Optimizer
+    if choice.name == "sgd":
+        optimizer = torch.optim.SGD(groups, lr=choice.learning_rate, momentum=choice.momentum)
+    else:
+        kind = torch.optim.AdamW if choice.name == "adamw" else torch.optim.Adam
+        optimizer = kind(groups, lr=choice.learning_rate, betas=choice.betas)
+    if choice.clip_norm is not None:
+        _clip(optimizer, choice.clip_norm)
+    return optimizer
+
+
+def _clip(optimizer: torch.optim.Optimizer, norm: float) -> None:
+    """Clip what the optimizer steps on. In a run that is the swarm's average, the same on every member, so they stay equal."""
+
+    def before_step(stepping: torch.optim.Optimizer, arguments: object, options: object) -> None:
+        torch.nn.utils.clip_grad_norm_([parameter for group in stepping.param_groups for parameter in group["params"]], norm)
+
+    optimizer.register_step_pre_hook(before_step)
+
+
+def schedule_factory(choice: Schedule) -> Callable[[torch.optim.Optimizer], LambdaLR]:
+    """A factory of the scheduler that the swarm's optimizer steps once per epoch."""
+    return lambda optimizer: LambdaLR(optimizer, lambda epoch: rate_factor(choice, epoch))
+
+
+def rate_factor(choice: Schedule, epoch: int) -> float:
+    """By what the learning rate is multiplied in an epoch (0 is the first)."""
+    if epoch < choice.warmup_epochs:
+        return (epoch + 1) / (choice.warmup_epochs + 1)
+    if choice.name == "constant" or choice.total_epochs is None:
+        return 1.0
+    done = min(1.0, (epoch - choice.warmup_epochs) / max(1, choice.total_epochs - choice.warmup_epochs))
+    return choice.final + (1 - choice.final) * 0.5 * (1 + math.cos(math.pi * done))

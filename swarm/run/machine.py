@@ -1,0 +1,69 @@
+"""What this machine has to offer: devices and free memory, and whether they are enough."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from swarm.errors import SwarmError, UsageError
+from swarm.run.specification import RunSpecification
+
+if TYPE_CHECKING:
+    import torch
+
+# An idle process with torch's CPU build and a node; CUDA's context takes memory on the device besides
+PROCESS_BYTES = 350 << 20
+
+
+def choose_device(choice: str, specification: RunSpecification) -> torch.device:
+    """`auto` is CUDA where it works. UsageError when CUDA was asked for, here or by the run, and is not there. Imports torch."""
+    import torch
+
+    available = torch.cuda.is_available()
+    if specification.requirements.device == "cuda" and (not available or choice == "cpu"):
+        raise UsageError(
+            f"the run {specification.name} is trained on CUDA devices only, and {'--device cpu was given' if available else _no_cuda()}"
+        )
+    if choice == "cuda" and not available:
+        raise UsageError(f"--device cuda was given, but {_no_cuda()}; use --device cpu, or auto")
+    return torch.device("cuda" if available and choice != "cpu" else "cpu")
+
+
+def _no_cuda() -> str:
+    import torch
+
+    if torch.version.cuda is None:
+        return "this machine's torch was built without CUDA: install a CUDA build of torch"
+    return "torch sees no CUDA device here: check `nvidia-smi` and the driver"
+
+
+def free_bytes(device: torch.device | None = None) -> int:
+    """Free memory of the device; without one, or for the CPU, of the machine."""
+    if device is not None and device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def check_memory(needed_bytes: int, free: int, run: str, where: str = "this machine") -> None:
+    """SwarmError when the run needs more memory than is free."""
+    if needed_bytes > free:
+        raise SwarmError(
+            f"the run {run} needs about {needed_bytes / 1e6:,.0f} MB of memory and {free / 1e6:,.0f} MB are free on {where}: "
+            "close other programs, or volunteer with a larger machine"
+        )
+
+
+def needed_bytes(specification: RunSpecification, task_bytes: int) -> int:
+    """What a volunteer takes in all: the task, the process around it, or what the run's owner says, if that is more."""
+    return max(task_bytes + PROCESS_BYTES, specification.requirements.memory_mb * 1_000_000)
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, Python's own start included."""
+    import psutil
+
+    return max(0.0, time.time() - psutil.Process().create_time())

@@ -1,0 +1,61 @@
+"""What taking part will mean: who trains a run already, at what pace, and what traffic follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from averaging.progress import Claim, ProgressConfig
+from swarm.clock import Clock
+from swarm.dht.service import Entry
+from swarm.errors import PeerError
+from swarm.ids import Key, PeerId
+from swarm.run.specification import RunSpecification
+
+if TYPE_CHECKING:
+    from swarm.dht.service import DhtService
+
+_VALUE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_STATISTICS = {"adamw": 2, "adam": 2, "sgd": 1}  # tensors of the size of the parameters that the optimizer keeps
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """The pace of a run, from what its volunteers claim at the moment."""
+
+    peers: int
+    samples_per_s: float
+    epoch: int
+
+
+async def look(dht: DhtService, run_id: str, own: PeerId, clock: Clock, *, timeout_s: float = 5.0) -> Outlook:
+    """Read the progress records of a run; malformed ones are passed over."""
+    found = await dht.get(Key(f"run.{run_id}", "progress"), latest=True, timeout_s=timeout_s)
+    claims = []
+    for entry in found.values() if isinstance(found, dict) else ():
+        if isinstance(entry, Entry) and entry.writer != own:
+            try:
+                claims.append(Claim.decode(entry.value, clock.swarm_s(), ProgressConfig()))
+            except PeerError:
+                continue
+    return Outlook(len(claims), sum(claim.rate for claim in claims), max((claim.epoch for claim in claims), default=0))
+
+
+def round_bytes(specification: RunSpecification, parameters: int, peers: int) -> int:
+    """What one of `peers` volunteers sends in an average epoch, and as much receives.
+
+    That is a butterfly all-reduce of the gradients, and now and then of the state. A lone peer sends nothing: two are assumed at least.
+    """
+    members = max(2, min(peers, specification.target_group_size))
+    share = 2 * (members - 1) / members
+    gradients = parameters * _VALUE_BYTES[specification.codec]
+    state = parameters * 4 * (1 + _STATISTICS[specification.optimizer.name]) / specification.state_sync_epochs
+    return int(share * (gradients + state))
+
+
+def bytes_per_hour(specification: RunSpecification, parameters: int, outlook: Outlook) -> float | None:
+    """Expected traffic each way, if this machine adds as much as the others do on average; None when nobody's pace is known."""
+    if outlook.samples_per_s <= 0:
+        return None
+    rate = outlook.samples_per_s * (outlook.peers + 1) / outlook.peers
+    return 3600 * rate / specification.target_batch_size * round_bytes(specification, parameters, outlook.peers + 1)

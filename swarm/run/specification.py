@@ -1,0 +1,284 @@
+"""What a run trains and on what terms: written as TOML by its founder, signed by the run's owner, checked by everybody who joins.
+
+A specification is declarative: it names a task that is installed on each machine and never carries code. The run's id is a hash over the
+owner's key and the run's name, so that a stranger who knows the id can tell the true specification from a forged one whoever hands it
+over. Of several versions that the owner signed, the highest counts.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from swarm.errors import PeerError, UsageError
+from swarm.identity import Identity, verify
+from swarm.ids import Key, PeerId
+
+SPECIFICATION_BYTES_MAX = 60 << 10  # signed and packed; a DHT record takes 64 KiB with its envelope
+TOML_BYTES_MAX = 256 << 10
+VERSION_MAX = 1 << 32
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_FORMAT = "swarm.run/1"
+_ID_CONTEXT = b"swarm run id 1\0"
+_SIGNATURE_CONTEXT = b"swarm run specification 1\0"
+_ID_CHARACTERS = 20  # 100 bits in base32: short enough to read out, too many to hit by trying keys
+_DEPTH_MAX = 8
+_Count = Annotated[int, Field(ge=1, le=1 << 40)]
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+
+
+class _Table(BaseModel):
+    # an unknown key is an error, since it is usually a misspelt one
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TaskChoice(_Table):
+    """Which installed task is trained, and how it is set; the task itself checks its settings."""
+
+    name: str = Field(min_length=1, max_length=64)
+    settings: dict[str, Any] = Field(default_factory=dict)
+
+
+class Schedule(_Table):
+    """The learning rate's course over epochs: a linear warm-up, then constant or a cosine down to `final` times the learning rate."""
+
+    name: Literal["constant", "cosine"] = "constant"
+    warmup_epochs: int = Field(default=0, ge=0, le=1 << 32)
+    total_epochs: int | None = Field(default=None, ge=1, le=1 << 32)  # where the cosine ends; needed by it alone
+    final: float = Field(default=0.1, ge=0, le=1)
+
+
+class OptimizerChoice(_Table):
+    """The inner optimizer; every member builds the same."""
+
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    learning_rate: _Positive = 1e-3
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    betas: tuple[_Fraction, _Fraction] = (0.9, 0.95)  # of adam and adamw
+    momentum: _Fraction = 0.9  # of sgd
+    clip_norm: _Positive | None = None  # the swarm's averaged gradient is scaled down to this norm before the step; none: never
+    schedule: Schedule = Schedule()
+
+
+class End(_Table):
+    """When the run is over: at whichever comes first. All empty: it goes on until nobody takes part."""
+
+    epochs: _Count | None = None
+    loss: _Positive | None = None  # validation loss, as each member measures it on its held-out part
+    seconds: _Positive | None = None  # since the run was founded, in swarm time
+
+
+class Requirements(_Table):
+    """What a machine must have to take part, beyond what the task itself computes."""
+
+    memory_mb: Annotated[int, Field(ge=0, le=1 << 30)] = 0
+    device: Literal["any", "cuda"] = "any"
+
+
+class RunSpecification(_Table):
+    """The whole of it, as in the TOML file. docs/decisions/0006 explains the fields' names."""
+
+    name: str
+    description: str = Field(default="", max_length=500)
+    mode: Literal["gradients"] = "gradients"
+    codec: Literal["float32", "float16", "bfloat16"] = "float16"
+    target_batch_size: _Count  # samples of the whole swarm in one epoch
+    batch_size: Annotated[int, Field(ge=1, le=1 << 20)]  # samples of one step of one volunteer
+    target_group_size: Annotated[int, Field(ge=2, le=256)] = 64
+    state_sync_epochs: Annotated[int, Field(ge=1, le=1 << 20)] = 10
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0  # of the parameters that the founder starts from
+    task: TaskChoice
+    optimizer: OptimizerChoice = OptimizerChoice()
+    end: End = End()
+    requirements: Requirements = Requirements()
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_plain(cls, value: str) -> str:
+        if not _NAME.fullmatch(value):
+            raise ValueError("1 to 63 of a-z, 0-9, '.', '_' and '-', beginning with a letter or digit")
+        return value
+
+    @field_validator("optimizer")
+    @classmethod
+    def _cosine_knows_its_end(cls, value: OptimizerChoice) -> OptimizerChoice:
+        schedule = value.schedule
+        if schedule.name == "cosine" and (schedule.total_epochs is None or schedule.total_epochs <= schedule.warmup_epochs):
+            raise ValueError("schedule.total_epochs must be given for a cosine, and be more than warmup_epochs")
+        return value
+
+    @classmethod
+    def from_toml(cls, text: str, where: str) -> RunSpecification:
+        """Parse and check. UsageError has a line per problem, each naming its key; `where` is what to call the source (a path)."""
+        try:
+            table = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise UsageError(f"{where} is not valid TOML: {error}") from error
+        return cls.from_table(table, where)
+
+    @classmethod
+    def from_file(cls, path: Path) -> RunSpecification:
+        """Read a TOML file; UsageError when it cannot be read or is wrong."""
+        try:
+            with path.open("rb") as stream:
+                raw = stream.read(TOML_BYTES_MAX + 1)
+        except OSError as error:
+            raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+        if len(raw) > TOML_BYTES_MAX:
+            raise UsageError(f"{path} is larger than {TOML_BYTES_MAX >> 10} KiB: that is no run specification")
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{path} is not a text file in UTF-8 ({error.reason} at byte {error.start})") from error
+        return cls.from_toml(text, str(path))
+
+    @classmethod
+    def from_table(cls, table: Mapping[str, Any], where: str) -> RunSpecification:
+        """Check a parsed table; UsageError has a line per problem, each naming its key."""
+        try:
+            return cls.model_validate(dict(table))
+        except ValidationError as error:
+            raise UsageError("\n".join(f"{where}: {line}" for line in explain(error))) from error
+
+    def table(self) -> dict[str, Any]:
+        """Plain values, as they are signed: only scalars, lists and tables with text keys."""
+        return self.model_dump(mode="json")
+
+
+def explain(error: ValidationError, table: str = "") -> list[str]:
+    """A line per problem in plain words, without pydantic's types and links. `table`: the key under which the values stand."""
+    lines = []
+    for problem in error.errors(include_url=False, include_context=True):
+        key = ".".join(filter(None, (table, *(str(part) for part in problem["loc"])))) or "the file"
+        context = problem.get("ctx", {})
+        text = {
+            "missing": "is missing",
+            "extra_forbidden": "is not a known key (misspelt?)",
+            "literal_error": f"must be one of {context.get('expected', '')}, not {problem['input']!r}",
+            "value_error": f"{context.get('error', problem['msg'])}, not {problem['input']!r}"
+            if key != "optimizer"
+            else str(context.get("error")),
+        }.get(problem["type"])
+        if text is None:
+            sentence = problem["msg"].removeprefix("Input ").replace("should be", "must be")
+            text = f"{sentence[:1].lower()}{sentence[1:]}, not {problem['input']!r:.60}"
+        lines.append(f"{key} {text}" if text.startswith(("is ", "must ")) else f"{key}: {text}")
+    return lines
+
+
+def run_id_of(owner: PeerId, name: str) -> str:
+    """The self-certifying id: 20 lower-case base32 characters of SHA-256 over the owner's key and the name."""
+    digest = hashlib.sha256(_ID_CONTEXT + owner.to_bytes() + name.encode()).digest()
+    return base64.b32encode(digest).decode().lower()[:_ID_CHARACTERS]
+
+
+def specification_key(run_id: str) -> Key:
+    """Where members store the signed specification, each under its own subkey."""
+    return Key(f"run.{run_id}", "specification")
+
+
+@dataclass(frozen=True, slots=True)
+class SignedSpecification:
+    """A specification with its owner, version and signature, checked: an instance is always genuine."""
+
+    specification: RunSpecification
+    owner: PeerId
+    version: int
+    founded_s: float  # swarm time at which version 1 was signed: `end.seconds` counts from here
+    blob: bytes  # what travels and is stored
+
+    @property
+    def name(self) -> str:
+        return self.specification.name
+
+    @property
+    def run_id(self) -> str:
+        return run_id_of(self.owner, self.specification.name)
+
+    @property
+    def full_name(self) -> str:
+        """`name@id`: unambiguous even where somebody else uses the same name."""
+        return f"{self.name}@{self.run_id}"
+
+
+def sign(specification: RunSpecification, owner: Identity, *, version: int, founded_s: float) -> SignedSpecification:
+    """Sign with the owner's key; UsageError when the result would be too large to store."""
+    table = {
+        "specification": specification.table(),
+        "version": version,
+        "founded_s": float(founded_s),
+        "owner": owner.peer_id.to_bytes(),
+        "format": _FORMAT,
+    }
+    body = _canonical(table)
+    blob: bytes = msgpack.packb([body, owner.sign(_SIGNATURE_CONTEXT + body)])
+    if len(blob) > SPECIFICATION_BYTES_MAX:
+        raise UsageError(
+            f"the specification takes {len(blob):,} bytes, {SPECIFICATION_BYTES_MAX:,} are allowed: shorten the task's settings"
+        )
+    return SignedSpecification(specification, owner.peer_id, version, float(founded_s), blob)
+
+
+def verified(blob: bytes, run_id: str | None = None) -> SignedSpecification:
+    """Decode and check what a stranger handed over. PeerError says what is wrong: size, encoding, signature, another run's."""
+    if len(blob) > SPECIFICATION_BYTES_MAX:
+        raise PeerError(f"a specification of {len(blob):,} bytes was refused: {SPECIFICATION_BYTES_MAX:,} are allowed")
+    try:
+        body, signature = msgpack.unpackb(blob, strict_map_key=True, max_map_len=0, max_array_len=2)
+        table = msgpack.unpackb(body, strict_map_key=True)
+        owner = PeerId.from_bytes(table["owner"])
+        format_, version, founded_s = table["format"], table["version"], table["founded_s"]
+        contents = table["specification"]
+    except (ValueError, TypeError, KeyError, UsageError, msgpack.UnpackException) as error:
+        raise PeerError(f"a specification was refused: it cannot be decoded ({type(error).__name__})") from error
+    if not isinstance(signature, bytes) or not isinstance(body, bytes) or not verify(owner, _SIGNATURE_CONTEXT + body, signature):
+        raise PeerError("a specification was refused: its signature is not its owner's")
+    if format_ != _FORMAT:
+        raise PeerError(f"the run's specification has the format {format_!r:.40}, this swarm reads {_FORMAT!r}: update swarm")
+    if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= VERSION_MAX:
+        raise PeerError("a specification was refused: its version is not a number from 1 up")
+    if not isinstance(founded_s, float) or not 0 <= founded_s < 1e12:
+        raise PeerError("a specification was refused: its founding time is not a time")
+    if not isinstance(contents, dict):
+        raise PeerError("a specification was refused: it holds no table")
+    try:
+        specification = RunSpecification.from_table(contents, "the run's specification")
+    except UsageError as error:
+        raise PeerError(
+            f"the run's specification was signed by its owner but cannot be used here (is this swarm too old?): {error}"
+        ) from error
+    signed = SignedSpecification(specification, owner, version, founded_s, blob)
+    if run_id is not None and signed.run_id != run_id:
+        raise PeerError(f"a specification was refused: it belongs to run {signed.run_id}, not to {run_id}")
+    return signed
+
+
+def newest(signed: list[SignedSpecification]) -> SignedSpecification | None:
+    """The one that counts: the highest version; of two signed with the same version the lower bytes, so that everybody picks the same."""
+    return min(signed, key=lambda one: (-one.version, one.blob), default=None)
+
+
+def _canonical(value: object) -> bytes:
+    """msgpack with sorted keys: the same table always gives the same bytes."""
+    packed: bytes = msgpack.packb(_sorted(value, 0))
+    return packed
+
+
+def _sorted(value: object, depth: int) -> object:
+    if depth > _DEPTH_MAX:
+        raise UsageError(f"task.settings nests deeper than {_DEPTH_MAX} levels")
+    if isinstance(value, dict):
+        return {key: _sorted(value[key], depth + 1) for key in sorted(value)}
+    if isinstance(value, list):
+        return [_sorted(item, depth + 1) for item in value]
+    return value

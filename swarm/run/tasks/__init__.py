@@ -1,0 +1,1 @@
+"""Tasks that come with the package; others come as plugins (swarm.run.task)."""

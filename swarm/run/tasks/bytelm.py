@@ -1,0 +1,79 @@
+"""`bytelm`: a byte-level transformer language model on text; by default the Python standard library's sources, which every machine has.
+
+This module needs no torch until a model is built, so that a run can be described while torch is still being imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from swarm.errors import UsageError
+from swarm.run.specification import explain
+from swarm.run.task import TaskDescription
+
+if TYPE_CHECKING:
+    import torch
+
+    from swarm.run.task import TaskData
+
+VOCABULARY = 256
+_DATA_BYTES_MAX = 32 << 20
+
+
+class Settings(BaseModel):
+    """The shape of the model and of a sample."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    width: Annotated[int, Field(ge=8, le=16384)] = 96
+    layers: Annotated[int, Field(ge=1, le=256)] = 2
+    heads: Annotated[int, Field(ge=1, le=256)] = 4
+    context: Annotated[int, Field(ge=2, le=1 << 16)] = 128  # bytes that a sample predicts
+    data_bytes: Annotated[int, Field(ge=1 << 10, le=1 << 34)] = _DATA_BYTES_MAX  # files are read until this many bytes are there
+
+    @model_validator(mode="after")
+    def _heads_divide_the_width(self) -> Settings:
+        if self.width % self.heads:
+            raise ValueError(f"width ({self.width}) must be a multiple of heads ({self.heads})")
+        return self
+
+
+class ByteLanguageModel:
+    """The task: predict the next byte of a text."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        try:
+            self.settings = Settings.model_validate(dict(settings))
+        except ValidationError as error:
+            raise UsageError("\n".join(explain(error, "task.settings"))) from error
+
+    def describe(self, batch_size: int) -> TaskDescription:
+        shape = self.settings
+        block = 12 * shape.width**2 + 4 * shape.width  # attention 4·w², feed-forward 8·w², two norms
+        parameters = shape.layers * block + 2 * shape.width + shape.width * (2 * VOCABULARY + shape.context)
+        # per token: what the backward pass keeps of each block, and the logits with their softmax and gradient
+        activations = 4 * batch_size * shape.context * (shape.layers * 20 * shape.width + 3 * VOCABULARY)
+        # float32: parameters, gradients, accumulators, two statistics, and staging for one round of each
+        return TaskDescription(
+            summary=f"a byte-level transformer ({shape.layers} layers of width {shape.width}) on text",
+            parameters=parameters,
+            sample=f"{shape.context} bytes of text",
+            memory_bytes=parameters * 4 * 8 + activations + shape.data_bytes,
+        )
+
+    def build_model(self, seed: int) -> torch.nn.Module:
+        from swarm.run.tasks.bytelm_model import ByteTransformer
+
+        shape = self.settings
+        return ByteTransformer(width=shape.width, layers=shape.layers, heads=shape.heads, context=shape.context, seed=seed)
+
+    def load_data(self, folder: Path | None, device: torch.device) -> TaskData:
+        from swarm.run.tasks.bytelm_model import ByteData
+        from swarm.run.tasks.corpus import read_corpus
+
+        corpus = read_corpus(folder, bytes_max=self.settings.data_bytes, sample_bytes=self.settings.context + 1)
+        return ByteData(corpus, context=self.settings.context, device=device)

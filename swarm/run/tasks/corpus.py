@@ -1,0 +1,98 @@
+"""Text as bytes: a folder's files, or the Python standard library's sources, split into what is trained on and what is held out."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarm.errors import UsageError
+
+_HELD_OUT_PART = 20  # one file in this many, by the hash of its path
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "node_modules"}
+_TEXT_SUFFIXES = {
+    ".txt",
+    ".md",
+    ".rst",
+    ".py",
+    ".pyi",
+    ".c",
+    ".h",
+    ".cc",
+    ".cpp",
+    ".rs",
+    ".go",
+    ".js",
+    ".ts",
+    ".java",
+    ".json",
+    ".toml",
+    ".html",
+    ".csv",
+    ".tex",
+}
+_FILES_MAX = 200_000
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Bytes to train on and bytes to validate on, disjoint by file; the same folder gives the same bytes on every machine."""
+
+    training: bytearray
+    held_out: bytearray
+    files: int
+    source: str  # what to call it
+
+    @property
+    def summary(self) -> str:
+        training, held_out = len(self.training) / 1e6, len(self.held_out) / 1e6
+        return f"{self.source}: {self.files:,} files, {training:.1f} MB to train on, {held_out:.1f} MB held out"
+
+
+def read_corpus(folder: Path | None, *, bytes_max: int, sample_bytes: int) -> Corpus:
+    """Read up to `bytes_max` bytes in the order of the paths. UsageError: the folder cannot be read, or holds too little text."""
+    root = Path(sysconfig.get_path("stdlib")) if folder is None else folder.expanduser()
+    suffixes = {".py"} if folder is None else _TEXT_SUFFIXES
+    source = "the Python standard library" if folder is None else str(folder)
+    training, held_out, files = bytearray(), bytearray(), 0
+    for path in _files(root, suffixes):
+        if len(training) + len(held_out) >= bytes_max:
+            break
+        try:
+            content = path.read_bytes()
+        except OSError:
+            continue  # a file that this user may not read is not part of this volunteer's data
+        files += 1
+        target = held_out if is_held_out(path.relative_to(root).as_posix()) else training
+        target += content[: bytes_max - len(training) - len(held_out)]
+    if not held_out and len(training) >= 2 * _HELD_OUT_PART * sample_bytes:
+        # few files, and none fell into the held-out part: its end serves instead
+        cut = len(training) - len(training) // _HELD_OUT_PART
+        training, held_out = training[:cut], training[cut:]
+    if min(len(training), len(held_out)) <= sample_bytes:
+        kinds = ", ".join(sorted(suffixes))
+        raise UsageError(
+            f"{source} holds too little text ({len(training) + len(held_out):,} bytes in {files} files ending in {kinds}): "
+            f"give a folder with at least {2 * _HELD_OUT_PART * sample_bytes:,} bytes"
+        )
+    return Corpus(training, held_out, files, source)
+
+
+def is_held_out(relative_path: str) -> bool:
+    """Whether a file is never trained on: decided by its path alone, so that all volunteers agree without talking."""
+    return hashlib.sha256(relative_path.encode(errors="surrogateescape")).digest()[0] % _HELD_OUT_PART == 0
+
+
+def _files(root: Path, suffixes: set[str]) -> Iterator[Path]:
+    if not root.is_dir():
+        raise UsageError(f"{root} is not a folder that can be read: give --data a folder with text files")
+    count = 0
+    for parent, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith("."))
+        for name in sorted(names):
+            if Path(name).suffix.lower() in suffixes and count < _FILES_MAX:
+                count += 1
+                yield Path(parent, name)

@@ -1,0 +1,149 @@
+"""The training loop of a volunteer: steps, rounds, measurements, and what is told about them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from swarm.run.accounts import Accounts, Pacing
+from swarm.run.events import Contributed, Emit, EpochDone, Progress, Resynchronised, RoundFailed
+from swarm.run.machine import process_age_s
+from swarm.run.specification import SignedSpecification
+from swarm.run.task import Draw, TaskData
+
+if TYPE_CHECKING:
+    import torch
+
+    from averaging.optimizer import Optimizer, StepReport
+    from swarm.ids import PeerId
+
+_PROGRESS_S = 1.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Training:
+    """One volunteer's model, data and optimizer, trained step by step on the caller's thread."""
+
+    model: torch.nn.Module
+    data: TaskData
+    optimizer: Optimizer
+    signed: SignedSpecification  # may be replaced by a newer version
+    own: PeerId
+    emit: Emit
+    swarm_s: Callable[[], float]
+    accounts: Accounts
+    pacing: Pacing
+    told_s: float = float("-inf")
+    drawn_epoch: int = -1
+
+    def over(self) -> str:
+        """Why the run has ended, by its specification; empty while it goes on."""
+        end = self.signed.specification.end
+        if end.epochs is not None and self.optimizer.epoch >= end.epochs:
+            return f"the run ended at epoch {end.epochs}"
+        if end.seconds is not None and self.swarm_s() >= self.signed.founded_s + end.seconds:
+            return f"the run ended {end.seconds:g} s after it was founded"
+        loss = self.accounts.validation_loss
+        if end.loss is not None and loss is not None and loss <= end.loss:
+            return f"the run reached the loss {end.loss:g}"
+        return ""
+
+    def step(self) -> bool:
+        """One batch, and the round that it may complete; returns whether an epoch was completed."""
+        samples = self.signed.specification.batch_size
+        if self.optimizer.epoch != self.drawn_epoch:
+            self.drawn_epoch = self.optimizer.epoch
+            self.data.start_epoch(Draw(self.signed.run_id, self.drawn_epoch, self.own))
+        loss = self.data.loss(self.model, samples)
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.accounts.epoch.add(samples, float(loss.detach()))
+        return self.after(self.optimizer.step())
+
+    def after(self, report: StepReport) -> bool:
+        """Account for what a step did and tell it."""
+        now_s = time.monotonic()
+        accounts = self.accounts
+        for result in (report.round, report.state_round):
+            accounts.sent_bytes += result.bytes_sent if result is not None else 0
+        if report.rounds_failed or (report.round is not None and report.round.failed):
+            accounts.failed_rounds += max(1, report.rounds_failed)
+            self.emit(RoundFailed(epoch=report.epoch, reason=_why(report)))
+        if report.resynchronised is not None:
+            load = report.resynchronised
+            accounts.finish_epoch(0)
+            reason = report.reason or load.reason or "the swarm was ahead"
+            self.emit(Resynchronised(epoch=report.epoch, loaded=load.loaded, reason=reason, seconds=load.seconds))
+        elif report.stepped:
+            self._epoch_done(report, now_s)
+            return True
+        if now_s - self.told_s >= _PROGRESS_S:
+            self._tell_progress(now_s)
+        return False
+
+    def _epoch_done(self, report: StepReport, now_s: float) -> None:
+        accounts = self.accounts
+        done = accounts.finish_epoch(report.contributed)
+        averaged, state = report.round, report.state_round
+        if not report.alone:
+            accounts.rounds += 1
+            digest = averaged.digest if averaged is not None else ""
+            accounts.digest, accounts.digest_epoch = (digest, report.epoch) if digest else (accounts.digest, accounts.digest_epoch)
+        if accounts.contributing_epoch is None and report.contributed:
+            accounts.contributing_epoch = report.epoch
+            self.emit(Contributed(epoch=report.epoch, start_s=process_age_s()))
+        validation_loss = self._validate() if self.pacing.due(now_s) else None
+        view = self.optimizer.progress
+        mine = view.peers.get(self.own)
+        self.emit(
+            EpochDone(
+                epoch=report.epoch,
+                loss=done.loss,
+                validation_loss=validation_loss,
+                samples=report.contributed,
+                samples_per_s=mine.samples_per_s if mine is not None else 0.0,
+                swarm_samples_per_s=view.samples_per_s,
+                peers=len(averaged.peers) if averaged is not None else 1,
+                sent_bytes=sum(result.bytes_sent for result in (averaged, state) if result is not None),
+                round_s=report.seconds,
+                digest=(averaged.digest or None) if averaged is not None else None,
+                state_digest=(state.digest or None) if state is not None and not state.failed else None,
+                drift=report.drift,
+            )
+        )
+        self.told_s = now_s
+
+    def _tell_progress(self, now_s: float) -> None:
+        view = self.optimizer.progress
+        mine = view.peers.get(self.own)
+        self.told_s = now_s
+        self.emit(
+            Progress(
+                epoch=view.epoch,
+                loss=self.accounts.epoch.loss,
+                samples_per_s=mine.samples_per_s if mine is not None else 0.0,
+                swarm_samples=int(view.samples),
+                swarm_samples_per_s=view.samples_per_s,
+                peers=len(view.peers),
+            )
+        )
+
+    def _validate(self) -> float:
+        started_s = time.monotonic()
+        self.model.eval()
+        loss = self.accounts.validation_loss = self.data.validation_loss(self.model)
+        self.model.train()
+        ended_s = time.monotonic()
+        self.pacing.took(ended_s - started_s, ended_s)
+        return loss
+
+
+def _why(report: StepReport) -> str:
+    result = report.round
+    told = [report.reason] if report.reason else []
+    if result is not None and result.failed:
+        told.append(result.detail or result.reason)
+        told += [f"{peer.short}: {why}" for peer, why in result.left_out.items()]
+    return "; ".join(dict.fromkeys(told)) or "no reason was given"

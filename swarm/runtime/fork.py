@@ -1,0 +1,97 @@
+"""What a forked child (a DataLoader worker) must not keep: the node's sockets.
+
+A child inherits them. While it lives, the kernel keeps its parent's connections open even after the parent was killed, and peers would go
+on waiting for a process that is gone. So the child puts /dev/null in their place: it does not close them, because gRPC's objects, which it
+inherited too, still hold those descriptor numbers. The parent's connections are not touched by this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """How a node's sockets are told from others: the address it listens on, and the (IP, port) pairs it has dialed."""
+
+    listening: tuple[str, int] | None
+    dialed: frozenset[tuple[str, int]]
+
+
+_owners: dict[int, Callable[[], Owned]] = {}
+_next_number = 0
+_registered = False
+_WILDCARDS = ("0.0.0.0", "::", "")
+
+
+def close_after_fork(owned: Callable[[], Owned]) -> Callable[[], None]:
+    """From now on, forked children drop what `owned()` describes at the time of the fork; returns a function that ends this. `owned` takes
+    no locks.
+    """
+    global _next_number, _registered
+    if not _registered and hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_drop_sockets)
+        _registered = True
+    _next_number += 1
+    number = _next_number
+    _owners[number] = owned
+    return lambda: _owners.pop(number, None) and None
+
+
+def _drop_sockets() -> None:
+    if not _owners:
+        return
+    owned = [owner() for owner in _owners.values()]
+    null = os.open(os.devnull, os.O_RDWR)
+    try:
+        for descriptor in _open_descriptors():
+            if descriptor != null and _belongs(descriptor, owned):
+                with contextlib.suppress(OSError):
+                    os.dup2(null, descriptor, inheritable=False)
+    finally:
+        os.close(null)
+
+
+def _open_descriptors() -> list[int]:
+    for folder in ("/proc/self/fd", "/dev/fd"):
+        with contextlib.suppress(OSError):
+            return [int(name) for name in os.listdir(folder) if name.isdigit()]
+    return []
+
+
+def _belongs(descriptor: int, owned: list[Owned]) -> bool:
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return False
+        view = socket.socket(fileno=descriptor)
+    except OSError:
+        return False
+    try:
+        if view.family not in (socket.AF_INET, socket.AF_INET6):
+            return False
+        local, remote = _endpoint(view.getsockname()), None
+        with contextlib.suppress(OSError):  # a listening socket has no other end
+            remote = _endpoint(view.getpeername())
+    except OSError:
+        return False
+    finally:
+        view.detach()
+    return any(_matches(local, remote, one) for one in owned)
+
+
+def _endpoint(name: tuple[str, int]) -> tuple[str, int]:
+    """IPv4 in IPv6 notation is IPv4: gRPC listens on and dials from dual-stack sockets."""
+    return name[0].removeprefix("::ffff:"), name[1]
+
+
+def _matches(local: tuple[str, int], remote: tuple[str, int] | None, owned: Owned) -> bool:
+    if remote is not None and remote in owned.dialed:
+        return True
+    if owned.listening is None or local[1] != owned.listening[1]:
+        return False
+    return owned.listening[0] in _WILDCARDS or local[0] == owned.listening[0] or local[0] in _WILDCARDS

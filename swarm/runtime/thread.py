@@ -1,0 +1,135 @@
+"""The network thread: one daemon thread with one event loop, on which everything of a node that awaits runs."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from swarm.errors import DeadlineExceeded, UsageError
+
+_logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+POOL_THREADS_MAX = 4
+_STOP_S_MAX = 1.0
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's where there is one. No policy is set: that would change every other event loop of the process."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+class NetworkThread:
+    """`run` and `submit` are for other threads; coroutines on the loop simply await. `pool` is for tensor work (torch releases the GIL
+    there).
+    """
+
+    def __init__(self, name: str = "swarm-network") -> None:
+        self._process_id = os.getpid()
+        self._stopped = False
+        self._lock = threading.Lock()
+        self.loop = new_event_loop()
+        self.loop.set_exception_handler(_report)
+        self.pool = ThreadPoolExecutor(min(POOL_THREADS_MAX, os.cpu_count() or 1), thread_name_prefix=f"{name}-pool")
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        """Run it on the loop and wait. DeadlineExceeded (the coroutine is cancelled), or what it raised; UsageError in a forked child or
+        after `stop`.
+        """
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise UsageError("a blocking call on the network thread would wait for itself: await the coroutine instead")
+        future = self.submit(coroutine)
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.CancelledError:
+            raise UsageError("the node was closed while this call was waiting") from None
+        except TimeoutError:
+            if future.done():  # the coroutine's own error
+                raise
+            raise DeadlineExceeded(f"no result within {timeout_s:g} s") from None
+        finally:
+            future.cancel()  # Ctrl-C too must not leave the coroutine running; without effect when it is done
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start it on the loop. UsageError in a forked child or after `stop`."""
+        try:
+            self.check()
+            return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        except BaseException:
+            coroutine.close()
+            raise
+
+    def check(self) -> None:
+        """UsageError when this handle cannot work here."""
+        if os.getpid() != self._process_id:
+            raise UsageError(
+                f"this node belongs to process {self._process_id} and was inherited by a fork ({os.getpid()}): "
+                "use it in the process that made it, and give DataLoader workers data only"
+            )
+        if self._stopped:
+            raise UsageError("this node is closed")
+
+    @property
+    def ours(self) -> bool:
+        """False in a forked child."""
+        return os.getpid() == self._process_id
+
+    @property
+    def here(self) -> bool:
+        """Is the caller on the network thread?"""
+        return threading.current_thread() is self._thread
+
+    def stop(self, timeout_s: float = _STOP_S_MAX) -> None:
+        """Cancel what still runs, end the loop and the thread, within about `timeout_s`. Idempotent; does nothing in a forked child."""
+        with self._lock:
+            if self._stopped or os.getpid() != self._process_id:
+                return
+            self._stopped = True
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s + 0.5)
+        self.pool.shutdown(wait=False, cancel_futures=True)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self.loop)  # of this thread only
+        try:
+            self.loop.run_forever()
+        finally:
+            self._drain()
+            self.loop.close()
+
+    def _drain(self) -> None:
+        tasks = asyncio.all_tasks(self.loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            _, stuck = self.loop.run_until_complete(asyncio.wait(tasks, timeout=_STOP_S_MAX))
+            for task in stuck:
+                _logger.warning("%s did not stop within %.1f s of being cancelled", task.get_name(), _STOP_S_MAX)
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+
+
+def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """gRPC wakes every event loop of a process for each event, and those that come second find nothing to read: harmless, and constant with
+    two nodes.
+    """
+    if isinstance(context.get("exception"), BlockingIOError) and "PollerCompletionQueue" in str(
+        context.get("handle", context.get("message", ""))
+    ):
+        return
+    default: Callable[[dict[str, Any]], None] = loop.default_exception_handler
+    default(context)

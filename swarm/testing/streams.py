@@ -1,0 +1,115 @@
+"""Both ends of a simulated stream: ordered, reliable, bounded; broken by a crash, stalled by a cut."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING
+
+from swarm.errors import NetworkError, SwarmError
+from swarm.ids import PeerId
+from swarm.net.rpc import StreamMethod, check_outgoing
+
+if TYPE_CHECKING:
+    from swarm.testing.network import SimulatedPeer
+
+_QUEUED_MAX = 16  # messages on their way in one direction; then the sender waits, as flow control makes it do
+_STALL_POLL_S = 0.05  # virtual seconds between two looks whether a cut has healed
+
+
+class _Pipe:
+    """One direction."""
+
+    def __init__(self) -> None:
+        self.messages: deque[tuple[float, bytes | None]] = deque()  # (arrival, message); None: finished
+        self.changed = asyncio.Event()
+        self.error: SwarmError | None = None
+        self.last_arrival_s = 0.0
+
+    def wake(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+class SimulatedStream:
+    """One end of a stream: the interface of `swarm.net.rpc.Stream`."""
+
+    def __init__(self, own: SimulatedPeer, other: SimulatedPeer, method: StreamMethod, pipes: tuple[_Pipe, _Pipe]) -> None:
+        self.own = own
+        self.peer_id: PeerId = other.peer_id
+        self.method = method
+        self._other = other
+        self._out, self._in = pipes
+
+    async def send(self, message: bytes) -> None:
+        """Send one message; waits while the other end is behind. NetworkError when the stream is broken or cancelled."""
+        check_outgoing(self.method, message)
+        while len(self._out.messages) >= _QUEUED_MAX and self._out.error is None:
+            await self._wait(self._out, None)
+        self._put(bytes(message))
+
+    async def finish(self) -> None:
+        """No more messages from this end."""
+        if self._out.error is None:
+            self._put(None)
+
+    def _put(self, message: bytes | None) -> None:
+        self._check(self._out)
+        network = self.own.network
+        size_bytes = len(message or b"")
+        self.own.messages_sent += 1
+        self.own.bytes_sent += size_bytes
+        now_s = asyncio.get_running_loop().time()
+        self._out.last_arrival_s = max(self._out.last_arrival_s, now_s + network.delay_s(size_bytes))
+        self._out.messages.append((self._out.last_arrival_s, message))
+        self._out.wake()
+        network.note(self.own, self._other, self.method.name, f"stream {size_bytes}")
+
+    async def receive(self) -> bytes | None:
+        """The next message; None when the other end finished. NetworkError when the stream broke, PeerError when the handler refused."""
+        while True:
+            now_s = asyncio.get_running_loop().time()
+            if not self._in.messages:
+                self._check(self._in)
+                await self._wait(self._in, None)
+            elif self._in.messages[0][0] > now_s:
+                await self._wait(self._in, self._in.messages[0][0] - now_s)
+            elif self.own.network.silent_between(self._other, self.own):
+                await self._wait(self._in, _STALL_POLL_S)
+            else:
+                self._check(self._in, broken_only=True)
+                if self._in.messages[0][1] is None:  # stays: every later receive says the same
+                    return None
+                message = self._in.messages.popleft()[1]
+                self._in.wake()
+                return message
+
+    def cancel(self) -> None:
+        self.fail(NetworkError(f"the stream {self.method.name} was cancelled"))
+
+    def fail(self, error: SwarmError) -> None:
+        """Break both directions; what has already been sent is still received."""
+        for pipe in (self._out, self._in):
+            if pipe.error is None:
+                pipe.error = error
+            pipe.wake()
+
+    def _check(self, pipe: _Pipe, *, broken_only: bool = False) -> None:
+        if not (self.own.up and self._other.up):
+            raise NetworkError(f"the stream {self.method.name} with peer {self.peer_id.short} broke: crashed in the simulation")
+        if pipe.error is not None and not broken_only:
+            raise pipe.error
+
+    async def _wait(self, pipe: _Pipe, timeout_s: float | None) -> None:
+        """Wait for a change of the pipe. Looks up once a virtual second at least, so that a crash is noticed without being announced."""
+        try:
+            async with asyncio.timeout(1.0 if timeout_s is None else timeout_s):
+                await pipe.changed.wait()
+        except TimeoutError:
+            self._check(pipe, broken_only=True)
+
+
+def stream_pair(caller: SimulatedPeer, target: SimulatedPeer, method: StreamMethod) -> tuple[SimulatedStream, SimulatedStream]:
+    """The caller's end and the handler's end of a new stream."""
+    forth, back = _Pipe(), _Pipe()
+    return SimulatedStream(caller, target, method, (forth, back)), SimulatedStream(target, caller, method, (back, forth))

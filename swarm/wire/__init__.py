@@ -1,0 +1,1 @@
+"""The wire schemas, generated from `proto/` by `make proto`; never edited by hand."""

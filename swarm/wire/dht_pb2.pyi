@@ -1,0 +1,104 @@
+from swarm.wire import peer_pb2 as _peer_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DhtKey(_message.Message):
+    __slots__ = ("namespace", "name")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    name: str
+    def __init__(self, namespace: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+
+class DhtRecord(_message.Message):
+    __slots__ = ("key", "subkey", "value", "issued_at_us", "expiration_us", "writer", "signature", "deleted")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    SUBKEY_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    ISSUED_AT_US_FIELD_NUMBER: _ClassVar[int]
+    EXPIRATION_US_FIELD_NUMBER: _ClassVar[int]
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    DELETED_FIELD_NUMBER: _ClassVar[int]
+    key: DhtKey
+    subkey: str
+    value: bytes
+    issued_at_us: int
+    expiration_us: int
+    writer: bytes
+    signature: bytes
+    deleted: bool
+    def __init__(self, key: _Optional[_Union[DhtKey, _Mapping]] = ..., subkey: _Optional[str] = ..., value: _Optional[bytes] = ..., issued_at_us: _Optional[int] = ..., expiration_us: _Optional[int] = ..., writer: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., deleted: _Optional[bool] = ...) -> None: ...
+
+class DhtPingRequest(_message.Message):
+    __slots__ = ("sender",)
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    sender: _peer_pb2.Contact
+    def __init__(self, sender: _Optional[_Union[_peer_pb2.Contact, _Mapping]] = ...) -> None: ...
+
+class DhtPingReply(_message.Message):
+    __slots__ = ("time_us", "contact")
+    TIME_US_FIELD_NUMBER: _ClassVar[int]
+    CONTACT_FIELD_NUMBER: _ClassVar[int]
+    time_us: int
+    contact: _peer_pb2.Contact
+    def __init__(self, time_us: _Optional[int] = ..., contact: _Optional[_Union[_peer_pb2.Contact, _Mapping]] = ...) -> None: ...
+
+class DhtFindQuery(_message.Message):
+    __slots__ = ("key", "target")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    key: DhtKey
+    target: bytes
+    def __init__(self, key: _Optional[_Union[DhtKey, _Mapping]] = ..., target: _Optional[bytes] = ...) -> None: ...
+
+class DhtFindRequest(_message.Message):
+    __slots__ = ("sender", "queries")
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    QUERIES_FIELD_NUMBER: _ClassVar[int]
+    sender: _peer_pb2.Contact
+    queries: _containers.RepeatedCompositeFieldContainer[DhtFindQuery]
+    def __init__(self, sender: _Optional[_Union[_peer_pb2.Contact, _Mapping]] = ..., queries: _Optional[_Iterable[_Union[DhtFindQuery, _Mapping]]] = ...) -> None: ...
+
+class DhtFindResult(_message.Message):
+    __slots__ = ("records", "nearest", "left_out")
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    NEAREST_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    records: _containers.RepeatedCompositeFieldContainer[DhtRecord]
+    nearest: _containers.RepeatedCompositeFieldContainer[_peer_pb2.Contact]
+    left_out: bool
+    def __init__(self, records: _Optional[_Iterable[_Union[DhtRecord, _Mapping]]] = ..., nearest: _Optional[_Iterable[_Union[_peer_pb2.Contact, _Mapping]]] = ..., left_out: _Optional[bool] = ...) -> None: ...
+
+class DhtFindReply(_message.Message):
+    __slots__ = ("time_us", "results")
+    TIME_US_FIELD_NUMBER: _ClassVar[int]
+    RESULTS_FIELD_NUMBER: _ClassVar[int]
+    time_us: int
+    results: _containers.RepeatedCompositeFieldContainer[DhtFindResult]
+    def __init__(self, time_us: _Optional[int] = ..., results: _Optional[_Iterable[_Union[DhtFindResult, _Mapping]]] = ...) -> None: ...
+
+class DhtStoreRequest(_message.Message):
+    __slots__ = ("sender", "records", "target")
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    RECORDS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    sender: _peer_pb2.Contact
+    records: _containers.RepeatedCompositeFieldContainer[DhtRecord]
+    target: bytes
+    def __init__(self, sender: _Optional[_Union[_peer_pb2.Contact, _Mapping]] = ..., records: _Optional[_Iterable[_Union[DhtRecord, _Mapping]]] = ..., target: _Optional[bytes] = ...) -> None: ...
+
+class DhtStoreReply(_message.Message):
+    __slots__ = ("time_us", "refusals", "nearest")
+    TIME_US_FIELD_NUMBER: _ClassVar[int]
+    REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    NEAREST_FIELD_NUMBER: _ClassVar[int]
+    time_us: int
+    refusals: _containers.RepeatedScalarFieldContainer[str]
+    nearest: _containers.RepeatedCompositeFieldContainer[_peer_pb2.Contact]
+    def __init__(self, time_us: _Optional[int] = ..., refusals: _Optional[_Iterable[str]] = ..., nearest: _Optional[_Iterable[_Union[_peer_pb2.Contact, _Mapping]]] = ...) -> None: ...

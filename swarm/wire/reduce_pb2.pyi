@@ -1,0 +1,126 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ExchangeHeader(_message.Message):
+    __slots__ = ("open", "chunk", "withdrawal", "average", "refusal", "padding")
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWAL_FIELD_NUMBER: _ClassVar[int]
+    AVERAGE_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    open: ExchangeOpen
+    chunk: ExchangeChunk
+    withdrawal: ExchangeWithdrawal
+    average: ExchangeAverage
+    refusal: ExchangeRefusal
+    padding: bytes
+    def __init__(self, open: _Optional[_Union[ExchangeOpen, _Mapping]] = ..., chunk: _Optional[_Union[ExchangeChunk, _Mapping]] = ..., withdrawal: _Optional[_Union[ExchangeWithdrawal, _Mapping]] = ..., average: _Optional[_Union[ExchangeAverage, _Mapping]] = ..., refusal: _Optional[_Union[ExchangeRefusal, _Mapping]] = ..., padding: _Optional[bytes] = ...) -> None: ...
+
+class ExchangeOpen(_message.Message):
+    __slots__ = ("group_id", "codec", "codec_version", "plan_digest")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    CODEC_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    group_id: bytes
+    codec: int
+    codec_version: int
+    plan_digest: bytes
+    def __init__(self, group_id: _Optional[bytes] = ..., codec: _Optional[int] = ..., codec_version: _Optional[int] = ..., plan_digest: _Optional[bytes] = ...) -> None: ...
+
+class ExchangeChunk(_message.Message):
+    __slots__ = ("part",)
+    PART_FIELD_NUMBER: _ClassVar[int]
+    part: int
+    def __init__(self, part: _Optional[int] = ...) -> None: ...
+
+class ExchangeWithdrawal(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class ExchangeAverage(_message.Message):
+    __slots__ = ("part", "contributors")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
+    part: int
+    contributors: bytes
+    def __init__(self, part: _Optional[int] = ..., contributors: _Optional[bytes] = ...) -> None: ...
+
+class ExchangeRefusal(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class BeatRequest(_message.Message):
+    __slots__ = ("group_id",)
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    group_id: bytes
+    def __init__(self, group_id: _Optional[bytes] = ...) -> None: ...
+
+class BeatReply(_message.Message):
+    __slots__ = ("state", "reason")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        UNKNOWN: _ClassVar[BeatReply.State]
+        RUNNING: _ClassVar[BeatReply.State]
+        COMMITTED: _ClassVar[BeatReply.State]
+        FAILED: _ClassVar[BeatReply.State]
+    UNKNOWN: BeatReply.State
+    RUNNING: BeatReply.State
+    COMMITTED: BeatReply.State
+    FAILED: BeatReply.State
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    state: BeatReply.State
+    reason: str
+    def __init__(self, state: _Optional[_Union[BeatReply.State, str]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Vote(_message.Message):
+    __slots__ = ("place", "failed", "reason", "digest", "left_out")
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    place: int
+    failed: bool
+    reason: str
+    digest: bytes
+    left_out: _containers.RepeatedCompositeFieldContainer[LeftOut]
+    def __init__(self, place: _Optional[int] = ..., failed: _Optional[bool] = ..., reason: _Optional[str] = ..., digest: _Optional[bytes] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ...) -> None: ...
+
+class LeftOut(_message.Message):
+    __slots__ = ("place", "reason")
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    place: int
+    reason: str
+    def __init__(self, place: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class VoteRequest(_message.Message):
+    __slots__ = ("group_id", "vote")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    VOTE_FIELD_NUMBER: _ClassVar[int]
+    group_id: bytes
+    vote: Vote
+    def __init__(self, group_id: _Optional[bytes] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ...) -> None: ...
+
+class VoteReply(_message.Message):
+    __slots__ = ("vote", "relayed", "dead")
+    VOTE_FIELD_NUMBER: _ClassVar[int]
+    RELAYED_FIELD_NUMBER: _ClassVar[int]
+    DEAD_FIELD_NUMBER: _ClassVar[int]
+    vote: Vote
+    relayed: _containers.RepeatedCompositeFieldContainer[Vote]
+    dead: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, vote: _Optional[_Union[Vote, _Mapping]] = ..., relayed: _Optional[_Iterable[_Union[Vote, _Mapping]]] = ..., dead: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -1,0 +1,81 @@
+"""The tensor work of a round: the same bytes whether a part is one block or many, and what cannot be sent or averaged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from averaging.chunks import unpack
+from averaging.commit import digest_payload
+from averaging.partition import Plan, plan_parts
+from averaging.reduce import Contribution
+from averaging.roundwork import Arrived, Averaged, Spoiled, Workbench
+from swarm.compression import find
+from swarm.compression.plain import PlainCodec
+
+NUMEL = 20_000
+
+
+def bench(codec_name: str, vector: torch.Tensor, block: int = 1 << 15) -> Workbench:
+    found = find(codec_name)
+    assert isinstance(found, PlainCodec)
+    codec = replace(found, block_elements=block)
+    plan: Plan = plan_parts(NUMEL, [1.0, 1.0], codec, 1 << 20)
+    return Workbench(plan, codec, 0, vector, torch.full((NUMEL,), 7.0))
+
+
+@pytest.mark.parametrize("codec", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("block", [1024, 4096, 1 << 18])
+def test_blocks_do_not_show(codec: str, block: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    ours, theirs = (torch.randn(NUMEL, generator=generator) for _ in range(2))
+    one, other = bench(codec, ours, block), bench(codec, theirs, block)
+    mine, part = one.plan.parts
+    (message,) = other.encode([mine])
+    assert isinstance(message, bytes)
+    header, payload = unpack(message)
+    assert header.chunk.part == mine.index
+    dtype = getattr(torch, codec)
+    sent = theirs[mine.start : mine.stop].to(dtype)
+    assert bytes(payload) == sent.view(torch.uint8).numpy().tobytes()
+
+    (done,) = one.reduce([(mine, [Contribution(0, 0.5, ours[mine.start : mine.stop]), Contribution(1, 1.0, payload)])])
+    assert isinstance(done, Averaged)
+    expected = ((ours[mine.start : mine.stop] * 0.5 + sent.float()) / 1.5).to(dtype)
+    assert torch.equal(one.out[mine.start : mine.stop], expected.float())
+    header, payload = unpack(done.message)
+    assert header.average.contributors == done.contributors == b"\x03"
+    assert digest_payload(payload) == done.digest
+
+    assert other.settle([Arrived(mine, payload, done.contributors)]) == [done.digest]
+    assert torch.equal(other.out[mine.start : mine.stop], expected.float())
+    assert torch.equal(other.out[part.start :], torch.full((part.numel,), 7.0))
+
+
+@pytest.mark.parametrize("codec", ["float32", "float16"])
+def test_what_cannot_be_sent_ends_the_batch(codec: str) -> None:
+    vector = torch.zeros(NUMEL)
+    work = bench(codec, vector)
+    first, second = work.plan.parts
+    vector[second.start + 3] = float("nan")
+    messages = work.encode([first, second, first])
+    assert len(messages) == 2
+    assert isinstance(messages[0], bytes)
+    assert messages[1] == second.start + 3
+
+
+def test_spoiled() -> None:
+    vector = torch.zeros(NUMEL)
+    work = bench("float32", vector)
+    part = work.plan.parts[0]
+    fine = bytes(4 * part.numel)
+    nan = torch.full((part.numel,), float("nan")).numpy().tobytes()
+    own = vector[part.start : part.stop]
+    (done,) = work.reduce([(part, [Contribution(0, 1.0, own), Contribution(1, 1.0, nan)])])
+    assert done == Spoiled(part, (1,))
+    own[-1] = float("inf")
+    (done,) = work.reduce([(part, [Contribution(0, 1.0, own), Contribution(1, 1.0, fine)])])
+    assert done == Spoiled(part, (0,))
+    assert work.settle([Arrived(part, memoryview(nan), b"\x03")]) == [None]

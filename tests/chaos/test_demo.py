@@ -1,0 +1,44 @@
+"""`swarm demo` from start to end, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.chaos
+def test_the_demo_trains_sums_up_and_ends_by_itself() -> None:
+    command = [sys.executable, "-m", "swarm.cli", "demo", "--json", "--seconds", "30"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT, check=False)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    summary = lines[-1]
+    assert done.returncode == 0, (done.stderr, summary)
+    assert summary["event"] == "summary"
+    assert summary["problems"] == []
+    assert summary["digests_equal"]
+    assert summary["loss_first"] == pytest.approx(5.55, abs=0.1)
+    assert summary["loss_last"] < summary["loss_first"] - 0.5
+    assert len(summary["peers"]) == 3
+    assert all(peer["samples"] > 0 and peer["rounds"] > 0 for peer in summary["peers"])
+    assert summary["join_line"].startswith("swarm join /ip4/127.0.0.1/")
+    assert {line["from"] for line in lines[:-1]} == {"bootstrap", "founder", "volunteer 2", "volunteer 3"}
+
+
+def test_the_plain_demo_prints_no_control_characters_and_tells_what_failed() -> None:
+    """A bootstrap peer that cannot start: the command says so in words and ends with 1."""
+    program = (
+        "import sys, swarm.cli.demo as demo; demo._LOOPBACK = ('--listen', 'nonsense', '--identity', 'new');"
+        "from swarm.cli import main; sys.exit(main(['demo']))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    assert done.returncode == 1
+    assert "problem: bootstrap: " in done.stdout
+    assert "nonsense" in done.stdout
+    assert all(character == "\n" or character.isprintable() for character in done.stdout)
+    assert "Traceback" not in done.stdout + done.stderr

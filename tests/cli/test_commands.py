@@ -1,0 +1,147 @@
+"""The command line: what it says when something is wrong, and that it says it at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from swarm.cli import main
+
+ROOT = Path(__file__).parents[2]
+NOBODY = "/ip4/127.0.0.1/tcp/9/tls/http/p2p/12D3KooWJ3bWs8GcGA4bPX8nfUeJGFAcgoMYEpx5HyNNdUHeEdE3"
+RUN = 'name = "tiny"\ntarget_batch_size = 64\nbatch_size = 8\n[task]\nname = "bytelm"\n'
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWARM_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    return path
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    """What was printed on standard error: one problem, no traceback."""
+    text = capsys.readouterr().err
+    assert "Traceback" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["join", "nonsense"], "swarm: 'nonsense' names no peer: an address ends in /p2p/<PeerID>"),
+        (["join", "/ip4/300.1.1.1/tcp/1/p2p/x", "--yes"], "swarm: 'x' is not a PeerID"),
+        (["join", NOBODY], "swarm: there is no terminal to ask on: pass --yes"),
+        (["join", NOBODY, "--yes", "--data", "/no/such/folder"], "swarm: --data /no/such/folder: there is no such folder"),
+        (["join", NOBODY, "--yes", "--listen", "nowhere"], "nowhere"),
+        (["join"], "swarm: Missing argument 'ADDRESS'. See `swarm join --help`."),
+        (["start", "absent.toml"], "swarm: cannot read absent.toml: No such file or directory"),
+        (["start", str(ROOT)], "Is a directory"),
+        (["start", "absent.toml", "--frob"], "No such option"),
+        (["frob"], "No such command"),
+        (["demo", "--volunteers", "99"], "99 is not in the range"),
+        (["identity"], "there is no identity file"),
+        (["bootstrap", "--listen", "127.0.0.1:99999", "--identity", "new"], "99999"),
+    ],
+)
+def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    text = said(capsys)
+    assert sentence in text
+    assert text.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (("64", "-1"), "target_batch_size must be greater than or equal to 1, not -1"),
+        (('"bytelm"', '"poetry"'), "the task 'poetry' is not installed on this machine"),
+        (('name = "bytelm"', 'name = "bytelm"\n[task.settings]\nwidth = 10\nheads = 3'), "width (10) must be a multiple of heads (3)"),
+        (("name =", "name"), "is not valid TOML"),
+    ],
+)
+def test_a_wrong_run_file_is_refused_before_anything_starts(
+    change: tuple[str, str], sentence: str, run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_file.write_text(RUN.replace(*change))
+    assert main(["start", str(run_file), "--listen", "127.0.0.1:0"]) == 2
+    assert sentence in said(capsys)
+
+
+def test_a_dead_bootstrap_is_told_with_the_cause_and_the_next_step(capsys: pytest.CaptureFixture[str]) -> None:
+    started_s = time.monotonic()
+    assert main(["join", NOBODY, "--yes", "--json"]) == 1
+    captured = capsys.readouterr()
+    assert "nobody answers at" in captured.err
+    assert "connection refused" in captured.err
+    assert "Ask for the address of another live peer" in captured.err
+    assert json.loads(captured.out.splitlines()[-1])["event"] == "error"
+    assert time.monotonic() - started_s < 10
+
+
+def test_identities_are_made_shown_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine"
+    assert main(["identity", "--identity", str(path)]) == 2
+    assert main(["identity", "--create", "--json", "--identity", str(path)]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert main(["identity", "--json", "--identity", str(path)]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (made["peer_id"], made["created"], shown["created"]) == (shown["peer_id"], True, False)
+    if os.name == "posix":
+        assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_an_identity_in_use_is_told_with_the_way_out(run_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from swarm.identity import Identity
+
+    held = Identity.load(tmp_path / "home" / "identity")
+    try:
+        assert main(["start", str(run_file), "--listen", "127.0.0.1:0"]) == 2
+    finally:
+        held.close()
+    text = said(capsys)
+    assert "is using the identity file" in text
+    assert "--identity new" in text
+
+
+def test_help_is_light_and_every_command_has_examples() -> None:
+    program = (
+        "import sys; from swarm.cli import main; main(['--help']);"
+        "print(sorted({'torch', 'grpc', 'pydantic', 'rich', 'asyncio', 'uvloop', 'cryptography'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert {"demo", "start", "join", "bootstrap", "identity"} == {
+        line.split()[0] for line in done.stdout.partition("Commands:")[2].splitlines()[:-1] if line.strip()
+    }
+
+
+@pytest.mark.parametrize("command", ["demo", "start", "join", "bootstrap", "identity"])
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "Examples:" in text
+    assert "exit-with-parent" not in text
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    import swarm
+
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"swarm {swarm.__version__}\n"
+
+
+def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "Commands:" in capsys.readouterr().err

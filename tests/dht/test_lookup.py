@@ -1,0 +1,192 @@
+"""The lookup machine against a sequential textbook version, and against strangers who answer badly."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.dht.lookup import Lookup, LookupConfig, LookupDone, SendFind
+from swarm.dht.routing import RoutingTable
+from swarm.ids import Address, Contact, PeerId
+
+
+def contact_of(number: int) -> Contact:
+    return Contact(PeerId(number.to_bytes(32, "big")), (Address("127.0.0.1", 4000),))
+
+
+class World:
+    """A static overlay: everybody's routing table, and who is dead."""
+
+    def __init__(self, seed: int, count: int, dead: float) -> None:
+        rng = random.Random(seed)
+        self.rng = rng
+        self.contacts = [contact_of(rng.getrandbits(128) + 1) for _ in range(count)]
+        self.tables = {contact.peer_id: RoutingTable(contact.peer_id) for contact in self.contacts}
+        for table in self.tables.values():
+            for contact in rng.sample(self.contacts, count):
+                table.met(contact, 0.0)
+        self.dead = {contact.peer_id for contact in rng.sample(self.contacts[1:], int(dead * (count - 1)))}
+
+    def answer(self, peer: PeerId, target: int) -> list[Contact] | None:
+        return None if peer in self.dead else self.tables[peer].nearest(target, 20)
+
+    def textbook(self, target: int, wanted: int) -> list[Contact]:
+        """One call after the other, always to the nearest that was not asked, until the `wanted` nearest live ones have answered."""
+        start = self.contacts[0]
+        known = {contact.peer_id: contact for contact in self.tables[start.peer_id].nearest(target, 20)} | {start.peer_id: start}
+        answered, failed = {start.peer_id}, set[PeerId]()
+        while True:
+            order = sorted((peer for peer in known if peer not in failed), key=lambda peer: peer.dht_id ^ target)[:wanted]
+            fresh = [peer for peer in order if peer not in answered]
+            if not fresh:
+                return [known[peer] for peer in order]
+            closer = self.answer(fresh[0], target)
+            if closer is None:
+                failed.add(fresh[0])
+            else:
+                answered.add(fresh[0])
+                known |= {contact.peer_id: contact for contact in closer}
+
+
+def drive(lookup: Lookup, answer: Callable[[PeerId], Sequence[Contact] | None], rng: random.Random) -> tuple[LookupDone, int]:
+    """Answer in random order; returns the result and the most calls that were in flight at once."""
+    waiting: list[PeerId] = []
+    peak = 0
+    for _ in range(10_000):
+        effects = lookup.poll(0.0)
+        for effect in effects:
+            if isinstance(effect, LookupDone):
+                assert effects == [effect], "alone"
+                assert lookup.poll(0.0) == [], "once"
+                return effect, peak
+            waiting.append(effect.contact.peer_id)
+        peak = max(peak, len(waiting))
+        peer = waiting.pop(rng.randrange(len(waiting)))
+        closer = answer(peer)
+        if closer is None:
+            lookup.on_failure(peer)
+        else:
+            lookup.on_reply(peer, closer)
+    raise AssertionError("it does not end")
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6), count=st.integers(1, 100), dead=st.sampled_from([0.0, 0.1, 0.3]), wanted=st.sampled_from([1, 5, 20]))
+def test_it_finds_what_the_textbook_finds(seed: int, count: int, dead: float, wanted: int) -> None:
+    world = World(seed, count, dead)
+    target = world.rng.getrandbits(256)
+    own = world.contacts[0]
+    config = LookupConfig(wanted=wanted, parallel=4, queries_max=500, shortlist_max=1000)
+    lookup = Lookup(target, world.tables[own.peer_id].nearest(target, 20), own=own.peer_id, own_contact=own, config=config)
+    done, peak = drive(lookup, lambda peer: world.answer(peer, target), world.rng)
+    assert peak <= 4
+    expected = world.textbook(target, wanted)
+    if dead == 0.0 and wanted == 20:
+        assert list(done.nearest) == expected
+        assert expected == sorted(world.contacts, key=lambda contact: contact.peer_id.dht_id ^ target)[:20]
+    else:  # answers in another order may lead past a peer that the other version met, but never to worse ones in a connected overlay
+        assert [contact for contact in done.nearest if contact.peer_id in world.dead] == []
+        overlap = len(set(done.nearest) & set(expected)) / max(len(expected), 1)
+        assert overlap >= 0.75 or len(expected) < 4
+
+
+def test_hops_stay_logarithmic() -> None:
+    world = World(1, 200, 0.0)
+    own = world.contacts[0]
+    queries = []
+    for _ in range(20):
+        target = world.rng.getrandbits(256)
+        lookup = Lookup(target, world.tables[own.peer_id].nearest(target, 20), own=own.peer_id, config=LookupConfig(wanted=5, parallel=5))
+        drive(lookup, lambda peer, target=target: world.answer(peer, target), world.rng)  # type: ignore[misc]
+        queries.append(lookup.queries)
+    assert max(queries) <= 20
+
+
+def test_nobody_to_ask_is_an_answer() -> None:
+    own = contact_of(1)
+    assert Lookup(0, [], own=own.peer_id).poll(0.0) == [LookupDone(())]
+    assert Lookup(0, [], own=own.peer_id, own_contact=own).poll(0.0) == [LookupDone((own,))]
+
+
+def test_endless_invented_contacts_do_not_keep_it_going() -> None:
+    """Every answer names 20 peers that nobody has heard of, each nearer than the last, and all of them answer."""
+    rng = random.Random(3)
+    own = contact_of(1)
+    config = LookupConfig()
+    numbers = iter(range(10**6, 10**9))
+
+    def lie(peer: PeerId) -> list[Contact]:
+        return sorted((contact_of(next(numbers)) for _ in range(200)), key=lambda contact: contact.peer_id.dht_id)[:50]
+
+    lookup = Lookup(0, [contact_of(2)], own=own.peer_id, config=config)
+    drive(lookup, lie, rng)
+    assert lookup.queries <= config.queries_max
+    assert len(lookup._order) <= config.shortlist_max + config.queries_max
+
+
+def test_invented_contacts_that_never_answer_give_way_to_the_living() -> None:
+    target = 0
+    honest = sorted((contact_of(number) for number in range(1, 31)), key=lambda contact: contact.peer_id.dht_id)
+    invented = sorted((contact_of(number) for number in range(10**6, 10**6 + 3000)), key=lambda contact: contact.peer_id.dht_id)[:20]
+    assert invented[-1].peer_id.dht_id < honest[0].peer_id.dht_id
+    lookup = Lookup(target, honest[:20], own=contact_of(99).peer_id, config=LookupConfig(wanted=5, parallel=5))
+    now_s = 0.0
+    silent = {contact.peer_id for contact in invented}
+    while True:
+        effects = lookup.poll(now_s)
+        sent = [effect.contact.peer_id for effect in effects if isinstance(effect, SendFind)]
+        if any(isinstance(effect, LookupDone) for effect in effects):
+            break
+        for peer in sent:
+            if peer not in silent:
+                lookup.on_reply(peer, invented)  # every honest peer has been poisoned
+        if not [peer for peer in sent if peer not in silent]:
+            deadline_s = lookup.deadline_s()
+            assert deadline_s is not None
+            now_s = deadline_s
+    assert effects == [LookupDone(tuple(honest[:5]))]
+    assert now_s == 4.0, "20 silent peers, five at a time, a second each"
+    assert set(lookup.stalled) == silent
+
+
+def test_a_slow_peer_is_better_than_none() -> None:
+    only = contact_of(2)
+    lookup = Lookup(0, [only], own=contact_of(1).peer_id)
+    assert lookup.poll(0.0) == [SendFind(only)]
+    assert lookup.deadline_s() == 1.0
+    assert lookup.poll(1.0) == []
+    assert lookup.stalled == [only.peer_id]
+    assert lookup.deadline_s() is None
+    lookup.on_reply(only.peer_id, [])
+    assert lookup.poll(1.5) == [LookupDone((only,))]
+
+
+def test_answers_nobody_asked_for_change_nothing() -> None:
+    asked, other = contact_of(2), contact_of(3)
+    lookup = Lookup(0, [asked], own=contact_of(1).peer_id)
+    lookup.on_reply(other.peer_id, [other])
+    lookup.on_reply(asked.peer_id, [other])
+    lookup.on_failure(asked.peer_id)
+    assert lookup.poll(0.0) == [SendFind(asked)]
+    lookup.on_reply(asked.peer_id, [contact_of(1), asked, Contact(other.peer_id)])
+    lookup.on_reply(asked.peer_id, [other])
+    assert lookup.poll(0.0) == [LookupDone((asked,))]
+
+
+def test_two_addresses_for_one_peer_are_both_kept() -> None:
+    known = contact_of(3)
+    other = Contact(known.peer_id, (Address("10.0.0.1", 9),))
+    lookup = Lookup(0, [known, other], own=contact_of(1).peer_id)
+    assert lookup.poll(0.0) == [SendFind(Contact(known.peer_id, known.addresses + other.addresses))]
+
+
+@pytest.mark.parametrize("parallel", [1, 3])
+def test_no_more_in_flight_than_allowed(parallel: int) -> None:
+    contacts = [contact_of(number) for number in range(2, 12)]
+    lookup = Lookup(0, contacts, own=contact_of(1).peer_id, config=LookupConfig(parallel=parallel))
+    assert len(lookup.poll(0.0)) == parallel
+    assert lookup.poll(0.5) == []

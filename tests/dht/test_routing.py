@@ -1,0 +1,156 @@
+"""The routing table against brute force, and by the sections of the Kademlia paper."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm.dht.routing import ID_BITS, RoutingConfig, RoutingTable
+from swarm.ids import Address, Contact, PeerId
+
+OWN = PeerId(bytes(32))
+
+
+def contact_of(number: int, port: int = 4000) -> Contact:
+    return Contact(PeerId(number.to_bytes(32, "big")), (Address("127.0.0.1", port),))
+
+
+def filled(count: int, config: RoutingConfig | None = None, seed: int = 0) -> RoutingTable:
+    table = RoutingTable(OWN, config)
+    rng = random.Random(seed)
+    for now_s in range(count):
+        table.met(contact_of(rng.getrandbits(200) + 1), float(now_s))
+    return table
+
+
+def check_invariants(table: RoutingTable) -> None:
+    lower = 0
+    for bucket in table._buckets:
+        assert bucket.lower == lower, "the ranges cover every id, once"
+        lower += 1 << bucket.width_bits
+        assert len(bucket.nodes) <= table.config.bucket_max
+        assert len(bucket.replacements) <= table.config.bucket_max
+        assert not set(bucket.nodes) & set(bucket.replacements)
+        for peer_id, node in (bucket.nodes | bucket.replacements).items():
+            assert node.dht_id == peer_id.dht_id
+            assert node.dht_id >> bucket.width_bits == bucket.lower >> bucket.width_bits
+        for peer_id in bucket.nodes:
+            assert table._by_peer[peer_id] is bucket
+    assert lower == 1 << ID_BITS
+    assert len(table) == sum(len(bucket.nodes) for bucket in table._buckets)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(0, 400),
+    seed=st.integers(0, 10**6),
+    bucket_max=st.integers(1, 20),
+    depth_step=st.integers(1, 5),
+    target=st.integers(0, (1 << ID_BITS) - 1),
+    wanted=st.integers(1, 50),
+)
+def test_nearest_equals_brute_force(count: int, seed: int, bucket_max: int, depth_step: int, target: int, wanted: int) -> None:
+    table = filled(count, RoutingConfig(bucket_max=bucket_max, depth_step=depth_step), seed)
+    check_invariants(table)
+    everybody = list(table)
+    assert len(everybody) == len(table)
+    expected = sorted(everybody, key=lambda contact: contact.peer_id.dht_id ^ target)
+    assert table.nearest(target, wanted) == expected[:wanted]
+    if everybody:
+        hidden = expected[0].peer_id
+        assert table.nearest(target, wanted, exclude=hidden) == expected[1 : wanted + 1]
+
+
+def test_the_neighbourhood_is_known_without_gaps() -> None:
+    """Section 2.4: the buckets around our own id split, so that the nearest peers all have room."""
+    table = filled(3000)
+    check_invariants(table)
+    rng = random.Random(0)
+    everybody = [PeerId((rng.getrandbits(200) + 1).to_bytes(32, "big")) for _ in range(3000)]
+    nearest = sorted(everybody, key=lambda peer: peer.dht_id ^ OWN.dht_id)[:20]
+    assert [contact.peer_id for contact in table.nearest(OWN.dht_id, 20)] == nearest
+    assert 200 < len(table) < 3000
+
+
+def test_long_lived_peers_stay() -> None:
+    """Section 2.2: a full bucket keeps its peers for as long as they answer; a newcomer waits, the longest silent is pinged."""
+    config = RoutingConfig(bucket_max=2, depth_step=1)
+    table = RoutingTable(OWN, config)
+    far = [contact_of(number) for number in range(1, 400) if contact_of(number).peer_id.dht_id >> 255 != OWN.dht_id >> 255]
+    first, second, third, fourth = far[:4]
+    assert table.met(first, 0.0) is None
+    assert table.met(second, 1.0) is None
+    near = [contact_of(number) for number in range(1, 40) if contact_of(number).peer_id.dht_id >> 255 == OWN.dht_id >> 255]
+    table.met(near[0], 1.5)  # splits off the far half
+    assert table.met(third, 2.0) == first
+    table.met(first, 3.0)  # it answered
+    assert table.met(fourth, 4.0) == second
+    assert {contact.peer_id for contact in table} >= {first.peer_id, second.peer_id}
+    assert not table.failed(second.peer_id)
+    assert table.failed(second.peer_id)
+    assert second.peer_id not in table
+    assert fourth.peer_id in table, "the newest replacement takes its place"
+    assert table.failed(third.peer_id) is False
+    check_invariants(table)
+
+
+def test_one_failure_is_forgiven_by_an_answer() -> None:
+    table = RoutingTable(OWN)
+    table.met(contact_of(1), 0.0)
+    assert not table.failed(contact_of(1).peer_id)
+    table.met(contact_of(1), 1.0)
+    assert not table.failed(contact_of(1).peer_id)
+    assert table.failed(contact_of(1).peer_id)
+
+
+def test_a_new_address_replaces_the_old() -> None:
+    table = RoutingTable(OWN)
+    table.met(contact_of(1, port=1000), 0.0)
+    table.met(contact_of(1, port=2000), 1.0)
+    assert table.contact(contact_of(1).peer_id) == contact_of(1, port=2000)
+    assert len(table) == 1
+
+
+def test_we_and_those_who_cannot_be_dialed_stay_outside() -> None:
+    table = RoutingTable(OWN)
+    table.met(Contact(OWN, (Address("127.0.0.1", 1),)), 0.0)
+    table.met(Contact(contact_of(1).peer_id), 0.0)
+    assert len(table) == 0
+    assert table.contact(OWN) is None
+
+
+def test_appearing_often_flushes_nobody() -> None:
+    """10,000 identities of an attacker against 40 peers that answer."""
+    config = RoutingConfig()
+    table = RoutingTable(OWN, config)
+    honest = [contact_of(number) for number in range(1, 41)]
+    for contact in honest:
+        table.met(contact, 0.0)
+    for number in range(10_000):
+        to_ping = table.met(contact_of(1000 + number), 1.0 + number)
+        if to_ping in honest:
+            table.met(to_ping, 1.0 + number)
+    assert all(contact.peer_id in table for contact in honest)
+    assert sum(len(bucket.replacements) for bucket in table._buckets) <= 20 * table.bucket_count
+
+
+def test_refresh_ids_lie_in_their_buckets() -> None:
+    table = filled(500)
+    for bucket in table._buckets:
+        bucket.touched_s = 100.0
+    assert table.stale_ids(50.0, random.Random(1)) == []
+    targets = table.stale_ids(101.0, random.Random(1))
+    assert len(targets) == table.bucket_count
+    assert [table._bucket_of(target) for target in targets] == table._buckets
+    table.touch(targets[0], 200.0)
+    assert len(table.stale_ids(101.0, random.Random(1))) == table.bucket_count - 1
+
+
+def test_silent_peers_are_found() -> None:
+    table = RoutingTable(OWN)
+    for number in range(1, 16):
+        table.met(contact_of(number), 100.0 - number)
+    assert table.silent_since(90.0) == [contact_of(number) for number in (15, 14, 13, 12, 11)]
+    assert table.silent_since(0.0) == []

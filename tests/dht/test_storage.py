@@ -1,0 +1,209 @@
+"""The storage against a model, under any sequence of stores and waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from swarm.dht.records import Record
+from swarm.dht.storage import Storage, StorageConfig, latest_by_owner
+from swarm.ids import Key, PeerId
+
+WRITERS = [PeerId(bytes([number]) * 32) for number in range(3)]
+KEYS = [Key("public", name) for name in "ab"]
+
+
+def record_of(issued: int, ttl: int, writer: int = 0, **changes: Any) -> Record:
+    fields: dict[str, Any] = {
+        "key": KEYS[0],
+        "subkey": None,
+        "value": b"v",
+        "issued_at_us": issued,
+        "expiration_us": issued + ttl,
+        "writer": WRITERS[writer],
+        "signature": bytes(64),
+    }
+    return Record(**{**fields, **changes})
+
+
+@dataclass
+class Story:
+    """Everything that an owner ever had accepted."""
+
+    records: list[Record]
+
+    def shown(self, now_us: int) -> Record | None:
+        newest = max(self.records, key=lambda record: record.version)
+        return newest if newest.expiration_us > now_us else None
+
+
+class AgainstAModel(RuleBasedStateMachine):
+    """The model keeps every accepted record for ever, and answers by looking through all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storage = Storage(StorageConfig())
+        self.now_us = 1000
+        self.stories: dict[tuple[Key, PeerId, str | None], Story] = {}
+        self.offered: list[Record] = []
+
+    def offer(self, record: Record) -> None:
+        owner = (record.key, record.writer, record.subkey)
+        story = self.stories.get(owner)
+        before = self.snapshot()
+        refused = self.storage.store(record, self.now_us)
+        # the place of an owner is held until the last of its accepted records would have expired
+        held = story is not None and any(old.expiration_us > self.now_us for old in story.records)
+        newest = max((old.version for old in story.records), default=(-1, b"")) if story and held else (-1, b"")
+        if record.expiration_us <= self.now_us or record.version < newest:
+            assert refused
+        elif record.version == newest:
+            assert story is not None
+            assert (refused is None) == (story.shown(self.now_us) is not None)
+        else:
+            assert refused is None
+            self.stories[owner] = Story([*(story.records if story and held else []), record])
+        if refused:
+            assert self.snapshot() == before
+
+    def snapshot(self) -> list[list[Record]]:
+        return [sorted(self.storage.records(key, self.now_us), key=repr) for key in KEYS]
+
+    @rule(
+        key=st.sampled_from(KEYS),
+        writer=st.integers(0, 2),
+        subkey=st.sampled_from([None, "", "x"]),
+        age=st.integers(-30, 60),
+        ttl=st.integers(1, 120),
+        deleted=st.booleans(),
+        signature=st.sampled_from([b"a", b"b"]),
+        size=st.integers(0, 50),
+    )
+    def store(self, key: Key, writer: int, subkey: str | None, age: int, ttl: int, deleted: bool, signature: bytes, size: int) -> None:
+        record = record_of(
+            self.now_us - age,
+            ttl,
+            writer,
+            key=key,
+            subkey=subkey,
+            deleted=deleted,
+            signature=signature,
+            value=b"" if deleted else bytes(size),
+        )
+        self.offered.append(record)
+        self.offer(record)
+
+    @precondition(lambda self: self.offered)
+    @rule(data=st.data())
+    def replay(self, data: st.DataObject) -> None:
+        self.offer(data.draw(st.sampled_from(self.offered)))
+
+    @rule(duration_us=st.integers(1, 80))
+    def wait(self, duration_us: int) -> None:
+        self.now_us += duration_us
+        if duration_us % 2:
+            self.storage.expire(self.now_us)
+
+    @invariant()
+    def shows_what_the_model_shows(self) -> None:
+        for key in KEYS:
+            expected = [story.shown(self.now_us) for (owner_key, _, _), story in self.stories.items() if owner_key == key]
+            assert set(self.storage.records(key, self.now_us)) == {record for record in expected if record is not None}
+
+    @invariant()
+    def counts_what_it_holds(self) -> None:
+        slots = [slot for owned in self.storage._slots.values() for slot in owned.values()]
+        assert self.storage.entry_count == len(slots)
+        assert self.storage.size_bytes == sum(slot.size_bytes for slot in slots)
+        assert sum(usage.entries for usage in self.storage._by_writer.values()) == len(slots)
+        assert sum(usage.size_bytes for usage in self.storage._by_key.values()) == self.storage.size_bytes
+        assert len(self.storage._due) <= 64 + 4 * (len(slots) + 1)
+
+    def teardown(self) -> None:
+        self.storage.expire(self.now_us + 10_000)
+        assert (self.storage.entry_count, self.storage.size_bytes, self.storage._slots, self.storage._by_key) == (0, 0, {}, {})
+        assert self.storage._by_writer == {}
+
+
+TestAgainstAModel = AgainstAModel.TestCase
+TestAgainstAModel.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+
+
+def test_nobody_overwrites_another_writer() -> None:
+    storage = Storage()
+    assert storage.store(record_of(10, 100, writer=0), 20) is None
+    assert storage.store(record_of(15, 200, writer=1), 20) is None
+    assert storage.store(record_of(16, 200, writer=1, deleted=True, value=b""), 20) is None
+    assert {(record.writer, record.deleted) for record in storage.records(KEYS[0], 20)} == {(WRITERS[0], False), (WRITERS[1], True)}
+
+
+def test_a_rejected_store_does_not_shorten_a_life() -> None:
+    """What hivemind's storage gets wrong: an older record with an earlier expiration must not take the live one with it."""
+    storage = Storage()
+    assert storage.store(record_of(10, 1000), 20) is None
+    assert storage.store(record_of(5, 30), 20) == "its writer has issued a later one"
+    assert len(storage.records(KEYS[0], 500)) == 1
+    storage.expire(500)
+    assert len(storage.records(KEYS[0], 500)) == 1
+
+
+def test_old_records_do_not_return_after_a_shorter_lived_successor() -> None:
+    storage = Storage()
+    old, young = record_of(10, 1000), record_of(20, 30)
+    assert storage.store(old, 20) is None
+    assert storage.store(young, 20) is None
+    assert storage.records(KEYS[0], 60) == []
+    assert storage.store(old, 60)
+    tombstone = record_of(70, 10, deleted=True, value=b"")
+    assert storage.store(tombstone, 70) is None
+    assert storage.store(old, 500)
+    assert storage.records(KEYS[0], 500) == []
+    storage.expire(1010)
+    assert storage.entry_count == 0
+
+
+def test_equal_issue_times_are_settled_alike_everywhere() -> None:
+    one, two = record_of(10, 100, signature=b"a"), record_of(10, 100, signature=b"b")
+    for first, second in ((one, two), (two, one)):
+        storage = Storage()
+        storage.store(first, 20)
+        storage.store(second, 20)
+        assert storage.records(KEYS[0], 20) == [two]
+        assert latest_by_owner([first, second]) == {two.owner: two}
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (StorageConfig(entries_per_key_max=5), "the key holds 5 entries"),
+        (StorageConfig(entries_per_writer_max=5), "its writer has 5 entries"),
+        (StorageConfig(bytes_per_key_max=2000), "the key's entries"),
+        (StorageConfig(bytes_per_writer_max=2000), "its writer's entries"),
+        (StorageConfig(bytes_max=2000), "storage of 2000 bytes is full"),
+    ],
+)
+def test_quotas_refuse_newcomers_and_keep_what_is_there(config: StorageConfig, reason: str) -> None:
+    storage = Storage(config)
+    refusals = [storage.store(record_of(10, 100, subkey=str(number), value=bytes(100)), 20) for number in range(50)]
+    held = refusals.count(None)
+    assert 5 <= held <= 6
+    assert refusals[:held] == [None] * held
+    assert all(reason in (refusal or "") for refusal in refusals[held:])
+    assert storage.store(record_of(11, 100, subkey="0", value=bytes(100)), 20) is None, "a renewal needs no room"
+    grown = storage.store(record_of(12, 100, subkey="0", value=bytes(1500)), 20)
+    assert (grown is None) == (config.bytes_max > 2000 < min(config.bytes_per_key_max, config.bytes_per_writer_max))
+    assert len(storage.records(KEYS[0], 20)) == held
+    assert storage.store(record_of(200, 100, subkey="new", value=bytes(100)), 201) is None, "what expired makes room"
+
+
+def test_renewing_often_leaves_nothing_behind() -> None:
+    storage = Storage()
+    for number in range(5000):
+        assert storage.store(record_of(number, 10**9), number) is None
+    assert len(storage._due) < 200
+    assert storage.entry_count == 1

@@ -1,0 +1,179 @@
+"""Finding runs: whoever stored what, only what proves itself counts; members keep copies, and few of them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from swarm.dht.service import StoreResult
+from swarm.errors import NetworkError, PeerError, UsageError
+from swarm.identity import Identity
+from swarm.ids import Key, PeerId
+from swarm.run.directory import LISTING_KEY, RunDirectory, RunListing, choose
+from swarm.run.founding import found
+from swarm.run.specification import RunSpecification, SignedSpecification, sign, specification_key
+
+NOW_S = 1_000_000.0
+
+
+class FixedClock:
+    def monotonic_s(self) -> float:
+        return NOW_S
+
+    def swarm_s(self) -> float:
+        return NOW_S
+
+
+@dataclass(frozen=True)
+class FakeEntry:
+    value: Any
+    subkey: str | None
+    writer: PeerId
+    expiration: float
+
+
+class FakeDht:
+    """One shared store; `as_peer` is a peer's view of it."""
+
+    def __init__(self) -> None:
+        self.entries: dict[tuple[Key, PeerId, str | None], FakeEntry] = {}
+        self.stores = 0
+        self.refuses = False
+
+    def as_peer(self, own: PeerId) -> Any:
+        dht = self
+
+        class View:
+            async def store(self, key: Key, value: Any, *, ttl_s: float, subkey: str | None = None, timeout_s: float = 10.0) -> StoreResult:
+                if dht.refuses:
+                    return StoreResult(False, 0)
+                dht.stores += 1
+                dht.entries[key, own, subkey] = FakeEntry(value, subkey, own, NOW_S + ttl_s)
+                return StoreResult(True, 1)
+
+            async def get_all(self, key: Key, *, latest: bool = False, timeout_s: float = 10.0) -> list[FakeEntry]:
+                return [entry for (stored, _, _), entry in dht.entries.items() if stored == key]
+
+        return View()
+
+    def directory(self, own: PeerId | None = None) -> RunDirectory:
+        own = own or Identity.generate().peer_id
+        return RunDirectory(self.as_peer(own), own, clock=FixedClock(), rng=random.Random(0))
+
+
+def specification(name: str = "tiny", batch_size: int = 8) -> RunSpecification:
+    return RunSpecification.from_table(
+        {"name": name, "target_batch_size": 64, "batch_size": batch_size, "task": {"name": "bytelm"}}, "test"
+    )
+
+
+def signed(owner: Identity, *, name: str = "tiny", version: int = 1) -> SignedSpecification:
+    return sign(specification(name), owner, version=version, founded_s=0.0)
+
+
+def test_what_one_publishes_another_finds_without_a_name() -> None:
+    dht, owner = FakeDht(), Identity.generate()
+    asyncio.run(dht.directory(owner.peer_id).publish(signed(owner)))
+    assert asyncio.run(dht.directory().find(None)) == signed(owner)
+    for wanted in ("tiny", signed(owner).run_id, signed(owner).full_name):
+        assert asyncio.run(dht.directory().find(wanted)) == signed(owner)
+
+
+def test_of_two_runs_none_is_guessed_and_a_wrong_name_is_answered_with_what_exists() -> None:
+    dht, owner = FakeDht(), Identity.generate()
+    for name in ("one", "two"):
+        asyncio.run(dht.directory(owner.peer_id).publish(signed(owner, name=name)))
+    with pytest.raises(UsageError, match=r"2 runs could be meant: one@\w{20}, two@\w{20}"):
+        asyncio.run(dht.directory().find(None))
+    with pytest.raises(UsageError, match=r"has no run 'three'\. It has: one@\w{20}, two@\w{20}"):
+        asyncio.run(dht.directory().find("three"))
+    with pytest.raises(UsageError, match="announces no run"):
+        asyncio.run(FakeDht().directory().find(None))
+
+
+def test_two_runs_of_one_name_are_told_apart_by_their_ids() -> None:
+    listings = [RunListing("tiny", "a" * 20), RunListing("tiny", "b" * 20)]
+    with pytest.raises(UsageError, match="2 runs could be meant"):
+        choose(listings, "tiny")
+    assert choose(listings, f"tiny@{'b' * 20}") == listings[1]
+
+
+def test_a_listing_that_does_not_prove_its_id_is_not_shown() -> None:
+    dht, owner, attacker = FakeDht(), Identity.generate(), Identity.generate()
+    asyncio.run(dht.directory(owner.peer_id).publish(signed(owner)))
+    run_id = signed(owner).run_id
+    for value in ({"name": "evil", "owner": owner.peer_id.to_bytes()}, {"name": "tiny", "owner": b"short"}, {"name": 3}, "text", None):
+        asyncio.run(dht.as_peer(attacker.peer_id).store(LISTING_KEY, value, ttl_s=60, subkey=run_id))
+        assert asyncio.run(dht.directory().listings()) == [RunListing("tiny", run_id)]
+
+
+def test_forged_copies_are_passed_over_and_the_highest_version_counts() -> None:
+    dht, owner, attacker = FakeDht(), Identity.generate(), Identity.generate()
+    run_id = signed(owner).run_id
+    key = specification_key(run_id)
+    for value in (b"garbage", signed(attacker, version=9).blob, "text", signed(owner, version=1).blob, signed(owner, version=2).blob):
+        peer = Identity.generate().peer_id
+        asyncio.run(dht.as_peer(peer).store(key, value, ttl_s=60, subkey=str(peer)))
+    assert asyncio.run(dht.directory().specification(run_id)).version == 2
+
+
+def test_when_every_copy_is_forged_the_reasons_are_told() -> None:
+    dht, owner = FakeDht(), Identity.generate()
+    run_id = signed(owner).run_id
+    with pytest.raises(PeerError, match="nobody stores it"):
+        asyncio.run(dht.directory().specification(run_id))
+    asyncio.run(dht.as_peer(owner.peer_id).store(specification_key(run_id), signed(Identity.generate()).blob, ttl_s=60, subkey="x"))
+    with pytest.raises(PeerError, match="it belongs to run"):
+        asyncio.run(dht.directory().specification(run_id))
+
+
+def test_publishing_that_nobody_takes_is_an_error() -> None:
+    dht, owner = FakeDht(), Identity.generate()
+    dht.refuses = True
+    with pytest.raises(NetworkError, match="no peer stored"):
+        asyncio.run(dht.directory(owner.peer_id).publish(signed(owner)))
+
+
+def test_founding_again_keeps_version_and_time_unless_something_changed() -> None:
+    dht, owner = FakeDht(), Identity.generate()
+    directory = dht.directory(owner.peer_id)
+    first, new = asyncio.run(found(directory, specification(), owner, FixedClock()))
+    assert (first.version, first.founded_s, new) == (1, NOW_S, True)
+    again, new = asyncio.run(found(directory, specification(), owner, FixedClock()))
+    assert (again, new) == (first, False)
+    changed, new = asyncio.run(found(directory, specification(batch_size=4), owner, FixedClock()))
+    assert (changed.version, changed.founded_s, new) == (2, NOW_S, False)
+
+
+def test_members_keep_the_specification_when_its_founder_is_gone_but_not_all_of_them() -> None:
+    dht, owner = FakeDht(), Identity.generate()
+    for _ in range(9):
+        _keep_once(dht.directory(), signed(owner), [])
+    assert len([key for key in dht.entries if key[0] == specification_key(signed(owner).run_id)]) == 5
+    assert asyncio.run(dht.directory().find("tiny")) == signed(owner)
+
+
+def test_a_newer_version_is_taken_over_and_kept_instead() -> None:
+    dht, owner = FakeDht(), Identity.generate()
+    asyncio.run(dht.directory(owner.peer_id).publish(signed(owner, version=2)))
+    heard: list[SignedSpecification] = []
+    member = Identity.generate().peer_id
+    _keep_once(dht.directory(member), signed(owner), heard)
+    assert [one.version for one in heard] == [2]
+    assert dht.entries[specification_key(signed(owner).run_id), member, str(member)].value == signed(owner, version=2).blob
+
+
+def _keep_once(directory: RunDirectory, one: SignedSpecification, heard: list[SignedSpecification]) -> None:
+    async def on_newer(newer: SignedSpecification) -> None:
+        heard.append(newer)
+
+    async def once() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):  # it sleeps until the next refresh, a minute away
+                await directory.keep(one, on_newer)
+
+    asyncio.run(once())

@@ -1,0 +1,52 @@
+"""The inner optimizer is the one that the specification describes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from swarm.run.inner import build_optimizer, rate_factor, schedule_factory
+from swarm.run.specification import OptimizerChoice, Schedule
+
+
+@pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam), ("sgd", torch.optim.SGD)])
+def test_each_name_builds_its_optimizer_and_decays_matrices_only(name: str, kind: type) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = build_optimizer(model, OptimizerChoice(name=name, learning_rate=0.5, weight_decay=0.1))  # type: ignore[arg-type]
+    assert type(optimizer) is kind
+    decays = {id(parameter): group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
+    assert decays == {id(model.weight): 0.1, id(model.bias): 0.0}
+    assert {group["lr"] for group in optimizer.param_groups} == {0.5}
+
+
+def test_warm_up_rises_to_one_and_the_cosine_falls_to_its_end() -> None:
+    choice = Schedule(name="cosine", warmup_epochs=4, total_epochs=104, final=0.1)
+    factors = [rate_factor(choice, epoch) for epoch in range(200)]
+    assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert factors[54] == pytest.approx(0.55)
+    assert factors[104:] == pytest.approx([0.1] * 96)
+    assert factors[4:] == sorted(factors[4:], reverse=True)
+
+
+def test_a_constant_rate_stays() -> None:
+    assert [rate_factor(Schedule(), epoch) for epoch in (0, 1, 10_000)] == [1.0, 1.0, 1.0]
+
+
+def test_the_scheduler_is_torchs_and_has_a_state() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+    scheduler = schedule_factory(Schedule(warmup_epochs=1))(optimizer)
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 2.0
+    assert scheduler.state_dict()["last_epoch"] == 1
+
+
+def test_what_is_stepped_on_is_clipped_and_shorter_gradients_are_left_alone() -> None:
+    model = torch.nn.Linear(4, 1, bias=False)
+    optimizer = build_optimizer(model, OptimizerChoice(name="sgd", learning_rate=1.0, momentum=0.0, clip_norm=1.0))
+    for length, moved in ((10.0, 1.0), (0.25, 0.25)):
+        before = model.weight.detach().clone()
+        model.weight.grad = torch.full((1, 4), length / 2)
+        optimizer.step()
+        assert float((model.weight.detach() - before).norm()) == pytest.approx(moved)

@@ -1,0 +1,202 @@
+"""Specifications: written by hand, signed, forged, tampered with, downgraded, oversized."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm.errors import PeerError, UsageError
+from swarm.identity import Identity
+from swarm.run.specification import (
+    SPECIFICATION_BYTES_MAX,
+    RunSpecification,
+    newest,
+    run_id_of,
+    sign,
+    verified,
+)
+
+ROOT = Path(__file__).parents[2]
+MINIMAL = 'name = "tiny"\ntarget_batch_size = 64\nbatch_size = 8\n[task]\nname = "bytelm"\n'
+
+
+def specification(**changes: object) -> RunSpecification:
+    table = {"name": "tiny", "target_batch_size": 64, "batch_size": 8, "task": {"name": "bytelm"}, **changes}
+    return RunSpecification.from_table(table, "test")
+
+
+@pytest.fixture
+def owner() -> Identity:
+    return Identity.generate()
+
+
+@pytest.mark.parametrize("path", [ROOT / "examples" / "bytelm.toml", ROOT / "swarm" / "cli" / "demo.toml"], ids=lambda path: path.name)
+def test_shipped_files_are_valid(path: Path) -> None:
+    assert RunSpecification.from_file(path).task.name == "bytelm"
+
+
+def test_the_demo_trains_what_the_example_trains() -> None:
+    example = RunSpecification.from_file(ROOT / "examples" / "bytelm.toml")
+    demo = RunSpecification.from_file(ROOT / "swarm" / "cli" / "demo.toml")
+    assert (demo.task, demo.target_batch_size, demo.batch_size) == (example.task, example.target_batch_size, example.batch_size)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("target_batch_size = ", "not valid TOML"),
+        (MINIMAL.replace("64", "0"), "run.toml: target_batch_size must be greater than or equal to 1, not 0"),
+        (MINIMAL.replace("64", '"many"'), "run.toml: target_batch_size must be a valid integer"),
+        (MINIMAL.replace("batch_size = 8\n", ""), "run.toml: batch_size is missing"),
+        (MINIMAL.replace('"tiny"', '"Tiny Run"'), "run.toml: name: 1 to 63 of a-z"),
+        (MINIMAL + "colour = 3\n", "run.toml: task.colour is not a known key (misspelt?)"),
+        ('codec = "zip"\n' + MINIMAL, "run.toml: codec must be one of 'float32', 'float16' or 'bfloat16', not 'zip'"),
+        (MINIMAL + '[optimizer]\n[optimizer.schedule]\nname = "cosine"\n', "run.toml: optimizer: schedule.total_epochs must be given"),
+        (MINIMAL + "[optimizer]\nlearning_rate = nan\n", "run.toml: optimizer.learning_rate must be a finite number"),
+    ],
+)
+def test_mistakes_are_told_by_key_in_plain_words(text: str, said: str) -> None:
+    with pytest.raises(UsageError) as error:
+        RunSpecification.from_toml(text, "run.toml")
+    assert said in str(error.value)
+    assert "pydantic" not in str(error.value)
+    assert "type=" not in str(error.value)
+
+
+def test_every_mistake_has_a_line() -> None:
+    with pytest.raises(UsageError) as error:
+        RunSpecification.from_toml('name = "tiny"\nbatch_size = 0\n', "run.toml")
+    assert [line.split()[1] for line in str(error.value).splitlines()] == ["target_batch_size", "batch_size", "task"]
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot read .*absent\.toml: No such file"):
+        RunSpecification.from_file(tmp_path / "absent.toml")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="not a text file"):
+        RunSpecification.from_file(tmp_path / "binary.toml")
+    (tmp_path / "large.toml").write_bytes(b"#" * (1 << 19))
+    with pytest.raises(UsageError, match="larger than"):
+        RunSpecification.from_file(tmp_path / "large.toml")
+
+
+def test_signing_and_reading_give_the_same_back(owner: Identity) -> None:
+    written = RunSpecification.from_file(ROOT / "examples" / "bytelm.toml")
+    signed = sign(written, owner, version=3, founded_s=1.5e9)
+    read = verified(signed.blob, signed.run_id)
+    assert read == signed
+    assert (read.specification, read.version, read.founded_s, read.owner) == (written, 3, 1.5e9, owner.peer_id)
+    assert read.full_name == f"bytelm@{run_id_of(owner.peer_id, 'bytelm')}"
+
+
+def test_the_same_specification_gives_the_same_bytes(owner: Identity) -> None:
+    one = specification(task={"name": "t", "settings": {"a": 1, "b": {"y": 2.5, "x": [1, "z"]}}})
+    other = specification(task={"settings": {"b": {"x": [1, "z"], "y": 2.5}, "a": 1}, "name": "t"})
+    assert sign(one, owner, version=1, founded_s=0).blob == sign(other, owner, version=1, founded_s=0).blob
+
+
+def test_run_ids_depend_on_owner_and_name(owner: Identity) -> None:
+    other = Identity.generate().peer_id
+    ids = {run_id_of(owner.peer_id, "a"), run_id_of(owner.peer_id, "b"), run_id_of(other, "a")}
+    assert len(ids) == 3
+    assert all(len(one) == 20 and one.isascii() and one == one.lower() for one in ids)
+
+
+def test_a_forged_owner_is_refused(owner: Identity) -> None:
+    """An attacker signs with a key of its own but claims the owner's: the signature gives it away."""
+    attacker = Identity.generate()
+    signed = sign(specification(), attacker, version=9, founded_s=0)
+    body, signature = msgpack.unpackb(signed.blob)
+    table = {**msgpack.unpackb(body), "owner": owner.peer_id.to_bytes()}
+    forged = msgpack.packb([msgpack.packb(table), signature])
+    with pytest.raises(PeerError, match="signature is not its owner's"):
+        verified(forged)
+
+
+def test_another_owners_specification_is_not_this_runs(owner: Identity) -> None:
+    mine = sign(specification(), owner, version=1, founded_s=0)
+    others = sign(specification(), Identity.generate(), version=2, founded_s=0)
+    with pytest.raises(PeerError, match=f"not to {mine.run_id}"):
+        verified(others.blob, mine.run_id)
+
+
+@given(place=st.integers(0, 10_000), flip=st.integers(1, 255))
+def test_any_changed_byte_is_refused(place: int, flip: int) -> None:
+    signed = _SIGNED
+    blob = bytearray(signed.blob)
+    blob[place % len(blob)] ^= flip
+    with pytest.raises(PeerError):
+        verified(bytes(blob), signed.run_id)
+
+
+@given(st.binary(max_size=300))
+def test_garbage_is_refused_and_nothing_else_happens(blob: bytes) -> None:
+    with pytest.raises(PeerError):
+        verified(blob)
+
+
+def test_deep_nesting_is_refused_both_ways(owner: Identity) -> None:
+    settings: dict[str, object] = {}
+    for _ in range(50):
+        settings = {"a": settings}
+    with pytest.raises(UsageError, match="nests deeper"):
+        sign(specification(task={"name": "t", "settings": settings}), owner, version=1, founded_s=0)
+    bomb = b"\x91" * 5000
+    with pytest.raises(PeerError):
+        verified(msgpack.packb([bomb, owner.sign(b"swarm run specification 1\0" + bomb)]))
+
+
+def test_an_oversized_specification_is_refused_by_writer_and_reader(owner: Identity) -> None:
+    large = specification(task={"name": "t", "settings": {"text": "x" * SPECIFICATION_BYTES_MAX}})
+    with pytest.raises(UsageError, match="shorten"):
+        sign(large, owner, version=1, founded_s=0)
+    with pytest.raises(PeerError, match="allowed"):
+        verified(b"x" * (SPECIFICATION_BYTES_MAX + 1))
+
+
+def test_the_highest_version_counts_whatever_the_order(owner: Identity) -> None:
+    versions = [sign(specification(), owner, version=version, founded_s=0) for version in (1, 3, 2)]
+    assert newest(versions) == versions[1]
+    assert newest(versions[::-1]) == versions[1]
+    assert newest([]) is None
+
+
+def test_two_specifications_of_one_version_are_decided_the_same_way_everywhere(owner: Identity) -> None:
+    one = sign(specification(batch_size=1), owner, version=2, founded_s=0)
+    other = sign(specification(batch_size=2), owner, version=2, founded_s=0)
+    assert newest([one, other]) == newest([other, one])
+
+
+@pytest.mark.parametrize("version", [0, -1, True, "2", 1 << 40])
+def test_odd_versions_are_refused(owner: Identity, version: object) -> None:
+    blob = _signed_table(owner, {**_table(owner), "version": version})
+    with pytest.raises(PeerError, match="version"):
+        verified(blob)
+
+
+def test_a_genuine_specification_from_the_future_is_told_apart(owner: Identity) -> None:
+    with pytest.raises(PeerError, match="update swarm"):
+        verified(_signed_table(owner, {**_table(owner), "format": "swarm.run/9"}))
+    table = _table(owner)
+    table["specification"] = {**table["specification"], "novelty": 1}
+    with pytest.raises(PeerError, match="novelty is not a known key"):
+        verified(_signed_table(owner, table))
+
+
+def _table(owner: Identity) -> dict[str, object]:
+    body, _ = msgpack.unpackb(sign(specification(), owner, version=1, founded_s=0).blob)
+    table: dict[str, object] = msgpack.unpackb(body)
+    return table
+
+
+def _signed_table(owner: Identity, table: object) -> bytes:
+    body = msgpack.packb(table)
+    blob: bytes = msgpack.packb([body, owner.sign(b"swarm run specification 1\0" + body)])
+    return blob
+
+
+_SIGNED = sign(specification(), Identity.generate(), version=1, founded_s=12.0)

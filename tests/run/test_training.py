@@ -1,0 +1,168 @@
+"""The volunteer's loop: what it tells for what its optimizer reports, and when it ends."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from averaging.progress import PeerProgress, ProgressView
+from averaging.reports import LoadResult, StepReport
+from averaging.result import AveragingResult
+from swarm.identity import Identity
+from swarm.run import events
+from swarm.run.accounts import Accounts, Pacing
+from swarm.run.specification import RunSpecification, sign
+from swarm.run.task import Draw
+from swarm.run.training import Training
+
+OWNER = Identity.generate()
+SPECIFICATION = RunSpecification.from_table(
+    {"name": "tiny", "target_batch_size": 16, "batch_size": 8, "task": {"name": "bytelm"}, "end": {"epochs": 3, "seconds": 100}}, "test"
+)
+ROUND = AveragingResult(failed=False, peers=(OWNER.peer_id,), digest="abcd", bytes_sent=1000)
+
+
+class FakeData:
+    summary = "nothing"
+
+    def __init__(self) -> None:
+        self.draws: list[Draw] = []
+
+    def start_epoch(self, draw: Draw) -> None:
+        self.draws.append(draw)
+
+    def loss(self, model: torch.nn.Module, samples: int) -> torch.Tensor:
+        return cast(torch.Tensor, model(torch.ones(samples, 1)).pow(2).mean())
+
+    def validation_loss(self, model: torch.nn.Module) -> float:
+        return 1.25
+
+
+class FakeOptimizer:
+    def __init__(self, reports: list[StepReport]) -> None:
+        self.reports, self.epoch = reports, 0
+
+    def zero_grad(self) -> None:
+        return None
+
+    def step(self) -> StepReport:
+        report = self.reports.pop(0)
+        self.epoch = report.epoch
+        return report
+
+    @property
+    def progress(self) -> ProgressView:
+        mine = PeerProgress(epoch=self.epoch, samples=8, samples_per_s=40.0, counted=8.0, age_s=0.0)
+        peers = {OWNER.peer_id: mine}
+        return ProgressView(epoch=self.epoch, swarm_epoch=self.epoch, samples=8.0, target=16, samples_per_s=40.0, peers=peers)
+
+
+class Volunteering:
+    """A training with everything faked around it."""
+
+    def __init__(self, *reports: StepReport) -> None:
+        self.told: list[Any] = []
+        self.data = FakeData()
+        self.now_s = 0.0
+        self.training = Training(
+            model=torch.nn.Linear(1, 1),
+            data=self.data,
+            optimizer=FakeOptimizer(list(reports)),  # type: ignore[arg-type]
+            signed=sign(SPECIFICATION, OWNER, version=1, founded_s=0.0),
+            own=OWNER.peer_id,
+            emit=self.told.append,
+            swarm_s=lambda: self.now_s,
+            accounts=Accounts(),
+            pacing=Pacing(0.05, 1000.0),
+        )
+
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.told]
+
+
+def report(epoch: int = 0, *, stepped: bool = False, **fields: Any) -> StepReport:
+    return StepReport(epoch=epoch, stepped=stepped, samples=8, accumulated=0 if stepped else 8, **fields)
+
+
+def test_an_epoch_is_told_with_what_this_peer_gave() -> None:
+    state = AveragingResult(failed=False, digest="ef", bytes_sent=500)
+    done = report(1, stepped=True, contributed=16, round=ROUND, state_round=state, drift=1e-7, seconds=0.2)
+    one = Volunteering(report(), done)
+    assert [one.training.step(), one.training.step()] == [False, True]
+    assert one.kinds() == ["progress", "contributing", "epoch"]
+    epoch = one.told[-1]
+    assert (epoch.epoch, epoch.samples, epoch.peers, epoch.sent_bytes, epoch.round_s) == (1, 16, 1, 1500, 0.2)
+    assert (epoch.digest, epoch.state_digest, epoch.drift, epoch.validation_loss) == ("abcd", "ef", 1e-7, 1.25)
+    accounts = one.training.accounts
+    assert (accounts.samples, accounts.rounds, accounts.failed_rounds, accounts.sent_bytes) == (16, 1, 0, 1500)
+    assert accounts.loss_first == accounts.loss_last == pytest.approx(epoch.loss)
+    assert (accounts.digest, accounts.digest_epoch) == ("abcd", 1)
+
+
+def test_each_epoch_draws_anew_and_once() -> None:
+    one = Volunteering(report(), report(1, stepped=True, contributed=16, round=ROUND), report(1), report(2, stepped=True, round=ROUND))
+    for _ in range(4):
+        one.training.step()
+    assert [draw.epoch for draw in one.data.draws] == [0, 1]
+    assert {draw.peer_id for draw in one.data.draws} == {OWNER.peer_id}
+
+
+def test_a_failed_round_is_told_with_its_reason_and_changes_no_account() -> None:
+    failed = AveragingResult(
+        failed=True, reason="round", detail="a reducer died", left_out={OWNER.peer_id: "closed its connection"}, bytes_sent=9
+    )
+    one = Volunteering(report(round=failed, rounds_failed=2, reason="no round came about"))
+    one.training.step()
+    told = one.told[0]
+    assert (told.kind, told.reason) == (
+        "round_failed",
+        f"no round came about; a reducer died; {OWNER.peer_id.short}: closed its connection",
+    )
+    accounts = one.training.accounts
+    assert (accounts.failed_rounds, accounts.rounds, accounts.samples, accounts.sent_bytes) == (2, 0, 0, 9)
+
+
+def test_a_resynchronisation_is_told_and_the_samples_of_the_lost_epoch_do_not_count() -> None:
+    load = LoadResult(loaded=True, epoch=5, seconds=0.4)
+    one = Volunteering(report(), report(5, dropped=16, reason="the swarm is in epoch 5", resynchronised=load))
+    one.training.step()
+    one.training.step()
+    assert one.told[-2] == events.Resynchronised(epoch=5, loaded=True, reason="the swarm is in epoch 5", seconds=0.4) or (
+        one.told[-1] == events.Resynchronised(epoch=5, loaded=True, reason="the swarm is in epoch 5", seconds=0.4)
+    )
+    assert one.training.accounts.samples == 0
+    assert math.isnan(one.training.accounts.epoch.loss)
+
+
+def test_a_lone_step_counts_no_round() -> None:
+    one = Volunteering(report(1, stepped=True, contributed=16, alone=True))
+    one.training.step()
+    assert (one.told[-1].peers, one.told[-1].digest, one.training.accounts.rounds) == (1, None, 0)
+
+
+def test_the_run_ends_by_epochs_by_time_or_by_loss() -> None:
+    one = Volunteering(report(3, stepped=True, contributed=16, round=ROUND))
+    assert one.training.over() == ""
+    one.now_s = 100.0
+    assert one.training.over() == "the run ended 100 s after it was founded"
+    one.now_s = 0.0
+    one.training.step()
+    assert one.training.over() == "the run ended at epoch 3"
+    end = SPECIFICATION.end.model_copy(update={"epochs": None, "loss": 1.3})
+    one.training.signed = replace(one.training.signed, specification=SPECIFICATION.model_copy(update={"end": end}))
+    assert one.training.over() == "the run reached the loss 1.3"
+
+
+def test_measuring_takes_its_share_of_the_time_and_no_more() -> None:
+    pacing = Pacing(0.05, 2.0)
+    assert pacing.due(0.0)
+    pacing.took(0.5, 1.0)
+    assert not pacing.due(10.9)
+    assert pacing.due(11.0)
+    pacing.took(0.01, 11.0)
+    assert not pacing.due(12.9)
+    assert pacing.due(13.0)

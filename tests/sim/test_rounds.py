@@ -1,0 +1,142 @@
+"""Rounds in a simulated swarm: the real service and messages, virtual time, crashes and freezes at any moment, everything from a seed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from averaging.allreduce import AllReduce, RoundOutcome
+from averaging.group import Group, Member
+from averaging.roundconfig import RoundConfig
+from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
+from swarm.testing.virtual_loop import run_virtual
+
+DEADLINE_S = 30.0
+CONFIG = RoundConfig(part_bytes=4096)
+
+
+@dataclass
+class Scenario:
+    """A swarm, a group in it, and a vector for everybody."""
+
+    network: SimulatedNetwork
+    peers: list[SimulatedPeer]
+    services: list[AllReduce]
+    group: Group
+    vectors: list[torch.Tensor]
+    before: list[torch.Tensor]
+
+    async def run(self, place: int) -> RoundOutcome:
+        service, vector = self.services[place], self.vectors[place]
+        return await service.run(self.group, vector, deadline_s=self.peers[place].clock.monotonic_s() + DEADLINE_S, config=CONFIG)
+
+    def close(self) -> None:
+        for service in self.services:
+            service.close()
+
+
+def scenario(seed: int) -> Scenario:
+    rng = random.Random(seed)
+    network = SimulatedNetwork(seed, LinkConfig(delay_s=rng.choice([0.001, 0.02, 0.1]), bandwidth=rng.choice([0.0, 1e5, 1e6])))
+    count = rng.randint(2, 6)
+    clients = [place > 1 and rng.random() < 0.25 for place in range(count)]
+    peers = [network.peer(dialable=not client) for client in clients]
+    services = [
+        AllReduce(handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock)  # type: ignore[arg-type]
+        for peer in peers
+    ]
+    weights = [1.0] + [rng.choice([0.0, 1.0, 1.0, 3.5]) for _ in range(count - 1)]
+    members = [
+        Member(contact=peer.contact, weight=weight, bandwidth=0.0 if client else rng.choice([1.0, 1.0, 2.0]))
+        for peer, weight, client in zip(peers, weights, clients, strict=True)
+    ]
+    codec = rng.choice(["float32", "float16", "bfloat16"])
+    group = Group(group_id=rng.randbytes(32), members=tuple(members), codec=codec, gathered=(b"",) * count)
+    generator = torch.Generator().manual_seed(seed)
+    numel = rng.choice([0, 10, 5000, 20_000])
+    vectors = [torch.randn(numel, generator=generator) for _ in peers]
+    return Scenario(network, peers, services, group, vectors, [vector.clone() for vector in vectors])
+
+
+def check(outcomes: dict[int, RoundOutcome], given: Scenario, victim: int | None) -> None:
+    """What holds of every round: nobody's vector is touched, all who commit hold the same, who fails says why."""
+    assert all(torch.equal(vector, was) for vector, was in zip(given.vectors, given.before, strict=True))
+    committed = [outcome for outcome in outcomes.values() if not outcome.failed]
+    failed = [outcome for outcome in outcomes.values() if outcome.failed]
+    for outcome in committed:
+        assert outcome.vector is not None
+        assert committed[0].vector is not None
+        assert torch.equal(outcome.vector, committed[0].vector)
+        assert outcome.digest == committed[0].digest
+    for outcome in failed:
+        assert outcome.reason
+        assert outcome.vector is None
+        assert victim is not None, outcome.reason
+    assert not (committed and failed), "some commit what others do not"
+    assert not given.network.errors
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_without_faults_everybody_commits_the_mean(first: int) -> None:
+    for seed in range(first, first + 20):
+        given = scenario(seed)
+
+        async def main(given: Scenario = given) -> None:
+            async with asyncio.TaskGroup() as tasks:
+                running = {place: tasks.create_task(given.run(place)) for place in range(len(given.peers))}
+            outcomes = {place: task.result() for place, task in running.items()}
+            check(outcomes, given, None)
+            weights = [member.weight for member in given.group.members]
+            mean = sum(weight * vector.double() for weight, vector in zip(weights, given.vectors, strict=True)) / sum(weights)
+            vector = outcomes[0].vector
+            assert vector is not None
+            tolerance = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2}[given.group.codec]
+            assert torch.allclose(vector.double(), torch.as_tensor(mean), atol=tolerance, rtol=tolerance)
+            given.close()
+            await given.network.close()
+
+        run_virtual(main())
+
+
+@pytest.mark.parametrize("how", ["crash", "freeze"])
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_a_member_is_lost_at_any_moment(first: int, how: str) -> None:
+    for seed in range(first, first + 20):
+        given = scenario(seed)
+        rng = random.Random(f"{seed} {how}")
+        victim = rng.randrange(len(given.peers))
+        lost_s = rng.choice([0.0, 0.01, 0.05, 0.2, 0.5, 2.0]) * rng.random()
+
+        async def main(given: Scenario = given, victim: int = victim, lost_s: float = lost_s) -> None:
+            loop = asyncio.get_running_loop()
+            async with asyncio.TaskGroup() as tasks:
+                running = {place: tasks.create_task(given.run(place)) for place in range(len(given.peers))}
+                await asyncio.sleep(lost_s)
+                already = running[victim].done()
+                if how == "crash":
+                    running[victim].cancel()
+                    await given.network.crash(given.peers[victim])
+                else:
+                    given.peers[victim].frozen = True
+                gone_s = loop.time()
+                survivors = {place: task for place, task in running.items() if place != victim}
+                if survivors:
+                    await asyncio.wait(survivors.values())
+                ended_s = loop.time()
+                running[victim].cancel()
+            outcomes = {place: task.result() for place, task in survivors.items()}
+            check(outcomes, given, victim)
+            if any(outcome.failed for outcome in outcomes.values()):
+                assert not already
+                name = str(given.peers[victim].peer_id)
+                assert all(name in str(outcome.reason) for outcome in outcomes.values()), [outcome.reason for outcome in outcomes.values()]
+                assert ended_s - gone_s < 6.0  # a freeze before the first beat takes longest
+            given.peers[victim].frozen = False
+            given.close()
+            await given.network.close()
+
+        run_virtual(main())

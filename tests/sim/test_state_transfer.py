@@ -1,0 +1,263 @@
+"""Donors and a joiner on a simulated network: who lies, dies or stalls is named, and the state arrives all the same."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+
+from averaging.donor import Donor, DonorConfig, DonorServices
+from averaging.download import Download, DownloadConfig, Fetched
+from averaging.runexchange import RunExchange, pack_chunk, parse_chunks_request
+from averaging.snapshot import CHUNK_BYTES
+from averaging.state import TrainingState
+from swarm.errors import DeadlineExceeded, NotEnoughPeers, PeerError
+from swarm.net.rpc import Stream
+from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
+from swarm.testing.virtual_loop import run_virtual
+from swarm.wire import state_pb2
+
+RUN = "run"
+CHUNKS = 8
+LINK = LinkConfig(bandwidth=2e6)  # a chunk takes half a second; two of each donor are on their way
+
+
+def state_of(seed: int, epoch: int = 5) -> TrainingState:
+    torch.manual_seed(seed)
+    p = torch.nn.Parameter(torch.randn(CHUNKS * CHUNK_BYTES // 4 - 1000))
+    state = TrainingState(torch.optim.SGD([p], lr=0.1))
+    state.epoch = epoch
+    return state
+
+
+class _NoDht:
+    async def store(self, *args: Any, **options: Any) -> None:
+        return None
+
+    delete = store
+
+
+def donor(peer: SimulatedPeer, state: TrainingState, wrap: type[Donor] = Donor, **config: Any) -> Donor:
+    services = DonorServices(
+        own=lambda: peer.contact,
+        dht=_NoDht(),  # type: ignore[arg-type]
+        clock=peer.clock,
+        loop=asyncio.get_running_loop(),
+        pool=None,  # type: ignore[arg-type]
+    )
+    made = wrap(services, RUN, state, DonorConfig(**config))
+    made.start()
+    RunExchange(peer.handlers.unary, peer.handlers.stream).add(RUN, None, made)  # type: ignore[arg-type]
+    return made
+
+
+def joining(peer: SimulatedPeer, state: TrainingState, **changes: Any) -> Download:
+    options = {"bytes_max": state.bytes_max(), "epoch_min": 5, "epoch_known": 5, "config": DownloadConfig(chunk_timeout_s=3.0), **changes}
+    return Download(run=RUN, caller=peer.caller, **options)
+
+
+Scenario = Callable[[SimulatedNetwork, SimulatedPeer, list[SimulatedPeer]], Awaitable[None]]
+
+
+def play(scenario: Scenario, donors: int = 3, seed: int = 1, link: LinkConfig = LINK) -> None:
+    async def main() -> None:
+        network = SimulatedNetwork(seed, link)
+        peers = [network.peer() for _ in range(donors + 1)]
+        await scenario(network, peers[0], peers[1:])
+        assert not network.errors
+        await network.close()
+
+    run_virtual(main(), limit_s=3600)
+
+
+def test_chunks_come_from_all_who_hold_the_same() -> None:
+    async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
+        donors = [donor(peer, state_of(1)) for peer in peers]
+        told: list[tuple[int, int]] = []
+        download = joining(joiner, state_of(2), on_progress=lambda got, of: told.append((got, of)))
+        fetched = await download.fetch([peer.contact for peer in peers], 60)
+        mine = state_of(2)
+        mine.load(fetched.blob)
+        assert mine.snapshot().digest == fetched.digest == donors[0]._state.snapshot().digest
+        assert set(fetched.donors) == {peer.peer_id for peer in peers}
+        assert not fetched.failures
+        assert told[-1] == (len(fetched.blob), len(fetched.blob))
+        assert not any(one._leases for one in donors), "leases are closed when the download is over"
+        assert not any(one._fresh for one in donors), "and the copies are let go"
+
+    play(scenario)
+
+
+class _Liar(Donor):
+    """Declares the same state as the others and sends something else."""
+
+    async def on_chunks(self, first: state_pb2.ChunksRequest, stream: Stream) -> None:
+        request = first
+        while True:
+            for index in request.indices:
+                await stream.send(pack_chunk(index, memoryview(bytes(CHUNK_BYTES))))
+            message = await stream.receive()
+            if message is None:
+                return
+            request = parse_chunks_request(message)
+
+
+class _Quitter(Donor):
+    """Sends two chunks and stops."""
+
+    async def on_chunks(self, first: state_pb2.ChunksRequest, stream: Stream) -> None:
+        lease = self._leases[first.lease]
+        for index in first.indices[:2]:
+            await stream.send(pack_chunk(index, lease.snapshot.chunk(index)))
+        raise PeerError("out of memory")
+
+
+@pytest.mark.parametrize(("kind", "complaint"), [(_Liar, "digest is not what it had declared"), (_Quitter, "out of memory")])
+def test_a_bad_donor_is_named_and_the_others_give_the_rest(kind: type[Donor], complaint: str) -> None:
+    async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
+        donor(peers[0], state_of(1), kind)
+        donor(peers[1], state_of(1))
+        fetched = await joining(joiner, state_of(2)).fetch([peer.contact for peer in peers[:2]], 60)
+        assert complaint in fetched.failures[peers[0].peer_id]
+        state_of(2).load(fetched.blob)
+
+    play(scenario)
+
+
+def test_a_donor_that_dies_half_way_costs_only_its_unsent_chunks() -> None:
+    async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
+        for peer in peers[:2]:
+            donor(peer, state_of(1))
+        gone = peers[0]
+
+        async def kill() -> None:
+            await asyncio.sleep(0.8)
+            await network.crash(gone)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(kill())
+            task = group.create_task(joining(joiner, state_of(2)).fetch([peer.contact for peer in peers[:2]], 60))
+        fetched: Fetched = task.result()
+        assert gone.peer_id in fetched.failures
+        assert sum(fetched.donors.values()) == len(fetched.blob), "no chunk was downloaded twice"
+        assert fetched.donors[gone.peer_id] > 0
+        state_of(2).load(fetched.blob)
+
+    play(scenario)
+
+
+def test_a_frozen_donor_is_given_up() -> None:
+    async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
+        for peer in peers[:2]:
+            donor(peer, state_of(1))
+
+        async def freeze() -> None:
+            await asyncio.sleep(0.8)
+            peers[0].frozen = True
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(freeze())
+            task = group.create_task(joining(joiner, state_of(2)).fetch([peer.contact for peer in peers[:2]], 60))
+        assert peers[0].peer_id in task.result().failures
+        state_of(2).load(task.result().blob)
+
+    play(scenario)
+
+
+def test_what_most_hold_is_taken() -> None:
+    async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
+        donor(peers[0], state_of(7))
+        for peer in peers[1:]:
+            donor(peer, state_of(1))
+        fetched = await joining(joiner, state_of(2)).fetch([peer.contact for peer in peers], 60)
+        assert fetched.digest == state_of(1).snapshot().digest
+
+    play(scenario)
+
+
+def test_offers_that_cannot_be_right_are_refused_by_name() -> None:
+    async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
+        donor(peers[0], state_of(1, epoch=10**9))
+        donor(peers[1], state_of(1, epoch=2))
+        small = torch.nn.Parameter(torch.ones(10))
+        mine = TrainingState(torch.optim.SGD([small], lr=0.1))
+        donor(peers[2], state_of(1))
+        download = joining(joiner, mine)
+        with pytest.raises(NotEnoughPeers, match="no peer could give the state") as caught:
+            await download.fetch([peer.contact for peer in peers], 60)
+        assert "another model" in str(caught.value)
+        assert "epoch 1000000000, while the swarm is known to be in epoch 5" in (await _complaint(joining(joiner, state_of(2)), peers[0]))
+        assert "epoch 2 only" in await _complaint(joining(joiner, state_of(2)), peers[1])
+
+    async def _complaint(download: Download, peer: SimulatedPeer) -> str:
+        with pytest.raises(NotEnoughPeers):
+            await download.fetch([peer.contact], 60)
+        return download.failures[peer.peer_id]
+
+    play(scenario)
+
+
+def test_it_ends_by_its_deadline() -> None:
+    async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
+        donor(peers[0], state_of(1))
+        with pytest.raises(DeadlineExceeded, match="not downloaded within 1 s"):
+            await joining(joiner, state_of(2)).fetch([peers[0].contact], 1.0)
+        with pytest.raises(NotEnoughPeers, match="nobody declares"):
+            await joining(joiner, state_of(2)).fetch([], 1.0)
+
+    play(scenario, donors=1)
+
+
+def test_a_donor_that_trains_keeps_the_leased_state_and_limits_its_copies() -> None:
+    async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
+        state = state_of(1)
+        digest = state.snapshot().digest
+        made = donor(peers[0], state, snapshots_max=1, leases_max=2)
+
+        async def update() -> None:
+            await asyncio.sleep(0.8)
+            with state.lock, torch.no_grad():
+                state.parameters[0].add_(1.0)
+                state.moved(6)
+            request = state_pb2.OpenRequest(run=RUN)
+            with pytest.raises(PeerError, match="earlier epochs"):
+                await made.on_open(joiner.peer_id, request)
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(update())
+            task = group.create_task(joining(joiner, state_of(2)).fetch([peers[0].contact], 60))
+        assert task.result().digest == digest, "the snapshot is of the moment when the lease was opened"
+        reply = await made.on_open(joiner.peer_id, state_pb2.OpenRequest(run=RUN))
+        assert reply.epoch == 6
+        await made.on_open(joiner.peer_id, state_pb2.OpenRequest(run=RUN))
+        with pytest.raises(PeerError, match="busy"):
+            await made.on_open(joiner.peer_id, state_pb2.OpenRequest(run=RUN))
+        await asyncio.sleep(DonorConfig().lease_idle_s + 1)
+        assert (await made.on_open(joiner.peer_id, state_pb2.OpenRequest(run=RUN))).epoch == 6, "idle leases make room"
+        with pytest.raises(PeerError, match="epoch 6 only"):
+            await made.on_open(joiner.peer_id, state_pb2.OpenRequest(run=RUN, epoch_min=7))
+
+    play(scenario, donors=1)
+
+
+def test_a_lease_is_its_openers_and_requests_are_checked() -> None:
+    async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
+        from averaging import runexchange
+
+        made = donor(peers[0], state_of(1))
+        reply = await made.on_open(joiner.peer_id, state_pb2.OpenRequest(run=RUN))
+        for caller, request, complaint in [
+            (peers[1], state_pb2.ChunksRequest(run=RUN, lease=reply.lease, indices=[0]), "lease is over"),
+            (joiner, state_pb2.ChunksRequest(run=RUN, lease=reply.lease, indices=[99]), "there is no number 99"),
+            (joiner, state_pb2.ChunksRequest(run=RUN, lease=reply.lease, indices=[0] * 2000), "at most 1024"),
+            (joiner, state_pb2.ChunksRequest(run="another", lease=reply.lease, indices=[0]), "does not take part in run 'another'"),
+        ]:
+            async with caller.caller.open_stream(peers[0].contact, runexchange.CHUNKS, timeout_s=10) as stream:
+                await stream.send(request.SerializeToString())
+                with pytest.raises(PeerError, match=complaint):
+                    await stream.receive()
+
+    play(scenario, donors=2)

@@ -1,0 +1,138 @@
+"""The house style, held as a ratchet: what is listed in an allowance below may only shrink."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import gc
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("swarm", "averaging", "moe")
+FUNCTION_LINES_MAX = 70
+MODULE_LINES_MAX = 400
+# path or path:function -> lines it may have; take an entry out as soon as it fits
+ALLOWED_LONGER: dict[str, int] = {}
+PARAMETERS_MAX = 6
+# the public contract (docs of swarm.Averager and swarm.Optimizer, the command line), and services that are handed their neighbours by name
+WIDE = {
+    "averaging/averager.py:__init__": 10,
+    "averaging/optimizer.py:__init__": 11,
+    "averaging/groupservice.py:__init__": 10,
+    "averaging/catchup.py:__init__": 7,
+    "averaging/matchmaking.py:__init__": 7,
+    "averaging/presence.py:__init__": 7,
+}
+FORBIDDEN_NAMES = {"utils.py", "helpers.py", "misc.py", "common.py", "util.py"}
+# the two places where anything may be caught: the RPC handler boundary and the supervisor
+BROAD_EXCEPT = {"swarm/net/rpc.py", "swarm/runtime/supervise.py"}
+# logic: modules that must be callable from a plain test, without awaiting
+PURE_FOLDERS = ("swarm/compression",)
+FAR_AWAY = re.compile(r"\b(?:/work/|/root/|/home/\w+|farm-|TODO|FIXME|XXX)")
+
+
+def sources(*tops: str) -> list[Path]:
+    return sorted(path for top in tops for path in (ROOT / top).rglob("*.py") if not path.name.endswith("_pb2.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    # CPython 3.11 counts recursion wrongly when a garbage collection runs finalizers in the middle of ast.parse, and raises SystemError:
+    # earlier tests leave tasks whose finalizers log
+    gc.disable()
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    finally:
+        gc.enable()
+
+
+EVERY_SOURCE = sources(*PACKAGES, "tests", "benchmarks", "examples")
+PACKAGE_SOURCES = sources(*PACKAGES)
+
+
+@pytest.mark.parametrize("path", EVERY_SOURCE, ids=name_of)
+def test_modules_and_functions_stay_short(path: Path) -> None:
+    name = name_of(path)
+    lines = path.read_text(encoding="utf-8").count("\n")
+    limit = ALLOWED_LONGER.get(name, MODULE_LINES_MAX)
+    assert lines <= limit, f"{name} has {lines} lines: split it where its parts have names of their own"
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+            length = node.end_lineno - node.lineno + 1
+            limit = ALLOWED_LONGER.get(f"{name}:{node.name}", FUNCTION_LINES_MAX)
+            assert length <= limit, f"{name}:{node.lineno} {node.name} has {length} lines"
+
+
+@pytest.mark.parametrize("path", EVERY_SOURCE, ids=name_of)
+def test_names_say_what_a_file_holds(path: Path) -> None:
+    assert path.name not in FORBIDDEN_NAMES
+    assert not FAR_AWAY.search(path.read_text(encoding="utf-8")) or path.name == "test_tidy.py"
+
+
+@pytest.mark.parametrize("path", PACKAGE_SOURCES, ids=name_of)
+def test_every_module_says_what_it_is_for(path: Path) -> None:
+    assert ast.get_docstring(tree_of(path)), f"{name_of(path)} has no docstring"
+
+
+@pytest.mark.parametrize("path", PACKAGE_SOURCES, ids=name_of)
+def test_broad_excepts_stand_in_two_places(path: Path) -> None:
+    broad = [
+        node.lineno
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ExceptHandler)
+        and (node.type is None or (isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException")))
+        and not (node.body and isinstance(node.body[-1], ast.Raise))  # what is raised again is not swallowed
+    ]
+    assert not broad or name_of(path) in BROAD_EXCEPT, f"{name_of(path)}: broad except at {broad}"
+
+
+@pytest.mark.parametrize("path", PACKAGE_SOURCES, ids=name_of)
+def test_every_task_has_a_parent(path: Path) -> None:
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+            bare = (node.func.value.id, node.func.attr) in {
+                ("asyncio", "create_task"),
+                ("asyncio", "gather"),
+                ("asyncio", "ensure_future"),
+                ("loop", "create_task"),
+            }
+            assert not bare, f"{name_of(path)}:{node.lineno}: asyncio.{node.func.attr} without a parent; use a TaskGroup or the supervisor"
+
+
+@pytest.mark.parametrize("path", PACKAGE_SOURCES, ids=name_of)
+def test_wide_signatures_become_configs(path: Path) -> None:
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            count = len([argument for argument in arguments if argument.arg not in ("self", "cls")])
+            assert count <= WIDE.get(f"{name_of(path)}:{node.name}", 6), (
+                f"{name_of(path)}:{node.lineno} {node.name} takes {count} parameters"
+            )
+
+
+@pytest.mark.parametrize("path", sources("tests"), ids=name_of)
+def test_tests_wait_for_events_not_for_time(path: Path) -> None:
+    if path.parts[-2] in ("chaos", "wire"):
+        return
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "sleep":
+            zero = node.args and isinstance(node.args[0], ast.Constant) and node.args[0].value == 0
+            virtual = path.parts[-2] == "sim"  # the virtual clock jumps: nobody waits
+            assert zero or virtual, f"{name_of(path)}:{node.lineno} sleeps"
+
+
+def test_generated_files_are_left_alone_and_nothing_else_is_ignored() -> None:
+    ignores = [
+        f"{name_of(path)}:{number}"
+        for path in PACKAGE_SOURCES
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(r"#\s*(?:type: ignore(?!\[)|noqa(?!: [A-Z]))", line)
+    ]
+    assert not ignores, f"say which rule is ignored: {ignores}"

@@ -1,0 +1,391 @@
+"""Rounds over real sockets: exact, identical on all members, and what happens when a member misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from averaging.allreduce import AllReduce, RoundOutcome
+from averaging.chunks import pack, unpack
+from averaging.commit import digest_payload, digest_round
+from averaging.group import Group, Member
+from averaging.partition import Plan, plan_parts
+from averaging.reduce import Block, Contribution, Mean, relative_weights
+from averaging.roundconfig import EXCHANGE, VOTE, RoundConfig
+from swarm.clock import SystemClock
+from swarm.compression import find
+from swarm.identity import Identity
+from swarm.ids import Address, Contact
+from swarm.net.channels import Channels
+from swarm.net.rpc import Handlers, Server, Stream
+from swarm.wire.reduce_pb2 import ExchangeChunk, ExchangeHeader, ExchangeOpen, Vote, VoteRequest
+
+SMALL = RoundConfig(part_bytes=16 << 10)
+
+
+class RoundPeer:
+    """One node as far as rounds are concerned."""
+
+    def __init__(self, identity: Identity, handlers: Handlers, server: Server, port: int) -> None:
+        self.identity = identity
+        self.handlers = handlers
+        self.server = server
+        self.contact = Contact(identity.peer_id, (Address("127.0.0.1", port),))
+        self.channels = Channels(identity)
+        self.pool = ThreadPoolExecutor(2)
+        self.allreduce = AllReduce(handlers=handlers, channels=self.channels, own=identity.peer_id, pool=self.pool, clock=SystemClock())
+
+    @classmethod
+    async def start(cls) -> RoundPeer:
+        identity, handlers, server = Identity.generate(), Handlers(), Server()
+        return cls(identity, handlers, server, await server.start(identity, handlers, "127.0.0.1", 0))
+
+    async def kill(self) -> None:
+        """Close every connection at once, as the system does for a killed process."""
+        await self.channels.close()
+        await self.server.stop(0)
+
+    async def stop(self) -> None:
+        self.allreduce.close()
+        await self.kill()
+        self.pool.shutdown()
+
+
+@contextlib.asynccontextmanager
+async def peers(count: int) -> AsyncIterator[list[RoundPeer]]:
+    started = [await RoundPeer.start() for _ in range(count)]
+    try:
+        yield started
+    finally:
+        for peer in started:
+            await peer.stop()
+
+
+def make_group(
+    members: Sequence[RoundPeer],
+    *,
+    codec: str = "float32",
+    weights: Sequence[float] | None = None,
+    bandwidths: Sequence[float] | None = None,
+    auxiliary: Sequence[int] = (),
+) -> Group:
+    """A group of these peers in this order. Who has bandwidth 0 has no address either."""
+    weights = weights or [1.0] * len(members)
+    bandwidths = bandwidths or [1.0] * len(members)
+    described = [
+        Member(
+            contact=peer.contact if bandwidth else Contact(peer.contact.peer_id),
+            weight=weight,
+            bandwidth=bandwidth,
+            auxiliary=place in auxiliary,
+        )
+        for place, (peer, weight, bandwidth) in enumerate(zip(members, weights, bandwidths, strict=True))
+    ]
+    return Group(group_id=secrets.token_bytes(32), members=tuple(described), codec=codec, gathered=(b"",) * len(described))
+
+
+async def run_round(
+    members: Sequence[RoundPeer],
+    group: Group,
+    vectors: Sequence[torch.Tensor],
+    *,
+    timeout_s: float = 20.0,
+    config: RoundConfig | None = None,
+) -> list[RoundOutcome]:
+    """Everybody runs the round at once."""
+    async with asyncio.TaskGroup() as tasks:
+        running = [
+            tasks.create_task(peer.allreduce.run(group, vector, deadline_s=time.monotonic() + timeout_s, config=config))
+            for peer, vector in zip(members, vectors, strict=True)
+        ]
+    return [task.result() for task in running]
+
+
+def vectors_of(count: int, numel: int, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(numel, generator=generator) for _ in range(count)]
+
+
+def plan_of(group: Group, numel: int, part_bytes: int) -> Plan:
+    return plan_parts(numel, [member.bandwidth for member in group.members], find(group.codec), part_bytes)
+
+
+def oracle(group: Group, vectors: Sequence[torch.Tensor], part_bytes: int, without: Sequence[int] = ()) -> torch.Tensor:
+    """The same arithmetic on one machine: what a reducer has of others has travelled, its own values have not."""
+    codec = find(group.codec)
+    numel = vectors[0].numel()
+    result = torch.empty(numel)
+    weights = relative_weights([member.weight for member in group.members])
+    for part in plan_of(group, numel, part_bytes).parts:
+        given = []
+        scratch = torch.empty(codec.encoded_bytes(part.numel), dtype=torch.uint8)
+        for place, vector in enumerate(vectors):
+            if weights[place] and place not in without:
+                values = vector[part.start : part.stop]
+                given.append(Contribution(place, weights[place], values if place == part.reducer else bytes(codec.encode(values, scratch))))
+        total = torch.empty(part.numel)
+        whole = Block(0, part.numel, 0, codec.encoded_bytes(part.numel))
+        Mean(given, codec).compute(whole, total, torch.empty(part.numel))
+        result[part.start : part.stop] = codec.decode(bytes(codec.encode(total, scratch)), torch.empty(part.numel))
+    return result
+
+
+@pytest.mark.parametrize("inline", [True, False])
+@pytest.mark.parametrize("codec", ["float32", "float16", "bfloat16"])
+def test_exact_and_identical(codec: str, inline: bool) -> None:
+    async def main() -> None:
+        async with peers(4) as members:
+            for numel in (0, 1, 3, 1024, 100_003):
+                config = RoundConfig(part_bytes=16 << 10, inline=inline)
+                group = make_group(members, codec=codec, weights=[1.0, 2.5, 0.0, 7.0], bandwidths=[1.0, 3.0, 2.0, 0.5])
+                vectors = vectors_of(4, numel)
+                before = [vector.clone() for vector in vectors]
+                outcomes = await run_round(members, group, vectors, config=config)
+                expected = oracle(group, vectors, config.part_bytes)
+                for outcome in outcomes:
+                    assert not outcome.failed, outcome.reason
+                    assert outcome.reason is None
+                    assert outcome.vector is not None
+                    assert torch.equal(outcome.vector, expected)
+                    assert outcome.digest == outcomes[0].digest
+                    assert len(outcome.digest) == 64
+                    assert outcome.left_out == {}
+                    if numel:
+                        assert outcome.contributions == {members[place].contact.peer_id: 1.0 for place in (0, 1, 3)}
+                assert all(torch.equal(vector, was) for vector, was in zip(vectors, before, strict=True))
+
+    asyncio.run(main())
+
+
+def test_roles() -> None:
+    """A client peer that nobody can dial, an auxiliary one, one of weight 0: five members, three of them reduce."""
+
+    async def main() -> None:
+        async with peers(5) as members:
+            group = make_group(
+                members, weights=[1.0, 2.0, 0.0, 0.0, 3.0], bandwidths=[1.0, 0.0, 1.0, 2.0, 0.0], auxiliary=[3], codec="float16"
+            )
+            vectors = vectors_of(5, 50_000)
+            outcomes = await run_round(members, group, vectors, config=SMALL)
+            expected = oracle(group, vectors, SMALL.part_bytes)
+            assert [outcome.reason for outcome in outcomes] == [None] * 5
+            for place in (0, 1, 2, 4):
+                vector = outcomes[place].vector
+                assert vector is not None
+                assert torch.equal(vector, expected)
+            assert outcomes[3].vector is None
+            assert outcomes[3].digest == ""
+
+    asyncio.run(main())
+
+
+def test_alone() -> None:
+    async def main() -> None:
+        async with peers(1) as members:
+            (vector,) = vectors_of(1, 5000)
+            (outcome,) = await run_round(members, make_group(members, bandwidths=[0.0], codec="float16"), [vector])
+            assert outcome.vector is not None
+            assert torch.equal(outcome.vector, vector.half().float())
+
+    asyncio.run(main())
+
+
+def test_rounds_side_by_side_and_one_after_another() -> None:
+    async def main() -> None:
+        async with peers(3) as members:
+            for _ in range(2):
+                groups = [make_group(members, codec=codec) for codec in ("float32", "bfloat16")]
+                inputs = [vectors_of(3, 70_000, seed) for seed in (1, 2)]
+                async with asyncio.TaskGroup() as tasks:
+                    both = [
+                        tasks.create_task(run_round(members, group, vectors, config=SMALL))
+                        for group, vectors in zip(groups, inputs, strict=True)
+                    ]
+                for group, vectors, task in zip(groups, inputs, both, strict=True):
+                    expected = oracle(group, vectors, SMALL.part_bytes)
+                    assert all(outcome.vector is not None and torch.equal(outcome.vector, expected) for outcome in task.result())
+
+    asyncio.run(main())
+
+
+def test_a_slower_member_is_waited_for() -> None:
+    """Streams and votes that come before a member knows of the round wait for it."""
+
+    async def main() -> None:
+        async with peers(3) as members:
+            group = make_group(members)
+            vectors = vectors_of(3, 30_000)
+            async with asyncio.TaskGroup() as tasks:
+                early = [
+                    tasks.create_task(peer.allreduce.run(group, vector, deadline_s=time.monotonic() + 20))
+                    for peer, vector in zip(members[:2], vectors[:2], strict=True)
+                ]
+                while members[2].allreduce.waiting < 2:  # noqa: ASYNC110 - the service has no event for it
+                    await asyncio.sleep(0.005)
+                late = await members[2].allreduce.run(group, vectors[2], deadline_s=time.monotonic() + 20)
+            assert [task.result().reason for task in early] == [None, None]
+            assert late.digest == early[0].result().digest
+
+    asyncio.run(main())
+
+
+def test_a_member_that_never_comes() -> None:
+    async def main() -> None:
+        async with peers(3) as members:
+            group = make_group(members)
+            outcomes = await run_round(members[:2], group, vectors_of(2, 30_000), timeout_s=0.4)
+            for outcome in outcomes:
+                assert outcome.failed
+                assert outcome.vector is None
+                assert outcome.reason is not None
+                assert "deadline" in outcome.reason
+                assert str(members[2].contact.peer_id) in outcome.reason
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+def test_a_member_dies_in_the_middle(victim: int) -> None:
+    """The survivors fail fast, each with a reason that names the dead, and keep their vectors."""
+
+    async def main() -> None:
+        async with peers(4) as members:
+            group = make_group(members)
+            vectors = vectors_of(4, 400_000)
+            before = [vector.clone() for vector in vectors]
+            dead = members[victim]
+            received = 0
+            original = dead.handlers.find(EXCHANGE.name)
+            dead.handlers.remove(EXCHANGE.name)
+            enough = asyncio.Event()
+
+            async def stalling(stream: Stream) -> None:
+                nonlocal received
+                while await stream.receive() is not None:
+                    received += 1
+                    if received > 5:
+                        enough.set()
+
+            dead.handlers.stream(EXCHANGE, stalling)
+            assert original is not None
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(peer.allreduce.run(group, vector, deadline_s=time.monotonic() + 20, config=SMALL))
+                    for peer, vector in zip(members, vectors, strict=True)
+                ]
+                await enough.wait()
+                await dead.kill()
+                killed_s = time.monotonic()
+                survivors = [await task for place, task in enumerate(running) if place != victim]
+                assert time.monotonic() - killed_s < 5
+                running[victim].cancel()
+            for outcome in survivors:
+                assert outcome.failed
+                assert outcome.reason is not None
+                assert str(dead.contact.peer_id) in outcome.reason
+            assert any("died while reducing" in str(outcome.reason) for outcome in survivors)
+            assert all(torch.equal(vector, was) for vector, was in zip(vectors, before, strict=True))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e6])
+def test_a_vector_that_cannot_be_sent_is_left_out(value: float) -> None:
+    """NaN, infinity, and what float16 cannot carry: the member is told, contributes nothing from there on, and has the others' average."""
+
+    async def main() -> None:
+        async with peers(3) as members:
+            group = make_group(members, codec="float16")
+            vectors = vectors_of(3, 40_000)
+            vectors[1][7] = value
+            outcomes = await run_round(members, group, vectors, config=SMALL)
+            own = members[1].contact.peer_id
+            for outcome in outcomes:
+                assert outcome.reason is None
+                assert outcome.digest == outcomes[0].digest
+                assert "element 7 of its vector" in outcome.left_out[own]
+                assert outcome.contributions.get(own, 0.0) < 1.0
+                assert outcome.contributions[members[0].contact.peer_id] == 1.0
+            vector = outcomes[0].vector
+            assert vector is not None
+            assert torch.equal(vector[:1024], oracle(group, vectors, SMALL.part_bytes, without=[1])[:1024])
+
+    asyncio.run(main())
+
+
+def test_garbage_is_refused_and_its_sender_left_out() -> None:
+    """A client that sends nonsense: the others average without it, and it is told why."""
+
+    async def main() -> None:
+        async with peers(4) as members:
+            numel = 60_000
+            for nonsense in ("wrong part", "wrong size", "twice", "not a header", "nan", "opens again"):
+                group = make_group(members, bandwidths=[1.0, 1.0, 1.0, 0.0])
+                plan = plan_of(group, numel, SMALL.part_bytes)
+                vectors = vectors_of(4, numel)
+                async with asyncio.TaskGroup() as tasks:
+                    honest = tasks.create_task(run_round(members[:3], group, vectors[:3], config=SMALL))
+                    digest = tasks.create_task(_misbehave(members[3], group, plan, nonsense))
+                expected = oracle(group, vectors, SMALL.part_bytes, without=[3])
+                for outcome in honest.result():
+                    assert outcome.reason is None, (nonsense, outcome.reason)
+                    assert outcome.vector is not None
+                    assert torch.equal(outcome.vector, expected), nonsense
+                    assert members[3].contact.peer_id in outcome.left_out
+                    assert outcome.digest == digest.result()
+
+    asyncio.run(main())
+
+
+async def _misbehave(peer: RoundPeer, group: Group, plan: Plan, nonsense: str) -> str:
+    """A client member that sends one bad message to each reducer, takes the averages, and votes for what it got."""
+    codec = find(group.codec)
+    opening = ExchangeOpen(group_id=group.group_id, codec=codec.wire_id, codec_version=codec.version, plan_digest=plan.digest(codec))
+    got: dict[int, tuple[bytes, bytes]] = {}
+
+    async def one(place: int) -> None:
+        part = plan.of_reducer(place)[0]
+        size = codec.encoded_bytes(part.numel)
+        nan = torch.full((part.numel,), float("nan")).numpy().tobytes()
+
+        def chunk(index: int, payload: bytes) -> bytes:
+            return pack(ExchangeHeader(chunk=ExchangeChunk(part=index)), payload)
+
+        bad = {
+            "wrong part": [chunk(part.index + 1, bytes(size))],
+            "wrong size": [chunk(part.index, bytes(size - 4))],
+            "twice": [chunk(part.index, nan), chunk(part.index, nan)],
+            "not a header": [b"\xff\xff\xff\xff and more"],
+            "nan": [chunk(part.index, nan)],
+            "opens again": [pack(ExchangeHeader(open=opening))],
+        }[nonsense]
+        refusals = averages = 0
+        async with peer.channels.open_stream(group.members[place].contact, EXCHANGE, timeout_s=20, lane=1) as stream:
+            for message in [pack(ExchangeHeader(open=opening)), *bad]:
+                await stream.send(message)
+            await stream.finish()
+            while (received := await stream.receive()) is not None:
+                header, payload = unpack(received)
+                refusals += header.HasField("refusal")
+                if header.HasField("average"):
+                    averages += 1
+                    got[header.average.part] = (digest_payload(payload), header.average.contributors)
+        assert averages == len(plan.of_reducer(place))
+        assert refusals <= 1
+
+    async with asyncio.TaskGroup() as tasks:
+        for place in plan.reducers:
+            tasks.create_task(one(place))
+    digest = digest_round(got[index] for index in range(len(plan.parts)))
+    request = VoteRequest(group_id=group.group_id, vote=Vote(place=3, digest=digest))
+    async with asyncio.TaskGroup() as tasks:
+        for member in group.members[:3]:
+            tasks.create_task(peer.channels.call(member.contact, VOTE, request, timeout_s=20))
+    return digest.hex()

@@ -1,0 +1,271 @@
+"""`swarm.Averager` between real nodes on loopback, all in this process."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from averaging.averager import Averager, AveragerConfig
+from averaging.result import AveragingResult
+from swarm.errors import DeadlineExceeded, UsageError
+from swarm.node import Node
+
+NODES = 4
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[list[Node]]:
+    first = Node(listen="127.0.0.1:0")
+    made = [first] + [Node(bootstrap=first.addresses, listen="127.0.0.1:0") for _ in range(NODES - 1)]
+    yield made
+    for node in made:
+        node.close()
+
+
+class Party:
+    """One averager of the same name on each of some nodes."""
+
+    def __init__(self, nodes: list[Node], name: str, tensors: Callable[[int], list[torch.Tensor]], **settings: Any) -> None:
+        self.tensors = [tensors(index) for index in range(len(nodes))]
+        self.averagers = [
+            Averager(node, mine, name=name, **{"codec": "float32", **settings}) for node, mine in zip(nodes, self.tensors, strict=True)
+        ]
+
+    def step(self, each: Callable[[int], dict[str, Any]] = lambda index: {}) -> list[AveragingResult]:
+        """Everybody steps at once, each in a thread of its own."""
+        with concurrent.futures.ThreadPoolExecutor(len(self.averagers)) as pool:
+            futures = [pool.submit(averager.step, **{"timeout_s": 20.0, **each(index)}) for index, averager in enumerate(self.averagers)]
+            return [future.result(30.0) for future in futures]
+
+    def __enter__(self) -> Party:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for averager in self.averagers:
+            averager.close()
+
+
+def fine(results: list[AveragingResult]) -> None:
+    assert not any(result.failed for result in results), results
+    assert len({result.digest for result in results}) == 1
+    assert len({result.group_id for result in results}) == 1
+
+
+def test_weighted_averages_are_exact_whatever_the_tensors_look_like(nodes: list[Node]) -> None:
+    def tensors(index: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return [
+            torch.randn(1000, generator=generator),
+            torch.empty(0, 3),
+            torch.randn(7, 11, generator=generator).t(),
+            torch.tensor(float(index)),
+            torch.randn(3, dtype=torch.float64, generator=generator).to(torch.bfloat16),
+            torch.randn(300_001, generator=generator),
+        ]
+
+    with Party(nodes, "exact", tensors) as party:
+        before = [[tensor.clone() for tensor in mine] for mine in party.tensors]
+        weights = [1.0, 2.0, 0.5, 4.5]
+        results = party.step(lambda index: {"weight": weights[index], "gather": {"loss": index * 1.5}})
+        fine(results)
+        for place, tensor in enumerate(party.tensors[0]):
+            expected = sum(weights[index] * before[index][place].double() for index in range(NODES)) / sum(weights)
+            tolerance = 1e-2 if tensor.dtype == torch.bfloat16 else 1e-6
+            assert torch.allclose(tensor.double(), expected, rtol=tolerance, atol=tolerance)
+            assert all(torch.equal(tensor, mine[place]) for mine in party.tensors)
+        for result in results:
+            assert set(result.peers) == {node.peer_id for node in nodes}
+            assert result.contributions == {node.peer_id: 1.0 for node in nodes}
+            assert result.gathered == {node.peer_id: {"loss": index * 1.5} for index, node in enumerate(nodes)}
+            assert result.left_out == {}
+            assert result.attempts == 1
+            assert result.bytes_sent > 0
+            assert {"staging", "matchmaking", "all_reduce", "write_back", "total"} <= set(result.seconds)
+
+
+def test_a_group_smaller_than_its_target_forms_at_once(nodes: list[Node]) -> None:
+    with Party(nodes[:3], "smaller", lambda index: [torch.full((4,), float(index))], target_group_size=8) as party:
+        fine(party.step())
+        times = []
+        for _ in range(5):
+            results = party.step()
+            fine(results)
+            assert all(len(result.peers) == 3 for result in results)
+            times.append(max(result.seconds["matchmaking"] for result in results))
+        assert sorted(times)[2] < 0.5
+
+
+def test_rounds_follow_one_another(nodes: list[Node]) -> None:
+    with Party(nodes, "rounds", lambda index: [torch.full((4,), float(index))]) as party:
+        for number in range(8):
+            results = party.step(lambda index, number=number: {"round_key": number})  # type: ignore[misc]
+            fine(results)
+            assert len(results[0].peers) == NODES
+        late = party.averagers[0].step(round_key=3, timeout_s=10.0)
+        assert (late.failed, late.reason) == (True, "passed")
+        assert late.seconds["total"] < 1.0
+
+
+def test_more_peers_than_a_group_takes_form_two(nodes: list[Node]) -> None:
+    with Party(nodes, "two", lambda index: [torch.full((4,), float(index))], target_group_size=2) as party:
+        results = party.step()
+        assert not any(result.failed for result in results), results
+        assert sorted(len(result.peers) for result in results) == [2] * 4
+        assert len({result.group_id for result in results}) == 2
+
+
+def test_being_alone_is_a_result_and_takes_no_time(nodes: list[Node]) -> None:
+    tensor = torch.arange(4.0)
+    with Averager(nodes[0], [tensor], name="alone") as averager:
+        averager.step()
+        began_s = time.monotonic()
+        result = averager.step(timeout_s=30.0)
+        assert time.monotonic() - began_s < 0.5
+    assert (result.failed, result.reason, result.attempts) == (True, "alone", 0)
+    assert torch.equal(tensor, torch.arange(4.0))
+
+
+def test_different_tensors_are_named(nodes: list[Node]) -> None:
+    with Averager(nodes[0], [torch.zeros(4)], name="schema"), Averager(nodes[1], [torch.zeros(5)], name="schema") as other:
+        began_s = time.monotonic()
+        result = other.step(timeout_s=20.0)
+        assert time.monotonic() - began_s < 2.0
+    assert (result.failed, result.reason) == (True, "schema")
+    assert nodes[0].peer_id.short in result.detail
+    assert "1 tensors with 4 elements" in result.detail
+
+
+def test_weight_zero_receives_only_and_an_auxiliary_only_helps(nodes: list[Node]) -> None:
+    with Party(nodes[:3], "zero", lambda index: [torch.full((4,), float(index + 1))]) as party:
+        helper = Averager(nodes[3], [torch.full((4,), 9.0)], name="zero", codec="float32", auxiliary=True)
+        party.averagers.append(helper)
+        results = party.step(lambda index: {"weight": 0.0 if index == 1 else 1.0})
+        assert not any(result.failed for result in results), results
+        assert all(torch.equal(mine[0], torch.full((4,), 2.0)) for mine in party.tensors)
+        assert nodes[1].peer_id not in results[0].contributions
+        assert torch.equal(helper._staging.tensors[0], torch.full((4,), 9.0))
+
+
+def test_nobody_contributes(nodes: list[Node]) -> None:
+    with Party(nodes[:2], "nobody", lambda index: [torch.full((4,), float(index))]) as party:
+        results = party.step(lambda index: {"weight": 0.0})
+        assert [result.reason for result in results] == ["nobody contributes"] * 2
+        assert [mine[0][0].item() for mine in party.tensors] == [0.0, 1.0]
+
+
+def test_in_the_background_with_a_delta(nodes: list[Node]) -> None:
+    with Party(nodes[:2], "delta", lambda index: [torch.full((4,), float(index))]) as party:
+        pending = party.averagers[0].step(wait=False, apply="delta")
+        with pytest.raises(DeadlineExceeded):
+            pending.result(0.01)
+        with pytest.raises(UsageError, match="in progress"):
+            party.averagers[0].step()
+        party.tensors[0][0] += 100.0  # training goes on
+        assert not party.averagers[1].step().failed
+        result = pending.result(10.0)
+        assert not result.failed
+        assert pending.done
+        assert torch.equal(party.tensors[0][0], torch.full((4,), 100.5))
+        assert pending.result() is result
+        assert torch.equal(party.tensors[0][0], torch.full((4,), 100.5))
+
+
+def test_a_cancelled_round_changes_nothing_and_frees_the_averager(nodes: list[Node]) -> None:
+    with Party(nodes[:2], "cancel", lambda index: [torch.full((4,), float(index))]) as party:
+        pending = party.averagers[1].step(wait=False)
+        pending.cancel()
+        result = pending.result(5.0)
+        assert (result.failed, result.reason) == (True, "cancelled")
+        assert torch.equal(party.tensors[1][0], torch.full((4,), 1.0))
+        fine(party.step())
+
+
+def test_a_broken_round_is_tried_again_with_who_is_left(nodes: list[Node]) -> None:
+    bootstrap = nodes[0].addresses
+    guest = Node(bootstrap=bootstrap, listen="127.0.0.1:0")
+    size = 4_000_000
+    with Party(nodes[:2], "broken", lambda index: [torch.full((size,), float(index))]) as party:
+        doomed = Averager(guest, [torch.full((size,), 50.0)], name="broken", codec="float32")
+        leaving = doomed.step(wait=False)
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            futures = [pool.submit(averager.step, timeout_s=20.0) for averager in party.averagers]
+            while not doomed._service.all_reduce._rounds and not leaving.done:
+                time.sleep(0.001)
+            guest.network.run(guest.channels.close(), 5.0)  # as when a process dies: every connection of its is gone
+            guest.close()
+            results = [future.result(30.0) for future in futures]
+    fine(results)
+    if results[0].attempts == 2:  # it usually is in the middle of the round
+        assert str(guest.peer_id) in results[0].detail
+        assert all(torch.equal(mine[0], torch.full((size,), 0.5)) for mine in party.tensors)
+
+
+def test_goodbyes_are_heard(nodes: list[Node]) -> None:
+    with Party(nodes[:3], "goodbye", lambda index: [torch.full((4,), float(index))]) as party:
+        fine(party.step())
+        party.averagers.pop().close()
+        results = party.step()
+        fine(results)
+        assert len(results[0].peers) == 2
+        assert max(result.seconds["matchmaking"] for result in results) < 0.5
+
+
+def test_several_averagers_on_one_node(nodes: list[Node]) -> None:
+    with (
+        Party(nodes[:2], "left", lambda index: [torch.full((4,), float(index))]) as left,
+        Party(nodes[:2], "right", lambda index: [torch.full((4,), 10.0 + index)]) as right,
+        concurrent.futures.ThreadPoolExecutor(2) as pool,
+    ):
+        for future in [pool.submit(left.step), pool.submit(right.step)]:
+            fine(future.result(30.0))
+        assert left.tensors[0][0][0] == 0.5
+        assert right.tensors[0][0][0] == 10.5
+        with pytest.raises(UsageError, match="already has an averager 'left'"):
+            Averager(nodes[0], [torch.zeros(1)], name="left")
+
+
+def test_wrong_use_is_said_so(nodes: list[Node]) -> None:
+    for settings, words in [
+        ({"aggregation": "median"}, "no aggregation 'median'; there is: mean"),
+        ({"codec": "float12"}, "float12"),
+        ({"min_group_size": 5}, "min_group_size"),
+        ({"min_fraction": 0.0}, "min_fraction"),
+        ({"name": "a/b"}, "name"),
+    ]:
+        with pytest.raises(UsageError, match=words):
+            Averager(nodes[0], [torch.zeros(1)], **settings)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="bandwidth"):
+        AveragerConfig(bandwidth=0.0)
+    averager = Averager(nodes[0], [torch.zeros(1)], name="wrong")
+    for arguments, words in [
+        ({"weight": -1.0}, "weight"),
+        ({"weight": float("nan")}, "weight"),
+        ({"timeout_s": 0.0}, "timeout_s"),
+        ({"gather": object()}, "msgpack"),
+        ({"gather": b"x" * 20_000}, "at most"),
+        ({"apply": "sideways"}, "apply"),
+    ]:
+        with pytest.raises(UsageError, match=words):
+            averager.step(**arguments)
+    assert averager.step().reason == "alone"  # nothing of that has left it unusable
+    averager.close()
+    averager.close()
+    with pytest.raises(UsageError, match="closed"):
+        averager.step()
+
+
+def test_a_closed_node_is_a_usage_error() -> None:
+    with Node(listen="127.0.0.1:0") as node:
+        averager = Averager(node, [torch.zeros(1)])
+        pending = averager.step(wait=False)
+    assert pending.result(5.0).reason in ("closed", "alone")
+    with pytest.raises(UsageError, match="closed"):
+        averager.step()
+    with pytest.raises(UsageError, match="closed"):
+        Averager(node, [torch.zeros(1)])
+    averager.close()

@@ -1,0 +1,221 @@
+"""Connections on real sockets: dialed once, raced, bounded, and dialed afresh when they broke."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from swarm.errors import DeadlineExceeded, NetworkError, UsageError
+from swarm.identity import Identity
+from swarm.ids import Address, Contact, PeerId
+from swarm.net.channels import Channels, ChannelsConfig
+from swarm.net.rpc import Handlers, Method, Server
+from swarm.wire import peer_pb2
+
+ECHO = Method(name="/swarm.Test/Echo", request=peer_pb2.Hello, reply=peer_pb2.Hello, request_bytes_max=1000, reply_bytes_max=2000)
+
+
+@dataclass
+class Pair:
+    """A server and a caller."""
+
+    handlers: Handlers
+    server: Server
+    channels: Channels
+    contact: Contact
+
+    async def echo(self, agent: str, method: Method[peer_pb2.Hello, peer_pb2.Hello] = ECHO, timeout_s: float = 5.0) -> str:
+        return (await self.channels.call(self.contact, method, peer_pb2.Hello(agent=agent), timeout_s=timeout_s)).agent
+
+
+@asynccontextmanager
+async def pair(server: Server | None = None, config: ChannelsConfig | None = None) -> AsyncIterator[Pair]:
+    identity, handlers, server = Identity.generate(), Handlers(), server or Server()
+    port = await server.start(identity, handlers, "127.0.0.1", 0)
+    channels = Channels(Identity.generate(), config)
+    try:
+        yield Pair(handlers, server, channels, Contact(identity.peer_id, (Address("127.0.0.1", port),)))
+    finally:
+        await channels.close()
+        await server.stop(0)
+
+
+async def echo(peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
+    return request
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - a connection's state has no event
+        await asyncio.sleep(0.01)
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_nobody_there_names_the_peer_and_every_address() -> None:
+    async def scenario() -> None:
+        channels = Channels(Identity.generate())
+        peer_id = Identity.generate().peer_id
+        contact = Contact(peer_id, (Address("127.0.0.1", 1), Address("127.0.0.1", 2), Address("no-such-host.invalid", 3)))
+        with pytest.raises(NetworkError) as caught:
+            await channels.call(contact, ECHO, peer_pb2.Hello(), timeout_s=5)
+        text = str(caught.value)
+        assert str(peer_id) in text
+        assert "/ip4/127.0.0.1/tcp/1/tls/http: connection refused" in text
+        assert "/ip4/127.0.0.1/tcp/2/tls/http: connection refused" in text
+        assert "no-such-host.invalid/tcp/3/tls/http: the name cannot be resolved" in text
+        with pytest.raises(NetworkError, match="has no address that can be dialed"):
+            await channels.call(Contact(peer_id), ECHO, peer_pb2.Hello(), timeout_s=5)
+        await channels.close()
+        with pytest.raises(UsageError, match="closed"):
+            await channels.call(contact, ECHO, peer_pb2.Hello(), timeout_s=5)
+
+    run(scenario)
+
+
+def test_a_black_hole_costs_its_timeout_and_not_more() -> None:
+    """A listening socket that never answers: TCP connects, TLS never comes."""
+
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as hole:
+            channels = Channels(Identity.generate())
+            contact = Contact(Identity.generate().peer_id, (Address("127.0.0.1", hole.getsockname()[1]),))
+            started_s = time.monotonic()
+            with pytest.raises(DeadlineExceeded, match=r"no answer within 0\.3 s"):
+                await channels.call(contact, ECHO, peer_pb2.Hello(), timeout_s=0.3)
+            assert time.monotonic() - started_s < 2
+            await channels.close()
+
+    run(scenario)
+
+
+def test_addresses_are_raced_past_those_that_do_not_answer() -> None:
+    async def scenario() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as hole:
+            async with pair() as two:
+                two.handlers.unary(ECHO, echo)
+                first = (Address("127.0.0.1", hole.getsockname()[1]), Address("127.0.0.1", 1))
+                two.contact = Contact(two.contact.peer_id, first + two.contact.addresses)
+                started_s = time.monotonic()
+                assert await two.echo("x") == "x"
+                assert time.monotonic() - started_s < 3
+                await two.channels.forget(two.contact.peer_id)
+                started_s = time.monotonic()
+                assert await two.echo("x") == "x", "the address that worked goes first"
+                assert time.monotonic() - started_s < 0.2
+
+    run(scenario)
+
+
+def test_a_peer_that_comes_back_is_dialed_at_once() -> None:
+    """gRPC by itself would wait for its backoff: a second, and up to two minutes after some failures."""
+
+    async def scenario() -> None:
+        async with pair() as two:
+            two.handlers.unary(ECHO, echo)
+            identity = Identity.generate()
+            server = Server()
+            port = await server.start(identity, two.handlers, "127.0.0.1", 0)
+            contact = Contact(identity.peer_id, (Address("127.0.0.1", port),))
+            await two.channels.call(contact, ECHO, peer_pb2.Hello(), timeout_s=5)
+            await server.stop(0)
+            for _ in range(3):
+                with pytest.raises(NetworkError, match=str(identity.peer_id)):
+                    await two.channels.call(contact, ECHO, peer_pb2.Hello(), timeout_s=5)
+            again = Server()
+            assert await again.start(identity, two.handlers, "127.0.0.1", port) == port
+            started_s = time.monotonic()
+            await two.channels.call(contact, ECHO, peer_pb2.Hello(), timeout_s=5)
+            assert time.monotonic() - started_s < 0.5
+            await again.stop(0)
+
+    run(scenario)
+
+
+def test_a_peer_that_moved_is_dialed_at_its_new_address() -> None:
+    async def scenario() -> None:
+        async with pair() as two:
+            two.handlers.unary(ECHO, echo)
+            identity = Identity.generate()
+            for _ in range(2):
+                server = Server()
+                port = await server.start(identity, two.handlers, "127.0.0.1", 0)
+                contact = Contact(identity.peer_id, (Address("127.0.0.1", port),))
+                await two.channels.call(contact, ECHO, peer_pb2.Hello(), timeout_s=5)
+                await server.stop(0)
+                await until(lambda: not two.channels.connected(identity.peer_id))
+
+    run(scenario)
+
+
+def test_many_callers_share_one_connection_attempt() -> None:
+    async def scenario() -> None:
+        dialed: list[Address] = []
+        async with pair() as two:
+            two.handlers.unary(ECHO, echo)
+            two.channels._on_connected = lambda contact, address, seconds: dialed.append(address)
+            async with asyncio.TaskGroup() as group:
+                calls = [group.create_task(two.echo(str(number))) for number in range(50)]
+            assert [call.result() for call in calls] == [str(number) for number in range(50)]
+            assert len(dialed) == 1
+
+    run(scenario)
+
+
+def test_the_pool_is_bounded_and_closes_what_is_idle() -> None:
+    async def scenario() -> None:
+        async with pair(config=ChannelsConfig(connections_max=2, idle_s=0.0)) as two:
+            two.handlers.unary(ECHO, echo)
+            identities = [Identity.generate() for _ in range(4)]
+            servers = [Server() for _ in identities]
+            for identity, server in zip(identities, servers, strict=True):
+                port = await server.start(identity, two.handlers, "127.0.0.1", 0)
+                await two.channels.call(
+                    Contact(identity.peer_id, (Address("127.0.0.1", port),)), ECHO, peer_pb2.Hello(agent="x"), timeout_s=5
+                )
+                assert len(two.channels._links) <= 2
+            assert two.channels.connected(identities[3].peer_id)
+            assert not two.channels.connected(identities[0].peer_id)
+            await asyncio.sleep(0.01)
+            await two.channels.close_idle()
+            assert not two.channels._links
+            assert not two.channels._uses
+            for server in servers:
+                await server.stop(0)
+
+    run(scenario)
+
+
+def test_closing_ends_calls_in_progress_with_an_error_of_ours() -> None:
+    async def scenario() -> None:
+        async with pair() as two:
+            entered = asyncio.Event()
+
+            async def slow(peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
+                entered.set()
+                await asyncio.Event().wait()
+                return request
+
+            two.handlers.unary(ECHO, slow)
+            outcome: list[BaseException] = []
+
+            async def one() -> None:
+                try:
+                    await two.echo("x")
+                except NetworkError as error:
+                    outcome.append(error)
+
+            async with asyncio.TaskGroup() as group:
+                group.create_task(one())
+                await entered.wait()
+                await two.channels.forget(two.contact.peer_id)
+            assert "was closed here" in str(outcome[0])
+
+    run(scenario)

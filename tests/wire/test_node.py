@@ -1,0 +1,243 @@
+"""A node's life on real sockets: start, join, be found again, close."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import swarm
+from swarm.errors import DeadlineExceeded, PeerError, UsageError
+from swarm.identity import Identity
+from swarm.ids import Address, Contact
+from swarm.net.hello import HELLO
+from swarm.net.joining import JoiningConfig
+from swarm.node import Node, NodeConfig
+from swarm.wire import peer_pb2
+
+HERE = "127.0.0.1:0"
+QUICK = NodeConfig(joining=JoiningConfig(hello_timeout_s=2, retry_first_s=0.05, retry_max_s=0.1, again_s=0.1))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def test_two_nodes_in_one_process_find_each_other() -> None:
+    with Node(listen=HERE) as one, Node(one.addresses, listen=HERE) as two:
+        assert two.wait_joined(5)
+        assert [known.peer_id for known in two.peers()] == [one.peer_id]
+        assert [known.contact for known in one.peers()] == [two.contact]
+        known = two.peers()[0]
+        assert known.round_trip_s is not None
+        assert 0 < known.round_trip_s < 1
+        assert known.agent.startswith(f"swarm/{swarm.__version__}")
+        assert known.last_seen_s is not None
+        assert abs(known.last_seen_s - time.time()) < 60
+        assert one.dht.store("key", "value", ttl_s=60).ok
+        entry = two.dht.get("key")
+        assert entry is not None
+        assert not isinstance(entry, dict)
+        assert (entry.value, entry.writer) == ("value", one.peer_id)
+
+
+def test_starting_and_closing_is_quick() -> None:
+    with Node(listen=HERE) as bootstrap:
+        started_s = time.monotonic()
+        node = Node(bootstrap.addresses, listen=HERE)
+        assert time.monotonic() - started_s < 0.5, "0.05 s on a quiet machine"
+        node.wait_joined(5)
+        started_s = time.monotonic()
+        node.close()
+        assert time.monotonic() - started_s < 2
+        node.close()
+    with pytest.raises(UsageError, match="this node is closed"):
+        node.dht.get("key")
+    assert "closed" in repr(node)
+
+
+def test_a_bootstrap_that_is_down_is_joined_when_it_comes_up() -> None:
+    identity, port = Identity.generate(), free_port()
+    address = f"/ip4/127.0.0.1/tcp/{port}/tls/http/p2p/{identity.peer_id}"
+    with Node([address], listen=HERE, config=QUICK) as node:
+        assert not node.wait_joined(0.2)
+        assert f"cannot reach peer {identity.peer_id}" in node.join_failures[0]
+        assert "connection refused" in node.join_failures[0]
+        with Node(listen=f"127.0.0.1:{port}", identity=identity):
+            assert node.wait_joined(10)
+            assert node.peers()[0].peer_id == identity.peer_id
+
+
+def test_a_black_hole_for_a_bootstrap_delays_neither_start_nor_close() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as hole:
+        address = f"/ip4/127.0.0.1/tcp/{hole.getsockname()[1]}/p2p/{Identity.generate().peer_id}"
+        started_s = time.monotonic()
+        node = Node(address, listen=HERE)
+        assert time.monotonic() - started_s < 1
+        started_s = time.monotonic()
+        node.close()
+        assert time.monotonic() - started_s < 2
+
+
+def test_the_peer_book_leads_back_when_every_bootstrap_is_dead(tmp_path: Path) -> None:
+    with Node(listen=HERE) as friend:
+        with Node(listen=HERE) as bootstrap, Node(bootstrap.addresses, listen=HERE, identity=tmp_path / "key") as node:
+            node.wait_joined(5)
+            node.network.run(node._introductions.introduce(friend.contact, timeout_s=5))
+            dead = bootstrap.addresses
+        with Node(dead, listen=HERE, identity=tmp_path / "key", config=QUICK) as node:
+            assert node.book.contact(friend.peer_id) == friend.contact
+            assert node.wait_joined(5)
+            assert node.channels.connected(friend.peer_id)
+
+
+def test_a_second_node_with_the_same_identity_file_is_refused_until_the_first_is_closed(tmp_path: Path) -> None:
+    with Node(listen=HERE, identity=tmp_path / "key") as first:
+        program = f"import swarm; swarm.Node(listen='{HERE}', identity={str(tmp_path / 'key')!r})"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=30)
+        assert done.returncode == 1
+        assert "is using the identity file" in done.stderr.splitlines()[-1]
+    with Node(listen=HERE, identity=tmp_path / "key") as again:
+        assert again.peer_id == first.peer_id
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bootstrap": ["/ip4/127.0.0.1/tcp/1"]}, "names no peer"),
+        ({"bootstrap": "nonsense"}, "names no peer"),
+        ({"listen": "everywhere"}, "is not host:port"),
+        ({"listen": "192.0.2.1:0"}, "cannot listen on 192.0.2.1"),
+    ],
+)
+def test_a_wrong_argument_leaves_nothing_behind(arguments: dict[str, object], message: str, tmp_path: Path) -> None:
+    threads = threading.active_count()
+    with pytest.raises(UsageError, match=message):
+        Node(**{"listen": HERE, "identity": tmp_path / "key", **arguments})  # type: ignore[arg-type]
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("swarm")] == [] or threading.active_count() == threads
+    Identity.load(tmp_path / "key").close()
+
+
+def test_a_port_that_is_taken_is_refused() -> None:
+    with Node(listen=HERE) as node, pytest.raises(UsageError, match="is the port taken"):
+        Node(listen=f"127.0.0.1:{node.contact.addresses[0].port}")
+
+
+def test_announced_addresses_take_the_place_of_those_found() -> None:
+    with Node(listen=HERE, config=NodeConfig(announce=("203.0.113.7:4000",))) as node:
+        assert node.addresses == [f"/ip4/203.0.113.7/tcp/4000/tls/http/p2p/{node.peer_id}"]
+
+
+def test_a_node_that_does_not_listen_can_still_call() -> None:
+    with Node(listen=HERE) as one, Node(one.addresses, listen=None) as client:
+        assert client.wait_joined(5)
+        assert client.addresses == []
+        assert one.book.contact(client.peer_id) == Contact(client.peer_id)
+
+
+def test_who_introduces_itself_as_another_is_refused() -> None:
+    with Node(listen=HERE) as one, Node(listen=HERE) as liar:
+        message = peer_pb2.Hello(contact=peer_pb2.Contact(peer_id=Identity.generate().peer_id.to_bytes()))
+        with pytest.raises(PeerError, match=liar.peer_id.short):
+            liar.network.run(liar.channels.call(one.contact, HELLO, message, timeout_s=5))
+        assert all(known.peer_id == liar.peer_id for known in one.peers())
+
+
+def test_services_say_goodbye_in_reverse_order_and_cannot_hold_the_node_up() -> None:
+    order: list[str] = []
+    node, other = Node(listen=HERE), Node(listen=HERE)
+
+    async def first() -> None:
+        await node._introductions.introduce(other.contact, timeout_s=1)  # connections still work
+        order.append("first")
+
+    async def broken() -> None:
+        raise RuntimeError("a service's bug")
+
+    async def stuck() -> None:
+        order.append("stuck")
+        await asyncio.Event().wait()
+
+    for callback in (first, broken, stuck):
+        node.at_close(callback)
+    started_s = time.monotonic()
+    node.close()
+    assert time.monotonic() - started_s < 2
+    assert order == ["stuck", "first"]
+    other.close()
+
+
+def test_calls_from_the_users_thread_have_a_deadline_and_end_with_the_node() -> None:
+    node = Node(listen=HERE)
+    with pytest.raises(DeadlineExceeded, match=r"no result within 0\.1 s"):
+        node.network.run(asyncio.Event().wait(), 0.1)
+
+    async def inside() -> None:
+        with pytest.raises(UsageError, match="would wait for itself"):
+            node.network.run(asyncio.Event().wait(), 1)
+
+    node.network.run(inside(), 5)
+    outcome: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            node.network.run(asyncio.Event().wait(), 30)
+        except UsageError as error:
+            outcome.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    while not any("Event.wait" in repr(task) for task in asyncio.all_tasks(node.network.loop)):
+        time.sleep(0.01)
+    node.close()
+    waiting.join(5)
+    assert "closed while this call was waiting" in str(outcome[0])
+
+
+def test_a_program_that_does_not_close_its_node_ends_quietly(tmp_path: Path) -> None:
+    program = (
+        "import swarm, sys\n"
+        f"one = swarm.Node(listen='{HERE}')\n"
+        f"two = swarm.Node(one.addresses, listen='{HERE}', identity={str(tmp_path / 'key')!r})\n"
+        "two.wait_joined(5)\n"
+        "print(len(two.peers()))\n"
+        "sys.exit(3)\n"
+    )
+    started_s = time.monotonic()
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "1\n", "")
+    assert time.monotonic() - started_s < 15
+    assert (tmp_path / "key.peers").exists(), "the exit hook closed it"
+
+
+def test_a_program_that_raises_shows_its_own_error_only() -> None:
+    program = f"import swarm\nnode = swarm.Node(listen='{HERE}')\nraise SystemError('mine')\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=30)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.rstrip().endswith("SystemError: mine")
+
+
+def test_a_bootstrap_peer_needs_no_torch() -> None:
+    program = (
+        f"import sys, swarm\nwith swarm.Node(listen='{HERE}') as node: node.dht.store('a', 1, ttl_s=5)\n"
+        "print(sorted({'torch', 'numpy', 'libp2p', 'trio'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30)
+    assert done.stdout.strip() == "[]"
+
+
+def test_addresses_of_the_same_bootstrap_are_one_peer() -> None:
+    with Node(listen=HERE) as one:
+        wrong = Contact(one.peer_id, (Address("127.0.0.1", 1),))
+        with Node([wrong, *one.addresses, one.contact], listen=HERE) as two:
+            assert two.wait_joined(5)
+            assert len(two.peers()) == 1

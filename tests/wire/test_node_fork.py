@@ -1,0 +1,140 @@
+"""Forked children beside a live node: DataLoader workers run, the node's handles refuse to, and none of its sockets stays open in them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+from swarm.net.rpc import StreamMethod
+from swarm.node import Node
+
+HERE = "127.0.0.1:0"
+
+
+def in_child(body: object) -> str:
+    """Run `body()` in a forked child; what it returned, or the error it raised."""
+    assert callable(body)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            text = str(body())
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writing, text.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return text
+
+
+def ports_of(process: psutil.Process) -> set[int]:
+    return {end.port for connection in process.net_connections("tcp") for end in (connection.laddr, connection.raddr) if end}
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_child_keeps_none_of_the_nodes_sockets_and_all_of_its_own() -> None:
+    with Node(listen=HERE) as one, Node(one.addresses, listen=HERE) as two, socket.create_server(("127.0.0.1", 0)) as other:
+        assert two.wait_joined(5)
+        mine = {one.contact.addresses[0].port, two.contact.addresses[0].port}
+        assert mine <= ports_of(psutil.Process())
+        assert in_child(lambda: mine & ports_of(psutil.Process())) == "set()"
+        assert in_child(lambda: other.getsockname()[1] in ports_of(psutil.Process())) == "True"
+        assert mine <= ports_of(psutil.Process()), "the parent's sockets are its own"
+        two.network.run(two._introductions.introduce(one.contact, timeout_s=5), 5)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_handle_used_in_a_child_fails_at_once_and_says_why() -> None:
+    with Node(listen=HERE) as node:
+        for use in (lambda: node.dht.get("key"), lambda: node.wait_joined(1), lambda: node.network.submit(node._stop())):
+            text = in_child(use)
+            assert text.startswith(f"UsageError: this node belongs to process {os.getpid()} and was inherited by a fork"), text
+        assert in_child(node.close) == "None", "closing in a child touches nothing"
+        assert node.dht.store("key", 1, ttl_s=5) is not None
+
+
+def test_a_data_loader_with_workers_runs_beside_a_node() -> None:
+    program = textwrap.dedent("""
+        import torch, swarm
+        from torch.utils.data import DataLoader, Dataset
+
+        class Numbers(Dataset):
+            def __len__(self): return 64
+            def __getitem__(self, index): return torch.tensor(float(index))
+
+        with swarm.Node(listen="127.0.0.1:0") as one:
+            loader = DataLoader(Numbers(), batch_size=8, num_workers=2, persistent_workers=True)
+            assert sum(float(batch.sum()) for batch in loader) == 2016.0
+            with swarm.Node(one.addresses, listen="127.0.0.1:0") as two:   # made after the workers
+                assert two.wait_joined(5)
+                assert sum(float(batch.sum()) for batch in loader) == 2016.0
+                assert sum(float(batch.sum()) for batch in DataLoader(Numbers(), batch_size=8, num_workers=2)) == 2016.0
+                assert two.dht.store("key", 1, ttl_s=5).ok
+        print("done")
+    """)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    assert "Traceback" not in done.stderr
+    assert "fork" not in done.stderr.lower()
+
+
+def test_a_killed_parents_connections_close_although_its_worker_lives_on(tmp_path: Path) -> None:
+    """The peers of a trainer that is killed must see it at once, whatever its orphans do."""
+    method = StreamMethod(name="/swarm.Test/Watch")
+    with Node(listen=HERE) as watcher:
+        broke, opened = watcher.network.run(_events(), 5)
+
+        async def watch(stream: object) -> None:
+            opened.set()
+            try:
+                await stream.receive()  # type: ignore[attr-defined]
+            finally:
+                broke.set()
+
+        watcher.handlers.stream(method, watch)
+        program = textwrap.dedent(f"""
+            import os, sys, time, swarm
+            from swarm.ids import Contact
+            from swarm.net.rpc import StreamMethod
+            node = swarm.Node({watcher.addresses!r}, listen="127.0.0.1:0")
+            async def hold():
+                watcher, method = Contact.parse({watcher.addresses[0]!r}), StreamMethod(name="/swarm.Test/Watch")
+                async with node.channels.open_stream(watcher, method, timeout_s=None) as stream:
+                    await stream.receive()
+            node.network.submit(hold())
+            node.wait_joined(5)
+            child = os.fork()
+            if child == 0:
+                time.sleep(60); os._exit(0)
+            print(child, flush=True)
+            time.sleep(60)
+        """)
+        trainer = subprocess.Popen([sys.executable, "-W", "ignore", "-c", program], stdout=subprocess.PIPE, text=True)
+        assert trainer.stdout is not None
+        child = psutil.Process(int(trainer.stdout.readline()))
+        try:
+            watcher.network.run(opened.wait(), 10)
+            assert not broke.is_set()
+            trainer.kill()
+            trainer.wait()
+            watcher.network.run(broke.wait(), 5)
+            assert child.is_running()
+        finally:
+            child.kill()
+            trainer.stdout.close()
+
+
+async def _events() -> tuple[object, object]:
+    import asyncio
+
+    return asyncio.Event(), asyncio.Event()

@@ -1,0 +1,366 @@
+"""Optimizers on real sockets: several peers in one process, each with a node of its own, trained from threads."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from averaging.donor import Donor
+from averaging.gradients import GradientsMode
+from averaging.optimizer import LoadResult, Optimizer, OptimizerConfig, StepReport
+from averaging.progress import ProgressConfig
+from swarm.errors import UsageError
+from swarm.node import Node
+
+FEATURES, TARGET, BATCH = 6, 48, 4
+QUICK = OptimizerConfig(round_timeout_s=30.0, no_donor_s=0.2, progress=ProgressConfig(refresh_s_max=0.5))
+
+
+def build(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(FEATURES, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+
+def batch(seed: int, samples: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(samples, FEATURES, generator=generator)
+    return x, x.sum(1, keepdim=True).sin()
+
+
+def backward(net: torch.nn.Module, data: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    loss = (net(data[0]) - data[1]).square().mean()
+    loss.backward()
+    return loss
+
+
+def adam(net: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def halving(inner: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(inner, 2, 0.5)
+
+
+@dataclass
+class Peer:
+    number: int
+    node: Node
+    net: torch.nn.Module
+    opt: Optimizer
+    taken: list[tuple[int, int]] = field(default_factory=list)  # (epoch, seed of the batch)
+    reports: list[StepReport] = field(default_factory=list)
+    steps: int = 0
+
+    def train_once(self) -> StepReport:
+        seed = 1000 * self.number + self.steps
+        self.steps += 1
+        before = self.opt.epoch
+        self.opt.zero_grad()
+        backward(self.net, batch(seed))
+        report = self.opt.step()
+        if report.samples:
+            self.taken.append((before, seed))
+        self.reports.append(report)
+        return report
+
+    def train_to(self, epoch: int) -> None:
+        while self.opt.epoch < epoch:
+            self.train_once()
+
+
+@contextmanager
+def swarm_of(count: int, run: str, **options: Any) -> Iterator[list[Peer]]:
+    with ExitStack() as stack:
+        peers: list[Peer] = []
+        for number in range(count):
+            peers.append(stack.enter_context(one_more(peers, run, number, **options)))
+        yield peers
+
+
+@contextmanager
+def one_more(
+    peers: list[Peer], run: str, number: int, seed: int = 0, make: Callable[[int], torch.nn.Module] = build, **options: Any
+) -> Iterator[Peer]:
+    net = make(seed)
+    options = {"extra_tensors": tuple(net.buffers()), **options}
+    options = {"codec": "float32", "config": QUICK, "scheduler": halving, "state_sync_epochs": 0, "target_batch_size": TARGET, **options}
+    bootstrap = [address for peer in peers[:1] for address in peer.node.addresses]
+    with Node(bootstrap, "127.0.0.1:0") as node, Optimizer(adam(net), node=node, run=run, batch_size_per_step=BATCH, **options) as opt:
+        yield Peer(number, node, net, opt)
+
+
+def together(work: list[Callable[[], Any]], timeout_s: float = 90.0) -> None:
+    """Run all in threads of their own; the first error of any is raised here."""
+    errors: list[BaseException] = []
+
+    def guarded(one: Callable[[], Any]) -> None:
+        try:
+            one()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(one,), daemon=True) for one in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout_s)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "a trainer hangs"
+
+
+def oracle(epochs: int, taken: list[tuple[int, int]]) -> torch.nn.Module:
+    """One machine that trains on the union of the batches that all peers contributed."""
+    net = build()
+    inner = adam(net)
+    scheduler = halving(inner)
+    for epoch in range(epochs):
+        seeds = sorted(seed for at, seed in taken if at == epoch)
+        inner.zero_grad()
+        for seed in seeds:
+            loss = (net(batch(seed)[0]) - batch(seed)[1]).square().mean() / len(seeds)
+            loss.backward()
+        inner.step()
+        scheduler.step()
+    return net
+
+
+def assert_close(one: torch.nn.Module, other: torch.nn.Module, tolerance: float = 1e-5) -> None:
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_alone_it_is_a_large_batch() -> None:
+    with swarm_of(1, "alone") as [peer]:
+        peer.train_to(3)
+        assert len(peer.taken) == 3 * TARGET // BATCH, "an epoch ends exactly at the target"
+        assert [report.stepped for report in peer.reports].count(True) == 3
+        assert all(report.alone for report in peer.reports if report.stepped)
+        assert peer.reports[-1].contributed == TARGET
+        assert_close(peer.net, oracle(3, peer.taken), 1e-6)
+        loaded = peer.opt.load_state_from_peers(timeout_s=10)
+        assert (loaded.loaded, loaded.alone) == (False, True)
+
+
+def test_three_peers_train_as_one_machine_would() -> None:
+    with swarm_of(3, "three") as peers:
+        together([lambda peer=peer: peer.train_to(6) for peer in peers])  # type: ignore[misc]
+        digests = {peer.opt.state_digest() for peer in peers}
+        assert len(digests) == 1, "all hold the same bits"
+        assert digests.pop()[0] == 6
+        taken = [one for peer in peers for one in peer.taken]
+        assert_close(peers[0].net, oracle(6, taken))
+        rounds = [report.round for report in peers[0].reports if report.round is not None and not report.round.failed]
+        assert any(len(one.peers) == 3 for one in rounds)
+
+
+def test_the_state_is_averaged_and_drift_reported() -> None:
+    with swarm_of(2, "sync", state_sync_epochs=2) as peers:
+        together([lambda peer=peer: peer.train_to(1) for peer in peers])  # type: ignore[misc]
+        with torch.no_grad():
+            next(peers[1].net.parameters()).add_(0.01)  # as if its processor calculated differently
+        assert len({peer.opt.state_digest() for peer in peers}) == 2
+        together([lambda peer=peer: peer.train_to(2) for peer in peers])  # type: ignore[misc]
+        last = [peer.reports[-1] for peer in peers]
+        assert all(report.state_round is not None and not report.state_round.failed for report in last)
+        assert len({report.state_round.digest for report in last if report.state_round}) == 1
+        assert all(report.drift is not None and 1e-5 < report.drift < 0.1 for report in last)
+        assert len({peer.opt.state_digest() for peer in peers}) == 1
+
+
+def test_one_peer_leaves_and_the_others_go_on() -> None:
+    with swarm_of(3, "leaving") as peers:
+        together([lambda peer=peer: peer.train_to(2) for peer in peers])  # type: ignore[misc]
+        peers[2].opt.close()
+        peers[2].node.close()
+        together([lambda peer=peer: peer.train_to(4) for peer in peers[:2]])  # type: ignore[misc]
+        assert len({peer.opt.state_digest() for peer in peers[:2]}) == 1
+        with pytest.raises(UsageError, match="closed"):
+            peers[2].opt.step()
+
+
+def test_a_frozen_peer_stops_nobody_and_falls_back_in_line() -> None:
+    with swarm_of(3, "frozen") as peers:
+        together([lambda peer=peer: peer.train_to(2) for peer in peers])  # type: ignore[misc]
+        thaw = threading.Event()
+        peers[2].node.network.loop.call_soon_threadsafe(thaw.wait, 60)  # connections stay open, and nothing is said
+        together([lambda peer=peer: peer.train_to(5) for peer in peers[:2]])  # type: ignore[misc]
+        assert len({peer.opt.state_digest() for peer in peers[:2]}) == 1
+        thaw.set()
+        together([lambda peer=peer: peer.train_to(8) for peer in peers])  # type: ignore[misc]
+        assert len({peer.opt.state_digest() for peer in peers}) == 1
+        assert any(report.resynchronised and report.resynchronised.loaded for report in peers[2].reports)
+
+
+def test_who_was_alone_until_now_averages_the_state_with_a_newcomer_in_the_next_epoch() -> None:
+    with swarm_of(1, "sync early", state_sync_epochs=2) as peers, ExitStack() as stack:
+        peers[0].train_to(1)
+        late = stack.enter_context(one_more(peers, "sync early", 3, seed=4, state_sync_epochs=2))
+        assert late.opt.load_state_from_peers(timeout_s=30).loaded
+        together([lambda peer=peer: peer.train_to(2) for peer in [*peers, late]])  # type: ignore[misc]
+        rounds = [peer.reports[-1].state_round for peer in [*peers, late]]
+        assert all(one is not None and not one.failed for one in rounds), rounds
+        assert len({peer.opt.state_digest() for peer in [*peers, late]}) == 1
+
+
+def test_buffers_and_counters_become_equal_with_the_state() -> None:
+    def normed(seed: int) -> torch.nn.Module:
+        torch.manual_seed(seed)
+        return torch.nn.Sequential(torch.nn.Linear(FEATURES, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+
+    with ExitStack() as stack:
+        peers: list[Peer] = []
+        for number in range(2):
+            peers.append(stack.enter_context(one_more(peers, "buffers", number, make=normed, state_sync_epochs=3)))
+        together([lambda peer=peer: peer.train_to(3) for peer in peers])  # type: ignore[misc]
+        assert all(peer.reports[-1].state_round is not None for peer in peers)
+        first, second = (dict(peer.net.named_buffers()) for peer in peers)
+        assert all(torch.equal(first[name], second[name]) for name in first)
+        assert int(first["1.num_batches_tracked"]) >= max(peer.steps for peer in peers), "counters become the largest that any peer has"
+        assert len({peer.opt.state_digest() for peer in peers}) == 1
+
+
+def test_a_late_joiner_downloads_the_state_and_contributes() -> None:
+    with swarm_of(2, "late") as peers, ExitStack() as stack:
+        together([lambda peer=peer: peer.train_to(3) for peer in peers])  # type: ignore[misc]
+        late = stack.enter_context(one_more(peers, "late", 7, seed=99))
+        loaded = late.opt.load_state_from_peers(timeout_s=30)
+        assert loaded.loaded, loaded
+        assert (loaded.epoch, loaded.replayed) == (3, 0)
+        assert set(loaded.donors) <= {peer.node.peer_id for peer in peers}
+        everybody = [*peers, late]
+        assert len({peer.opt.state_digest() for peer in everybody}) == 1
+        together([lambda peer=peer: peer.train_to(7) for peer in everybody])  # type: ignore[misc]
+        assert len({peer.opt.state_digest() for peer in everybody}) == 1
+        assert any(report.contributed for report in late.reports)
+        assert_close(late.net, oracle(7, [one for peer in everybody for one in peer.taken]))
+
+
+def test_a_download_longer_than_an_epoch_catches_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Donors hold back until the swarm has gone on; the newcomer took part in those rounds at weight 0, and replays them."""
+    released, stop = threading.Event(), [10**6]
+    on_chunks, capture = Donor.on_chunks, GradientsMode.capture
+
+    async def held(self: Donor, *args: Any) -> None:
+        await asyncio.to_thread(released.wait, 30)
+        await on_chunks(self, *args)
+
+    with swarm_of(2, "replay") as peers, ExitStack() as stack:
+        together([lambda peer=peer: peer.train_to(2) for peer in peers])  # type: ignore[misc]
+        late = stack.enter_context(one_more(peers, "replay", 7, seed=99))
+        in_a_row: list[int] = []
+
+        def counted(self: GradientsMode, told: Any) -> Any:
+            epoch = peers[0].opt.epoch
+            in_a_row.append(epoch)
+            if len(in_a_row) == 3:
+                stop[0] = late.opt._tracker.view().epoch + 4
+            return capture(self, told)
+
+        monkeypatch.setattr(Donor, "on_chunks", held)
+        monkeypatch.setattr(GradientsMode, "capture", counted)
+
+        def go_on(peer: Peer) -> None:
+            while peer.opt.epoch < stop[0]:
+                peer.train_once()
+            released.set()
+
+        loads: list[LoadResult] = []
+        together([lambda: loads.append(late.opt.load_state_from_peers(timeout_s=60)), *[lambda peer=peer: go_on(peer) for peer in peers]])  # type: ignore[misc]
+        assert loads[0].loaded, loads
+        assert loads[0].replayed >= 2
+        assert loads[0].epoch == stop[0]
+        assert len({peer.opt.state_digest() for peer in [*peers, late]}) == 1
+
+
+def test_a_peer_that_finds_the_swarm_ahead_loads_in_its_first_step() -> None:
+    with swarm_of(1, "behind") as peers:
+        peers[0].train_to(2)
+        with one_more(peers, "behind", 5, seed=3) as late:
+            report = late.train_once()
+            assert report.resynchronised is not None
+            assert report.resynchronised.loaded, report
+            assert (report.samples, report.dropped, report.epoch) == (0, BATCH, 2)
+            assert late.opt.state_digest() == peers[0].opt.state_digest()
+
+
+def test_non_finite_gradients_are_dropped_and_reported() -> None:
+    with swarm_of(1, "nan") as [peer]:
+        backward(peer.net, batch(1))
+        next(peer.net.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
+        report = peer.opt.step()
+        assert (report.samples, report.dropped, report.reason) == (0, BATCH, "non-finite gradients")
+        peer.train_to(1)
+        assert all(bool(p.isfinite().all()) for p in peer.net.parameters())
+
+
+def test_it_is_a_torch_optimizer() -> None:
+    with swarm_of(1, "torch", target_batch_size=2 * BATCH) as [peer]:
+        opt, net = peer.opt, peer.net
+        assert isinstance(opt, torch.optim.Optimizer)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+        scaler = torch.amp.GradScaler("cpu")
+        seen: list[Any] = []
+        opt.register_step_pre_hook(lambda inner, args, kwargs: seen.append([p.grad.clone() for p in net.parameters()]))
+        for seed in (1, 2):
+            opt.zero_grad()
+            x, y = batch(seed)
+            scaler.scale((net(x) - y).square().mean()).backward()
+            report = scaler.step(opt)
+            scaler.update()
+        assert report.stepped
+        assert len(seen) == 1, "hooks see the averaged gradients, once an epoch"
+        scheduler.step()
+        assert opt.inner.param_groups[0]["lr"] == pytest.approx(0.005)
+        assert opt.step(batch_size=3, closure=lambda: backward(net, batch(4))).loss is not None
+        assert opt.step(lambda: backward(net, batch(5))).loss is not None
+        with pytest.raises(UsageError, match="agreed on the parameters"):
+            opt.add_param_group({"params": []})
+
+
+def test_resuming_within_an_epoch_is_as_if_nothing_had_happened() -> None:
+    with swarm_of(1, "resume") as [peer]:
+        for _ in range(17):
+            peer.train_once()
+        saved, weights = copy.deepcopy(peer.opt.state_dict()), copy.deepcopy(peer.net.state_dict())
+        with swarm_of(1, "resumed", seed=5) as [resumed]:
+            resumed.net.load_state_dict(weights)
+            resumed.opt.load_state_dict(saved)
+            resumed.steps = peer.steps
+            assert resumed.opt.epoch == peer.opt.epoch == 1
+            peer.train_to(3)
+            resumed.train_to(3)
+            assert resumed.opt.state_digest() == peer.opt.state_digest()
+
+
+def test_mistakes_of_the_caller() -> None:
+    with Node(listen="127.0.0.1:0") as node:
+        net = build()
+
+        def make(**options: Any) -> Optimizer:
+            return Optimizer(adam(net), **{"node": node, "run": "x", "target_batch_size": 8, **options})
+
+        for options, complaint in [
+            ({"mode": "hogwild"}, "there is no mode 'hogwild'; there is: gradients"),
+            ({"codec": "int1"}, "int1"),
+            ({"target_batch_size": 0}, "positive whole number"),
+            ({"run": ""}, "run is a name"),
+            ({"state_sync_epochs": -1}, "state_sync_epochs"),
+            ({"config": QUICK, "batch_size_per_step": True}, "positive whole number"),
+        ]:
+            with pytest.raises(UsageError, match=complaint):
+                make(**options)
+        with make() as opt:
+            with pytest.raises(UsageError, match="already has an Optimizer for run"):
+                make()
+            with pytest.raises(UsageError, match="how many samples"):
+                opt.step()
+        make().close()

@@ -1,0 +1,258 @@
+"""Unary calls on real sockets: what each failure is called, and that none of them harms the next call."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+
+from swarm.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
+from swarm.identity import Identity
+from swarm.ids import Address, Contact, PeerId
+from swarm.net.channels import Channels, ChannelsConfig
+from swarm.net.rpc import Handlers, Method, Server
+from swarm.wire import peer_pb2
+
+ECHO = Method(name="/swarm.Test/Echo", request=peer_pb2.Hello, reply=peer_pb2.Hello, request_bytes_max=1000, reply_bytes_max=2000)
+
+
+@dataclass
+class Pair:
+    """A server and a caller."""
+
+    handlers: Handlers
+    server: Server
+    channels: Channels
+    contact: Contact
+
+    async def echo(self, agent: str, method: Method[peer_pb2.Hello, peer_pb2.Hello] = ECHO, timeout_s: float = 5.0) -> str:
+        return (await self.channels.call(self.contact, method, peer_pb2.Hello(agent=agent), timeout_s=timeout_s)).agent
+
+
+@asynccontextmanager
+async def pair(server: Server | None = None, config: ChannelsConfig | None = None) -> AsyncIterator[Pair]:
+    identity, handlers, server = Identity.generate(), Handlers(), server or Server()
+    port = await server.start(identity, handlers, "127.0.0.1", 0)
+    channels = Channels(Identity.generate(), config)
+    try:
+        yield Pair(handlers, server, channels, Contact(identity.peer_id, (Address("127.0.0.1", port),)))
+    finally:
+        await channels.close()
+        await server.stop(0)
+
+
+async def echo(peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
+    return request
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - a connection's state has no event
+        await asyncio.sleep(0.01)
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_handlers_come_and_go_while_the_server_serves() -> None:
+    async def scenario() -> None:
+        async with pair() as two:
+            with pytest.raises(PeerError, match=f"{two.contact.peer_id} does not serve /swarm.Test/Echo"):
+                await two.echo("x")
+            two.handlers.unary(ECHO, echo)
+            assert await two.echo("x") == "x"
+            with pytest.raises(UsageError, match="has a handler already"):
+                two.handlers.unary(ECHO, echo)
+            two.handlers.remove(ECHO.name)
+            with pytest.raises(PeerError, match="does not serve"):
+                await two.echo("x")
+
+    run(scenario)
+
+
+def test_a_refusal_reaches_the_caller_with_its_reason() -> None:
+    async def scenario() -> None:
+        async with pair() as two:
+
+            async def refuse(peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
+                raise (UsageError if request.agent == "usage" else PeerError)("the schema differs: é")
+
+            two.handlers.unary(ECHO, refuse)
+            for kind in ("usage", "peer"):
+                with pytest.raises(PeerError, match=f"{two.contact.peer_id} refused {ECHO.name}: the schema differs: é"):
+                    await two.echo(kind)
+
+    run(scenario)
+
+
+def test_a_bug_in_a_handler_is_logged_here_and_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with pair() as two:
+
+            async def broken(peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
+                raise KeyError("secret")
+
+            two.handlers.unary(ECHO, broken)
+            with pytest.raises(PeerError, match="internal error") as caught:
+                await two.echo("x")
+            assert "secret" not in str(caught.value)
+            two.handlers.remove(ECHO.name)
+            two.handlers.unary(ECHO, echo)
+            assert await two.echo("still there") == "still there"
+
+    with caplog.at_level(logging.ERROR):
+        run(scenario)
+    assert "secret" in caplog.text
+
+
+def test_what_the_handler_could_not_reach_is_the_networks_fault() -> None:
+    async def scenario() -> None:
+        async with pair() as two:
+
+            async def relay(peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
+                raise NetworkError("cannot reach the third")
+
+            two.handlers.unary(ECHO, relay)
+            with pytest.raises(NetworkError, match="cannot reach the third"):
+                await two.echo("x")
+
+    run(scenario)
+
+
+def test_limits_hold_at_both_ends() -> None:
+    async def scenario() -> None:
+        loose = Method(name=ECHO.name, request=peer_pb2.Hello, reply=peer_pb2.Hello)
+        async with pair() as two:
+            two.handlers.unary(ECHO, echo)
+            with pytest.raises(UsageError, match="at most 1000 bytes"):
+                await two.echo("x" * 1001)
+            with pytest.raises(PeerError, match="at most 1000 bytes; this one has"):
+                await two.echo("x" * 1001, loose)
+            two.handlers.remove(ECHO.name)
+
+            async def long_answer(peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
+                return peer_pb2.Hello(agent="y" * 3000)
+
+            two.handlers.unary(loose, long_answer)
+            with pytest.raises(PeerError, match=r"answered .* with .* bytes; at most 2000"):
+                await two.echo("x")
+            two.handlers.remove(ECHO.name)
+            two.handlers.unary(ECHO, long_answer)
+            with pytest.raises(PeerError, match="internal error"):
+                await two.echo("x", loose)
+
+    run(scenario)
+
+
+def test_a_message_beyond_the_transports_own_limit_ends_only_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with pair() as two:
+            two.handlers.unary(ECHO, echo)
+            assert await two.echo("x") == "x"
+            link = next(iter(two.channels._links.values()))
+            assert link.connection is not None
+            import grpc
+
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await link.connection.channel.unary_unary(ECHO.name)(bytes(17 << 20), timeout=5)
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert await two.echo("x") == "x"
+
+    run(scenario)
+
+
+def test_what_cannot_be_parsed_is_the_senders_fault() -> None:
+    class Garbage:
+        """Serializes to bytes that are no protobuf message."""
+
+        def SerializeToString(self) -> bytes:
+            return b"\xff\xff\xff"
+
+    async def scenario() -> None:
+        async with pair() as two:
+            two.handlers.unary(ECHO, echo)
+            with pytest.raises(PeerError, match=r"is not a swarm\.wire\.Hello"):
+                await two.channels.call(two.contact, ECHO, Garbage(), timeout_s=5)  # type: ignore[type-var]
+            two.handlers.remove(ECHO.name)
+
+            async def garbage(peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
+                return Garbage()  # type: ignore[return-value]
+
+            two.handlers.unary(ECHO, garbage)
+            with pytest.raises(PeerError, match=r"something that is not a swarm\.wire\.Hello"):
+                await two.echo("x")
+
+    run(scenario)
+
+
+def test_a_handler_is_cancelled_when_its_caller_goes_away() -> None:
+    async def scenario() -> None:
+        async with pair() as two:
+            entered, cancelled = asyncio.Event(), asyncio.Event()
+
+            async def slow(peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
+                entered.set()
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    cancelled.set()
+                    raise
+                return request
+
+            two.handlers.unary(ECHO, slow)
+            async with asyncio.TaskGroup() as group:
+                call = group.create_task(two.echo("x"))
+                await entered.wait()
+                call.cancel()
+            await cancelled.wait()
+            entered.clear()
+            cancelled.clear()
+            with pytest.raises(DeadlineExceeded, match=f"{two.contact.peer_id} at .* did not answer {ECHO.name} within 0.2 s"):
+                await two.echo("x", timeout_s=0.2)
+            await cancelled.wait()
+
+    run(scenario)
+
+
+def test_a_caller_has_a_bounded_number_of_calls_open() -> None:
+    async def scenario() -> None:
+        async with pair(Server(calls_per_peer_max=3)) as two:
+            release = asyncio.Event()
+
+            async def slow(peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
+                await release.wait()
+                return request
+
+            two.handlers.unary(ECHO, slow)
+            outcomes: list[str] = []
+
+            async def one() -> None:
+                try:
+                    outcomes.append(await two.echo("x"))
+                except PeerError as error:
+                    outcomes.append(str(error))
+                    release.set()
+
+            async with asyncio.TaskGroup() as group:
+                for _ in range(4):
+                    group.create_task(one())
+            assert sorted(outcome == "x" for outcome in outcomes) == [False, True, True, True]
+            assert any("you have 3 calls open here already" in outcome for outcome in outcomes)
+            assert await two.echo("and then room again") == "and then room again"
+
+    run(scenario)
+
+
+def test_a_port_that_is_taken_is_an_error() -> None:
+    async def scenario() -> None:
+        async with pair() as two:
+            with pytest.raises(UsageError, match=r"cannot listen on 127\.0\.0\.1"):
+                await Server().start(Identity.generate(), Handlers(), "127.0.0.1", two.contact.addresses[0].port)
+        with pytest.raises(UsageError, match=r"cannot listen on 192\.0\.2\.1"):
+            await Server().start(Identity.generate(), Handlers(), "192.0.2.1", 0)
+
+    run(scenario)

@@ -1,0 +1,324 @@
+"""Streams on real sockets: the same on both ends, with flow control, and never mistaken for finished when they broke."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from swarm.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
+from swarm.identity import Identity
+from swarm.ids import Address, Contact
+from swarm.net.channels import Channels
+from swarm.net.rpc import Handlers, Server, Stream, StreamMethod
+
+TALK = StreamMethod(name="/swarm.Test/Talk", message_bytes_max=1 << 20)
+
+
+@dataclass
+class Line:
+    """A caller, a server, and what its handler saw."""
+
+    channels: Channels
+    handlers: Handlers
+    server: Server
+    contact: Contact
+    caller: Identity
+    seen: list[object] = field(default_factory=list)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def serve(self, handler: Callable[[Stream], Awaitable[None]], method: StreamMethod = TALK) -> None:
+        async def watched(stream: Stream) -> None:
+            try:
+                await handler(stream)
+                self.seen.append("returned")
+            except BaseException as error:
+                self.seen.append(error)
+                raise
+            finally:
+                self.ended.set()
+
+        self.handlers.stream(method, watched)
+
+
+@asynccontextmanager
+async def line() -> AsyncIterator[Line]:
+    identity, caller, handlers, server = Identity.generate(), Identity.generate(), Handlers(), Server()
+    port = await server.start(identity, handlers, "127.0.0.1", 0)
+    channels = Channels(caller)
+    try:
+        yield Line(channels, handlers, server, Contact(identity.peer_id, (Address("127.0.0.1", port),)), caller)
+    finally:
+        await channels.close()
+        await server.stop(0)
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+async def push(stream: Stream) -> None:
+    while True:
+        await stream.send(bytes(1000))
+
+
+async def echo(stream: Stream) -> None:
+    while (message := await stream.receive()) is not None:
+        await stream.send(message)
+
+
+def test_messages_go_both_ways_until_both_ends_finish() -> None:
+    async def scenario() -> None:
+        async with line() as one:
+            one.serve(echo)
+            async with one.channels.open_stream(one.contact, TALK, timeout_s=10) as stream:
+                assert stream.peer_id == one.contact.peer_id
+                for number in range(100):
+                    await stream.send(b"%d" % number)
+                await stream.finish()
+                await stream.finish()
+                assert [await stream.receive() for _ in range(100)] == [b"%d" % number for number in range(100)]
+                assert await stream.receive() is None
+                assert await stream.receive() is None
+                with pytest.raises(UsageError, match="finished"):
+                    await stream.send(b"late")
+            assert one.seen == ["returned"]
+
+    run(scenario)
+
+
+def test_the_handler_knows_its_caller_and_may_speak_first_and_last() -> None:
+    async def scenario() -> None:
+        async with line() as one:
+
+            async def handler(stream: Stream) -> None:
+                assert stream.peer_id == one.caller.peer_id
+                await stream.send(b"first")
+                assert await stream.receive() == b"answer"
+                assert await stream.receive() is None
+                assert await stream.receive() is None
+                await stream.finish()
+                await stream.send(b"last")
+
+            one.serve(handler)
+            async with one.channels.open_stream(one.contact, TALK, timeout_s=10) as stream:
+                assert await stream.receive() == b"first"
+                await stream.send(b"answer")
+                await stream.finish()
+                assert await stream.receive() == b"last"
+                assert await stream.receive() is None
+
+    run(scenario)
+
+
+def test_a_refusal_reaches_the_caller_whatever_it_does() -> None:
+    async def scenario() -> None:
+        async with line() as one:
+
+            async def refuse(stream: Stream) -> None:
+                await stream.receive()
+                raise PeerError("not of this group")
+
+            one.serve(refuse)
+            async with one.channels.open_stream(one.contact, TALK, timeout_s=10) as stream:
+                await stream.send(b"x")
+                with pytest.raises(PeerError, match=f"{one.contact.peer_id} refused {TALK.name}: not of this group"):
+                    await stream.receive()
+            async with one.channels.open_stream(one.contact, TALK, timeout_s=10) as stream:
+                with pytest.raises(PeerError, match="not of this group"):
+                    await push(stream)
+
+    run(scenario)
+
+
+def test_a_stream_that_nobody_serves_says_so() -> None:
+    async def scenario() -> None:
+        async with line() as one, one.channels.open_stream(one.contact, TALK, timeout_s=10) as stream:
+            with pytest.raises(PeerError, match="does not serve"):
+                await stream.receive()
+
+    run(scenario)
+
+
+def test_limits_hold_at_both_ends() -> None:
+    async def scenario() -> None:
+        loose = StreamMethod(name=TALK.name)
+        async with line() as one:
+            one.serve(echo)
+            async with one.channels.open_stream(one.contact, TALK, timeout_s=10) as stream:
+                for wrong in (b"", bytes((1 << 20) + 1)):
+                    with pytest.raises(UsageError, match="message"):
+                        await stream.send(wrong)
+                await stream.send(bytes(1 << 20))
+                message = await stream.receive()
+                assert message is not None
+                assert len(message) == 1 << 20
+            async with one.channels.open_stream(one.contact, loose, timeout_s=10) as stream:
+                await stream.send(bytes((1 << 20) + 1))
+                with pytest.raises(PeerError, match="messages of 1 to 1048576 bytes; this one has 1048577"):
+                    await stream.receive()
+            one.handlers.remove(TALK.name)
+
+            async def too_much(stream: Stream) -> None:
+                await stream.send(bytes((1 << 20) + 1))
+
+            one.handlers.stream(loose, too_much)
+            async with one.channels.open_stream(one.contact, TALK, timeout_s=10) as stream:
+                with pytest.raises(PeerError, match="this one has 1048577"):
+                    await stream.receive()
+
+    run(scenario)
+
+
+def test_a_caller_that_breaks_off_does_not_look_finished() -> None:
+    async def scenario() -> None:
+        async with line() as one:
+            first = asyncio.Event()
+
+            async def handler(stream: Stream) -> None:
+                assert await stream.receive() == b"x"
+                first.set()
+                await stream.receive()
+
+            one.serve(handler)
+            async with one.channels.open_stream(one.contact, TALK, timeout_s=10) as stream:
+                await stream.send(b"x")
+                await first.wait()
+            await one.ended.wait()
+            assert isinstance(one.seen[0], NetworkError | asyncio.CancelledError), one.seen
+
+    run(scenario)
+
+
+def test_a_handler_that_cancels_is_the_networks_fault_to_the_caller() -> None:
+    async def scenario() -> None:
+        async with line() as one:
+
+            async def handler(stream: Stream) -> None:
+                await stream.send(b"x")
+                stream.cancel()
+                await asyncio.Event().wait()
+
+            one.serve(handler)
+            async with one.channels.open_stream(one.contact, TALK, timeout_s=10) as stream:
+                assert await stream.receive() == b"x"
+                with pytest.raises(NetworkError, match="broke off"):
+                    await stream.receive()
+
+    run(scenario)
+
+
+def test_a_handler_that_returns_early_is_seen_by_a_sender() -> None:
+    async def scenario() -> None:
+        async with line() as one:
+
+            async def handler(stream: Stream) -> None:
+                await stream.receive()
+
+            one.serve(handler)
+            async with one.channels.open_stream(one.contact, TALK, timeout_s=10) as stream:
+                with pytest.raises(NetworkError, match="without taking all that was sent"):
+                    await push(stream)
+
+    run(scenario)
+
+
+def test_a_server_that_dies_ends_the_stream() -> None:
+    async def scenario() -> None:
+        async with line() as one:
+
+            async def handler(stream: Stream) -> None:
+                await stream.send(b"x")
+                await asyncio.Event().wait()
+
+            one.serve(handler)
+            async with one.channels.open_stream(one.contact, TALK, timeout_s=10, lane=2) as stream:
+                assert await stream.receive() == b"x"
+                await one.server.stop(0)
+                with pytest.raises(NetworkError):
+                    await stream.receive()
+
+    run(scenario)
+
+
+def test_the_deadline_is_for_the_whole_stream() -> None:
+    async def scenario() -> None:
+        async with line() as one:
+            one.serve(echo)
+            async with one.channels.open_stream(one.contact, TALK, timeout_s=0.3) as stream:
+                await stream.send(b"x")
+                assert await stream.receive() == b"x"
+                with pytest.raises(DeadlineExceeded, match=r"within 0\.3 s"):
+                    await stream.receive()
+
+    run(scenario)
+
+
+def test_a_sender_waits_for_a_reader_that_does_not_read() -> None:
+    async def scenario() -> None:
+        async with line() as one:
+            go = asyncio.Event()
+            count = 64
+
+            async def slow(stream: Stream) -> None:
+                await go.wait()
+                total = 0
+                while (message := await stream.receive()) is not None:
+                    total += len(message)
+                await stream.send(str(total).encode())
+
+            one.serve(slow)
+            sent = 0
+            async with one.channels.open_stream(one.contact, TALK, timeout_s=20) as stream:
+
+                async def push() -> None:
+                    nonlocal sent
+                    for _ in range(count):
+                        await stream.send(bytes(1 << 20))
+                        sent += 1
+                    await stream.finish()
+
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(push())
+                    before = -1
+                    while before != sent:  # until nothing moves any more
+                        before = sent
+                        await asyncio.sleep(0.2)
+                    assert sent < count // 2, "flow control holds the sender back"
+                    go.set()
+                assert await stream.receive() == str(count << 20).encode()
+
+    run(scenario)
+
+
+def test_lanes_are_connections_of_their_own() -> None:
+    async def scenario() -> None:
+        async with line() as one:
+            one.serve(echo)
+            payload = os.urandom(1 << 20)
+
+            async def talk(lane: int) -> None:
+                async with one.channels.open_stream(one.contact, TALK, timeout_s=20, lane=lane) as stream:
+                    for _ in range(4):
+                        await stream.send(payload)
+                        assert await stream.receive() == payload
+                    await stream.finish()
+                    assert await stream.receive() is None
+
+            async with asyncio.TaskGroup() as group:
+                for lane in (0, 0, 1, 2, 3):
+                    group.create_task(talk(lane))
+            assert sorted(lane for _, lane in one.channels._links) == [0, 1, 2, 3]
+            channels = {id(link.connection.channel) for link in one.channels._links.values() if link.connection}
+            assert len(channels) == 4
+            import psutil
+
+            port = one.contact.addresses[0].port
+            mine = [c for c in psutil.Process().net_connections("tcp") if c.raddr and c.raddr.port == port and c.status == "ESTABLISHED"]
+            assert len(mine) == 4, "each lane has its own TCP connection"
+
+    run(scenario)
