@@ -1,7 +1,7 @@
 """Butterfly all-reduce between the members of a group: one service per node, any number of rounds side by side.
 
 Each member cuts the vector alike, reduces the span that its bandwidth earns it, and sends and receives the others' (`averaging.round`). The
-result is written to a vector of its own and handed over only when all living members hold the same bytes (`averaging.quorum`).
+result stays encoded and is handed over only when all living members hold the same bytes (`averaging.quorum`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from averaging.averages import Averages, Landing
 from averaging.chunks import unpack
 from averaging.group import GROUP_ID_BYTES, Group
 from averaging.partition import plan_parts
@@ -21,6 +22,7 @@ from averaging.quorum import Quorum, can_dial
 from averaging.round import Round
 from averaging.roundconfig import BEAT, EXCHANGE, VOTE, Dialer, RoundConfig
 from averaging.roundwork import Workbench
+from averaging.vector import FlatVector
 from swarm.clock import Clock
 from swarm.compression import find
 from swarm.errors import PeerError, UsageError
@@ -39,13 +41,18 @@ class RoundOutcome:
 
     failed: bool
     reason: str | None  # of a failure; names the peer, and what it was doing. "deadline: …" when time ran out
-    vector: torch.Tensor | None  # flat float32: the average, the same bits on all members. None when failed, and for an auxiliary member
+    averages: Averages | None  # the result, the same bytes on all members. None when failed, and for an auxiliary member
     contributions: Mapping[PeerId, float]  # who is in the average, with the fraction of the vector's elements that it is in; {} when failed
     left_out: Mapping[PeerId, str]  # who was left out somewhere or died, and why; our own id when it was us
     digest: str  # hexadecimal, over all encoded averages in order; "" when failed, and for an auxiliary member
     bytes_sent: int  # of tensors, framing included
     bytes_received: int
     seconds: Mapping[str, float]  # "total", "exchange" (until all was in place), "commit"; tensor work within: "encode", "reduce", "settle"
+
+    @property
+    def vector(self) -> torch.Tensor | None:
+        """The result decoded, flat float32, anew each time."""
+        return self.averages.decoded() if self.averages is not None else None
 
 
 class AllReduce:
@@ -80,17 +87,23 @@ class AllReduce:
         return self._waiting.total()
 
     async def run(
-        self, group: Group, vector: torch.Tensor, *, deadline_s: float, config: RoundConfig | None = None, out: torch.Tensor | None = None
+        self,
+        group: Group,
+        vector: torch.Tensor | FlatVector,
+        *,
+        deadline_s: float,
+        config: RoundConfig | None = None,
+        landing: Landing | None = None,
     ) -> RoundOutcome:
         """Average `vector` with the group; returns by `deadline_s` (on the clock's `monotonic_s`).
 
-        `vector`: flat, contiguous, float32, on the host; read until this returns, never written. `out`: like it, where the average goes
-        (None: a new tensor); its content means nothing when the round failed. What the network or a peer does is an outcome. UsageError:
-        the arguments are wrong, this group cannot be served (nobody reduces, an unknown codec), or the round runs already.
+        `vector`: flat, contiguous, float32, on the host, in one tensor or several; read until this returns, never written. `landing`: where
+        the averages are kept, the same for one round after the other. What the network or a peer does is an outcome. UsageError: the vector
+        is anything else, this group cannot be served (nobody reduces, an unknown codec), or the round runs already.
         """
         started_s = self._clock.monotonic_s()
         config = config or RoundConfig()
-        running = self._begin(group, vector, out, config)
+        running = self._begin(group, vector if isinstance(vector, FlatVector) else FlatVector([vector]), landing or Landing(), config)
         quorum = running.quorum
         try:
             async with asyncio.timeout(max(deadline_s - started_s, 0.0)):
@@ -108,23 +121,17 @@ class AllReduce:
 
     # ---- rounds
 
-    def _begin(self, group: Group, vector: torch.Tensor, out: torch.Tensor | None, config: RoundConfig) -> Round:
+    def _begin(self, group: Group, vector: FlatVector, landing: Landing, config: RoundConfig) -> Round:
         own = group.index(self._own)
         if group.group_id in self._quorums:
             raise UsageError("this round has run already")
-        _check_vector(vector, vector.numel())
         codec = find(group.codec)
         shares = [member.bandwidth if can_dial(member) else 0.0 for member in group.members]
-        plan = plan_parts(vector.numel(), shares if len(shares) > 1 else [1.0], codec, config.part_bytes)
-        if not any(member.weight > 0 for member in group.members) and vector.numel():
+        plan = plan_parts(vector.numel, shares if len(shares) > 1 else [1.0], codec, config.part_bytes)
+        if not any(member.weight > 0 for member in group.members) and vector.numel:
             raise UsageError("nobody in this group contributes: all weights are 0")
-        if out is None:
-            out = torch.empty_like(vector)
-        _check_vector(out, vector.numel())
-        if out.data_ptr() == vector.data_ptr() and vector.numel():
-            raise UsageError("`out` must not be `vector`: a round that fails leaves `vector` as it was")
         quorum = Quorum(group, own, caller=self._channels, clock=self._clock, config=config)
-        bench = Workbench(plan, codec, own, vector, out)
+        bench = Workbench(plan, codec, own, vector, Averages(plan, codec, landing))
         running = Round(group, bench, quorum, channels=self._channels, pool=self._pool, config=config)
         self._rounds[group.group_id] = running
         self._quorums[group.group_id] = quorum
@@ -149,7 +156,7 @@ class AllReduce:
         return RoundOutcome(
             failed=failure is not None,
             reason=failure,
-            vector=bench.out if whole else None,
+            averages=bench.averages if whole else None,
             contributions={group.members[place].peer_id: fraction for place, fraction in fractions.items()},
             left_out={group.members[place].peer_id: reason for place, reason in sorted(left_out.items())},
             digest=own.digest.hex() if whole else "",
@@ -224,10 +231,3 @@ def _place(quorum: Quorum, caller: PeerId) -> int:
         return quorum.group.index(caller)
     except UsageError:
         raise PeerError(f"{caller} is not a member of this round") from None
-
-
-def _check_vector(vector: torch.Tensor, numel: int) -> None:
-    if vector.dtype != torch.float32 or vector.dim() != 1 or vector.device.type != "cpu" or not vector.is_contiguous():
-        raise UsageError(f"a round averages a flat contiguous float32 vector on the host, not {tuple(vector.shape)} of {vector.dtype}")
-    if vector.numel() != numel:
-        raise UsageError(f"`out` has {vector.numel()} elements, `vector` {numel}")

@@ -53,7 +53,7 @@ class Assembly:
         return part
 
     def settle(self, part_index: int, digest: bytes, contributors: bytes) -> None:
-        """The values of this part are in place."""
+        """The average of this part is good, and held."""
         self._settled[part_index] = (digest, contributors)
 
     @property

@@ -10,12 +10,13 @@ from typing import Any
 import msgpack
 
 from averaging.allreduce import AllReduce, RoundOutcome
+from averaging.averages import Averages, Landing
 from averaging.group import Group, Member
 from averaging.groupservice import GroupService
 from averaging.result import AveragingResult
 from averaging.roundconfig import RoundConfig
 from averaging.seeking import SearchFailed
-from averaging.staging import Staging
+from averaging.vector import FlatVector
 from swarm.clock import Clock
 from swarm.ids import PeerId
 
@@ -36,6 +37,15 @@ class RoundTerms:
     timeout_s: float  # for everything, retries included
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stepped:
+    """How a step ended on the network's side."""
+
+    result: AveragingResult
+    averages: Averages | None  # to be written back; None: nothing is
+    last_round_s: float  # the length of the last round that was held, for the next step's planning
+
+
 class Attempts:
     """Runs one step on the network loop."""
 
@@ -50,8 +60,8 @@ class Attempts:
         self._broken = ""  # why the last attempt failed
         self._sent = self._received = self._attempts = 0
 
-    async def run(self, member: Member, terms: RoundTerms, staging: Staging) -> tuple[AveragingResult, float]:
-        """The result, and the length of the last round that was held, for the next step's planning."""
+    async def run(self, member: Member, terms: RoundTerms, vector: FlatVector, landing: Landing) -> Stepped:
+        """Search, and average `vector`, which lies still until this returns; the averages come to lie in `landing`."""
         end_s = self._clock.monotonic_s() + terms.timeout_s
         reserve_s = min(max(_RESERVE * terms.timeout_s, _ROUNDS_RESERVED * self._last_round_s), _RESERVE_MAX * terms.timeout_s)
         search_end_s = end_s - reserve_s
@@ -62,20 +72,20 @@ class Attempts:
             found = await self._groups.find(member=member, round_key=terms.round_key, deadline_s=search_end_s, gathered=terms.gathered)
             self._seconds["matchmaking"] += self._clock.monotonic_s() - now_s
             if isinstance(found, SearchFailed):
-                return self._failure(found.reason, self._story(found.detail), group), self._last_round_s
+                return self._failure(found.reason, self._story(found.detail), group)
             group = found
-            outcome = await self._hold(group, end_s, terms, staging)
+            outcome = await self._hold(group, end_s, vector, landing)
             if not outcome.failed:
-                return self._success(group, outcome), self._last_round_s
+                return self._success(group, outcome)
             if not any(one.weight > 0.0 for one in group.members):
-                return self._failure("nobody contributes", "all members of the group have weight 0", group), self._last_round_s
+                return self._failure("nobody contributes", "all members of the group have weight 0", group)
             await asyncio.sleep(
                 min(_PAUSE_FIRST_S * 2.0 ** (self._attempts - 1), _PAUSE_MAX_S, max(end_s - self._clock.monotonic_s(), 0.0))
             )
             if self._clock.monotonic_s() >= end_s:
-                return self._failure("deadline", outcome.reason or "", group), self._last_round_s
+                return self._failure("deadline", outcome.reason or "", group)
 
-    async def _hold(self, group: Group, end_s: float, terms: RoundTerms, staging: Staging) -> RoundOutcome:
+    async def _hold(self, group: Group, end_s: float, vector: FlatVector, landing: Landing) -> RoundOutcome:
         """One round with one group."""
         begun_s = self._clock.monotonic_s()
         self._attempts += 1
@@ -84,7 +94,7 @@ class Attempts:
             if not any(member.weight > 0.0 for member in group.members):
                 outcome = _empty_round()
             else:
-                outcome = await self._all_reduce.run(group, staging.vector, deadline_s=end_s, config=self._config, out=staging.average)
+                outcome = await self._all_reduce.run(group, vector, deadline_s=end_s, config=self._config, landing=landing)
             committed = not outcome.failed
             left_out = frozenset(outcome.left_out)
         finally:
@@ -101,17 +111,19 @@ class Attempts:
             self._last_round_s = self._clock.monotonic_s() - begun_s
         return outcome
 
-    def _success(self, group: Group, outcome: RoundOutcome) -> AveragingResult:
-        return AveragingResult(
+    def _success(self, group: Group, outcome: RoundOutcome) -> Stepped:
+        result = AveragingResult(
             failed=False,
             detail=self._story(""),
             contributions=dict(outcome.contributions),
             digest=outcome.digest,
             **self._common(group),
         )
+        return Stepped(result=result, averages=outcome.averages, last_round_s=self._last_round_s)
 
-    def _failure(self, reason: str, detail: str, group: Group | None) -> AveragingResult:
-        return AveragingResult(failed=True, reason=reason, detail=detail, **self._common(group))
+    def _failure(self, reason: str, detail: str, group: Group | None) -> Stepped:
+        result = AveragingResult(failed=True, reason=reason, detail=detail, **self._common(group))
+        return Stepped(result=result, averages=None, last_round_s=self._last_round_s)
 
     def _story(self, detail: str) -> str:
         return "; before that ".join(text for text in (detail, self._broken) if text)
@@ -133,7 +145,7 @@ def _empty_round() -> RoundOutcome:
     return RoundOutcome(
         failed=True,
         reason="all weights are 0",
-        vector=None,
+        averages=None,
         contributions={},
         left_out={},
         digest="",

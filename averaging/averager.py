@@ -18,6 +18,7 @@ import msgpack
 import torch
 
 from averaging.attempts import Attempts, RoundTerms
+from averaging.averages import Averages, Landing
 from averaging.group import GATHERED_BYTES_MAX, Member
 from averaging.groupservice import GroupService, GroupServiceConfig
 from averaging.layout import schema_hash
@@ -28,6 +29,7 @@ from averaging.roundconfig import RoundConfig
 from averaging.seeking import ROUND_KEY_MAX, AveragerName, Schema
 from averaging.service import AveragingService
 from averaging.staging import Staging
+from averaging.vector import FlatVector
 from swarm.compression import find
 from swarm.errors import DeadlineExceeded, NetworkError, UsageError
 
@@ -102,6 +104,8 @@ class Averager:
         matchmaking = replace(self.config.groups.matchmaking, target_group_size=target_group_size, min_group_size=min_group_size)
         self._lock = threading.Lock()
         self._pending: PendingRound | None = None
+        self._landing = Landing()
+        self._averages: Averages | None = None  # of the pending round, until they are written back
         self._last_round_s = 0.0
         self._closed = False
         node.network.run(self._open(matchmaking), 10.0)
@@ -118,6 +122,7 @@ class Averager:
         *,
         round_key: str | int | None = None,
         apply: Literal["replace", "delta"] = "replace",
+        lend: bool | None = None,
     ) -> AveragingResult: ...
 
     @overload
@@ -130,6 +135,7 @@ class Averager:
         wait: Literal[False],
         round_key: str | int | None = None,
         apply: Literal["replace", "delta"] = "replace",
+        lend: bool | None = None,
     ) -> PendingRound: ...
 
     def step(
@@ -141,13 +147,15 @@ class Averager:
         *,
         round_key: str | int | None = None,
         apply: Literal["replace", "delta"] = "replace",
+        lend: bool | None = None,
     ) -> AveragingResult | PendingRound:
         """Average once: an AveragingResult, or with `wait=False` a PendingRound.
 
         `weight`: this peer's share, usually samples; 0 receives only. `gather`: any msgpack value up to 16 KiB, handed to all members.
         `round_key`: only peers with equal keys meet. `apply="delta"`: the tensors may change meanwhile, and get average minus snapshot
-        added. Within `timeout_s` a round that breaks is tried again with who is left. UsageError: wrong arguments, a closed averager, a
-        step while another is in progress.
+        added. `lend=True`: the tensors lie still until the result is taken, so that float32 ones on the host need no copy (None: `wait`).
+        Within `timeout_s` a round that breaks is tried again with who is left. UsageError: wrong arguments, a closed averager, a step
+        while another is in progress.
         """
         started_s = time.monotonic()
         check_step(weight, timeout_s, apply)
@@ -158,13 +166,14 @@ class Averager:
             timeout_s=timeout_s,
         )
         member = self._member(terms.weight)
-        pending = PendingRound(functools.partial(self._write_back, delta=apply == "delta", started_s=started_s), self._release)
+        delta = apply == "delta"
+        pending = PendingRound(functools.partial(self._write_back, delta=delta, started_s=started_s), self._release)
         self._reserve(pending)
         try:
-            if not self.auxiliary:
-                self._staging.take()
+            gives = terms.weight > 0.0 or (delta and not self.auxiliary)
+            vector = self._staging.take(lent=not delta and (wait if lend is None else lend)) if gives else self._staging.nothing()
             staged_s = time.monotonic() - started_s
-            pending.attach(self.node.network.submit(self._conduct(pending, member, terms, staged_s)))
+            pending.attach(self.node.network.submit(self._conduct(pending, member, terms, vector, staged_s)))
         except BaseException:
             self._release(pending)
             raise
@@ -177,15 +186,16 @@ class Averager:
             raise
         return result
 
-    async def _conduct(self, pending: PendingRound, member: Member, terms: RoundTerms, staged_s: float) -> None:
+    async def _conduct(self, pending: PendingRound, member: Member, terms: RoundTerms, vector: FlatVector, staged_s: float) -> None:
         if not pending.started():
             pending.end(None)
             return
         outcome = error = None
         try:
             attempts = Attempts(self._groups, self._service.all_reduce, self.node.clock, self.config.round, self._last_round_s)
-            outcome, self._last_round_s = await attempts.run(member, terms, self._staging)
-            outcome = replace(outcome, seconds={"staging": staged_s, **outcome.seconds})
+            stepped = await attempts.run(member, terms, vector, self._landing)
+            self._last_round_s, self._averages = stepped.last_round_s, stepped.averages
+            outcome = replace(stepped.result, seconds={"staging": staged_s, **stepped.result.seconds})
         except Exception as unexpected:
             error = unexpected
             raise
@@ -195,11 +205,12 @@ class Averager:
     def _write_back(self, outcome: AveragingResult, *, delta: bool, started_s: float) -> AveragingResult:
         """In the thread that takes the result."""
         begun_s = time.monotonic()
-        if not outcome.failed and not self.auxiliary and outcome.attempts:
+        averages = self._averages
+        if not outcome.failed and averages is not None:
             if delta:
-                self._staging.add_difference(self._staging.average)
+                self._staging.add_difference(averages)
             else:
-                self._staging.put(self._staging.average)
+                self._staging.put(averages)
         ended_s = time.monotonic()
         return replace(outcome, seconds={**outcome.seconds, "write_back": ended_s - begun_s, "total": ended_s - started_s})
 
@@ -224,7 +235,7 @@ class Averager:
     def _release(self, pending: PendingRound) -> None:
         with self._lock:
             if self._pending is pending:
-                self._pending = None
+                self._pending = self._averages = None
 
     # --- life
 

@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 
 _LOOK_S = 0.05  # how often a newcomer looks whether its download is done, between rounds
 _READ_TIMEOUT_S = 5.0
+_REGISTER_S = 1.0  # the others are told that we are there; who does not answer by then reads it in the DHT
 
 
 @dataclass(slots=True)
@@ -101,7 +102,7 @@ class CatchUp:
         self._mode.drop()
         self._rounds.open()  # before the state is asked for: whatever epoch it is of, the rounds since then have us in them
         epoch = max(self._tracker.swarm_epoch(), self._state.epoch)
-        self._tracker.begin_epoch(epoch, joining=True)  # registers: whoever closes the epoch now waits for us, at weight 0
+        self._register(epoch)  # whoever closes the epoch now waits for us, at weight 0
         download = Download(
             run=self._run_id,
             caller=self._node.channels,
@@ -172,7 +173,7 @@ class CatchUp:
         replayed = range(fetched.epoch, epoch)
         for one in replayed:
             self.advance(lambda one=one: self._mode.replay(captured.pop(one)))  # type: ignore[misc]
-        self._tracker.begin_epoch(self._state.epoch, joining=True)
+        self._register(self._state.epoch)
         return LoadResult(
             loaded=True,
             epoch=self._state.epoch,
@@ -184,6 +185,14 @@ class CatchUp:
             bytes_received=attempt.bytes_received,
             seconds=time.monotonic() - attempt.started_s,
         )
+
+    def _register(self, epoch: int) -> None:
+        """Be in `epoch`, and tell the others directly: who reads of it only later may close the epoch meanwhile as if it were alone."""
+        self._tracker.begin_epoch(epoch, joining=True)
+        try:
+            self._node.network.run(self._tracker.probe(), _REGISTER_S)
+        except NetworkError as error:
+            _log.info("not everybody was told that this peer is in epoch %d of run %s: %s", epoch, self._run_id, error)
 
     def advance(self, apply: Callable[[], None]) -> None:
         """One epoch forward: the mode's step and the schedule's."""

@@ -68,34 +68,12 @@ class TensorLayout:
             if tuple(tensor.shape) != shape or tensor.dtype != dtype:
                 raise UsageError(f"tensor {place} is {tuple(tensor.shape)} of {tensor.dtype}; it was {shape} of {dtype}")
 
-    def gather(self, tensors: Sequence[torch.Tensor], vector: torch.Tensor) -> None:
-        """Copy `tensors` into `vector` (flat, float32, `numel` elements), in the calling thread."""
-        self.check(tensors)
-        self._check_vector(vector)
-        with torch.no_grad():
-            for tensor, offset, numel in zip(tensors, self.offsets, self.numels, strict=True):
-                vector[offset : offset + numel].view(tensor.shape).copy_(tensor)
-
-    def scatter(self, vector: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy `vector` back into `tensors`, in place, whatever requires grad; in the calling thread."""
-        self.check(tensors)
-        self._check_vector(vector)
-        with torch.no_grad():
-            for tensor, offset, numel in zip(tensors, self.offsets, self.numels, strict=True):
-                tensor.copy_(vector[offset : offset + numel].view(tensor.shape))
-
     def find_tensor(self, element: int) -> int:
         """The index of the tensor that holds this element of the vector."""
         for place, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
             if offset <= element < offset + numel:
                 return place
         raise UsageError(f"element {element} is outside of a vector of {self.numel}")
-
-    def _check_vector(self, vector: torch.Tensor) -> None:
-        if vector.dtype != torch.float32 or vector.dim() != 1 or vector.numel() != self.numel or not vector.is_contiguous():
-            raise UsageError(
-                f"the vector must be flat contiguous float32 of {self.numel} elements, not {tuple(vector.shape)} of {vector.dtype}"
-            )
 
 
 def schema_hash(layout: TensorLayout, codec: Codec) -> bytes:

@@ -17,7 +17,7 @@ from averaging.chunks import pack, unpack
 from averaging.group import Group
 from averaging.partition import Part
 from averaging.quorum import Quorum
-from averaging.reduce import Contribution, Reduction, first_bad, relative_weights
+from averaging.reduce import Contribution, Reduction, relative_weights
 from averaging.roundconfig import EXCHANGE, INLINE_BELOW_CORES, REASON_CHARACTERS_MAX, Dialer, RoundConfig, cores
 from averaging.roundwork import Arrived, Averaged, Spoiled, Workbench
 from swarm.errors import NetworkError, PeerError, SwarmError, UsageError
@@ -188,11 +188,11 @@ class Round:
     def _withdraw(self, element: int) -> None:
         """Contribute no more, anywhere, because of this element: a gradient with NaN in one part is not to be trusted in the others."""
         if self.withdrawn is None:
-            value = float(self.bench.vector[element])
+            value = self.bench.vector.element(element)
             self.withdrawn = f"element {element} of its vector is {value:g}, which {self.bench.codec.name} cannot carry"
 
     async def _settle(self) -> None:
-        """Put averages in place as they come, as many at once as there are."""
+        """Check averages as they come and keep them, as many at once as there are."""
         while True:
             batch = await _drain(self._arrived, self._config.batch_parts * 4)
             for arrived, digest in zip(batch, await self._work(self.bench.settle, batch), strict=True):
@@ -234,7 +234,7 @@ class Round:
         part = self.bench.plan.parts[index]
         found = [Contribution(place, self._weights[place], payload) for place, payload in self.reduction.take(index)]
         if self._weights[self._own] > 0 and self.withdrawn is None:
-            found.append(Contribution(self._own, self._weights[self._own], self.bench.vector[part.start : part.stop]))
+            found.append(Contribution(self._own, self._weights[self._own], self.bench.own_values(part)))
         return sorted(found, key=lambda contribution: contribution.place)
 
     def _conclude(self, contributions: list[Contribution], outcome: Averaged | Spoiled) -> tuple[Part, list[Contribution]] | None:
@@ -249,8 +249,7 @@ class Round:
             self.quorum.fail(f"the sum of part {outcome.part.index} overflows float32")
         for place in outcome.places:
             if place == self._own:
-                element = first_bad(self.bench.vector[outcome.part.start : outcome.part.stop], self.bench.codec.magnitude_max)
-                self._withdraw(outcome.part.start + (element or 0))
+                self._withdraw(self.bench.first_bad(outcome.part))
             else:
                 self._leave_out(place, f"it sent NaN or infinity in part {outcome.part.index}")
         kept = [contribution for contribution in contributions if contribution.place not in outcome.places]

@@ -57,7 +57,9 @@ class Rounds:
         self.open()
         assert self._epochs is not None
         weight, told = self._mode.prepare()
-        pending = self._epochs.step(weight=weight, timeout_s=self._config.round_timeout_s, gather=told, round_key=epoch, wait=False)
+        pending = self._epochs.step(
+            weight=weight, timeout_s=self._config.round_timeout_s, gather=told, round_key=epoch, wait=False, lend=True
+        )
         try:
             _wait(pending, enough, grace_s)
             result = pending.result()
@@ -89,7 +91,9 @@ class Rounds:
         before = [p.detach().clone() for p in state.parameters if p.requires_grad]
         counters = state.counters_digest()
         told = {"counters": counters, "extras": state.extra_counts()}
-        pending = self._states.step(weight=1.0, timeout_s=self._config.state_timeout_s, gather=told, round_key=state.epoch, wait=False)
+        pending = self._states.step(
+            weight=1.0, timeout_s=self._config.state_timeout_s, gather=told, round_key=state.epoch, wait=False, lend=True
+        )
         try:
             _wait(pending, enough, grace_s)
             with state.lock:

@@ -1,6 +1,7 @@
-"""Between the user's tensors and the flat float32 vector that a round works on: one pass in, one pass out, in the caller's thread.
+"""Between the user's tensors and the flat float32 vector that a round works on, in the caller's thread.
 
-The buffers live as long as the averager: no round allocates its 256 MB anew.
+Tensors that are flat float32 on the host already, and lie still for as long as the round takes, are read where they are; others are copied.
+The copy's buffer lives as long as the averager: no round allocates its 256 MB anew.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from collections.abc import Sequence
 
 import torch
 
+from averaging.averages import Averages
 from averaging.layout import TensorLayout
+from averaging.vector import FlatVector, HollowVector
 from swarm.errors import UsageError
 
 
 class Staging:
-    """Holds the tensors to average and the vector that mirrors them. Tensors may be of any float type, device and stride."""
+    """Holds the tensors to average. They may be of any float type, device and stride."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tuple(tensors)
@@ -26,41 +29,63 @@ class Staging:
         self.layout = TensorLayout.of(self.tensors)
         _refuse_overlaps(self.tensors)
         self._cuda = sorted({tensor.device.index for tensor in self.tensors if tensor.is_cuda})
-        pinned = bool(self._cuda)  # copies from and to pinned memory run side by side with each other
-        self.vector = torch.empty(self.layout.numel, dtype=torch.float32, pin_memory=pinned)  # what goes into a round
-        self._average: torch.Tensor | None = None
+        self._copy: torch.Tensor | None = None  # made when it is first needed
 
-    @property
-    def average(self) -> torch.Tensor:
-        """Where a round's result goes; made for the first group, so that a peer that is alone never pays for it."""
-        if self._average is None:
-            self._average = torch.empty_like(self.vector, pin_memory=self.vector.is_pinned() if self._cuda else False)
-        return self._average
+    def take(self, *, lent: bool) -> FlatVector:
+        """The vector that goes into a round; UsageError when a tensor has changed its shape or type since.
 
-    def take(self) -> None:
-        """Copy the tensors into the vector. UsageError when one of them has changed its shape or type since."""
+        `lent`: the tensors stay as they are until the result is written, so that a copy can be spared.
+        """
         self.layout.check(self.tensors)
+        flat = self._flat() if lent else None
+        if flat is not None:
+            return flat
+        copy = self._buffer()
         with torch.no_grad():
-            for tensor, view in self._pairs(self.vector):
+            for tensor, view in self._pairs(copy):
                 view.copy_(tensor, non_blocking=True)
         self._settle()
+        return FlatVector([copy])
 
-    def put(self, vector: torch.Tensor) -> None:
-        """Replace the tensors' values by those of `vector`."""
+    def nothing(self) -> FlatVector:
+        """For who contributes nothing: tensors are not read."""
+        return HollowVector(self.layout.numel)
+
+    def put(self, averages: Averages) -> None:
+        """Replace the tensors' values by the averages. The staged copy is spent."""
         self.layout.check(self.tensors)
+        flat = self._flat()
+        if flat is not None:
+            averages.write(flat)
+            return
+        copy = self._buffer()
+        averages.write(FlatVector([copy]))
         with torch.no_grad():
-            for tensor, view in self._pairs(vector):
+            for tensor, view in self._pairs(copy):
                 tensor.copy_(view, non_blocking=True)
         self._settle()
 
-    def add_difference(self, vector: torch.Tensor) -> None:
-        """Add `vector` minus what `take` copied to the tensors, which may have moved on since. The staged copy is spent."""
+    def add_difference(self, averages: Averages) -> None:
+        """Add the averages minus what `take` copied to the tensors, which may have moved on since. The staged copy is spent."""
         self.layout.check(self.tensors)
-        torch.sub(vector, self.vector, out=self.vector)
+        copy = self._buffer()
+        averages.subtract(FlatVector([copy]))
         with torch.no_grad():
-            for tensor, view in self._pairs(self.vector):
+            for tensor, view in self._pairs(copy):
                 tensor.add_(view.to(tensor.device, non_blocking=True).to(tensor.dtype))
         self._settle()
+
+    def _flat(self) -> FlatVector | None:
+        """The tensors themselves as the vector, when they are what a round can work on."""
+        if not all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in self.tensors):
+            return None
+        return FlatVector([tensor.detach().view(-1) for tensor in self.tensors])
+
+    def _buffer(self) -> torch.Tensor:
+        if self._copy is None:
+            pinned = bool(self._cuda)  # copies from and to pinned memory run side by side with each other
+            self._copy = torch.empty(self.layout.numel, dtype=torch.float32, pin_memory=pinned)
+        return self._copy
 
     def _pairs(self, vector: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         pairs = []

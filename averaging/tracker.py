@@ -169,7 +169,7 @@ class Tracker:
             await self._report_to(peers, full=True)
 
     async def probe(self) -> None:
-        """Ask every live peer directly; who cannot be reached does not count any more."""
+        """Tell every live peer our claim directly and hear theirs; who cannot be reached does not count any more."""
         await self._report_to(list(self.others()))
 
     async def close(self) -> None:

@@ -19,9 +19,17 @@ if sys.byteorder != "little":  # no machine that torch supports
     raise ImportError("swarm's tensors travel in little-endian order, and this machine's is another")
 
 
+_BLOCK_ELEMENTS = 1 << 17  # with their float32 values and a sum: about a megabyte, which fits a core's cache
+
+
+def _has_team() -> bool:
+    """Whether torch splits work on the host among several threads."""
+    return torch.get_num_threads() > 1
+
+
 def cast(source: torch.Tensor, target: torch.Tensor) -> None:
     """target[:] = source, both flat, on the calling thread alone when they are on the host."""
-    if source.numel() <= SERIAL_ELEMENTS_MAX or source.device.type != "cpu" or target.device.type != "cpu":
+    if source.numel() <= SERIAL_ELEMENTS_MAX or source.device.type != "cpu" or target.device.type != "cpu" or not _has_team():
         target.copy_(source)
     else:
         torch._foreach_copy_(torch.split(target, SERIAL_ELEMENTS_MAX), torch.split(source, SERIAL_ELEMENTS_MAX))
@@ -35,7 +43,12 @@ class PlainCodec:
     wire_id: int
     dtype: torch.dtype
     version: int = 1
-    block_elements: int = SERIAL_ELEMENTS_MAX  # one call of torch, no team of threads, and all that a block takes fits the cache
+    block: int = 0  # elements; 0: what suits this machine
+
+    @property
+    def block_elements(self) -> int:
+        """One call of torch without a team of threads, and all that a block takes fits the cache: the fewer calls the better."""
+        return self.block or (SERIAL_ELEMENTS_MAX if _has_team() else _BLOCK_ELEMENTS)
 
     @property
     def bits_per_element(self) -> float:
@@ -91,7 +104,7 @@ _BITS: dict[torch.dtype, tuple[type[np.unsignedinteger[Any]], type[np.signedinte
     torch.bfloat16: (np.uint16, np.int16, 0x7F80),
 }
 
-FLOAT32 = PlainCodec("float32", 1, torch.float32, block_elements=1 << 18)  # nothing is cast, and smaller blocks cost more in calls
+FLOAT32 = PlainCodec("float32", 1, torch.float32, block=1 << 18)  # nothing is cast, and smaller blocks cost more in calls
 FLOAT16 = PlainCodec("float16", 2, torch.float16)
 BFLOAT16 = PlainCodec("bfloat16", 3, torch.bfloat16)
 

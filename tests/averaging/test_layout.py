@@ -22,26 +22,17 @@ def some_tensors() -> list[torch.Tensor]:
     ]
 
 
-def test_there_and_back() -> None:
+def test_where_tensors_lie() -> None:
     tensors = some_tensors()
     layout = TensorLayout.of(tensors)
     assert layout.numel == 12 + 0 + 1 + 5 + 12 + 2
     assert layout.offsets == (0, 12, 12, 13, 18, 30)
-    vector = torch.full((layout.numel,), float("nan"))
-    layout.gather(tensors, vector)
-    assert torch.equal(vector[:12].view(3, 4), tensors[0])
-    assert vector[12] == tensors[2]
-    copies = [torch.zeros_like(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors]
-    layout.scatter(vector, copies)
-    for copy, tensor in zip(copies, tensors, strict=True):
-        assert torch.equal(copy.detach(), tensor.detach().float().to(tensor.dtype))
-    assert copies[-1].grad_fn is None
+    layout.check([torch.zeros_like(tensor) for tensor in tensors])
 
 
 def test_nothing_to_average() -> None:
     layout = TensorLayout.of([])
     assert layout.numel == 0
-    layout.gather([], torch.empty(0))
 
 
 def test_finds_the_tensor_of_an_element() -> None:
@@ -61,10 +52,6 @@ def test_refuses() -> None:
         layout.check([torch.zeros(2), torch.zeros(2)])
     with pytest.raises(UsageError, match="tensor 0 is"):
         layout.check([torch.zeros(3)])
-    with pytest.raises(UsageError, match="flat contiguous float32"):
-        layout.gather([torch.zeros(2)], torch.zeros(3))
-    with pytest.raises(UsageError, match="flat contiguous float32"):
-        layout.scatter(torch.zeros(4)[::2], [torch.zeros(2)])
 
 
 def test_schema_hash() -> None:

@@ -7,32 +7,36 @@ from dataclasses import replace
 import pytest
 import torch
 
+from averaging.averages import Averages, Landing
 from averaging.chunks import unpack
 from averaging.commit import digest_payload
 from averaging.partition import Plan, plan_parts
 from averaging.reduce import Contribution
 from averaging.roundwork import Arrived, Averaged, Spoiled, Workbench
+from averaging.vector import FlatVector
 from swarm.compression import find
 from swarm.compression.plain import PlainCodec
 
 NUMEL = 20_000
 
 
-def bench(codec_name: str, vector: torch.Tensor, block: int = 1 << 15) -> Workbench:
+def bench(codec_name: str, vector: torch.Tensor, block: int = 1 << 15, cut: int = NUMEL) -> Workbench:
+    """`cut`: the vector lies in tensors of so many elements."""
     found = find(codec_name)
     assert isinstance(found, PlainCodec)
-    codec = replace(found, block_elements=block)
+    codec = replace(found, block=block)
     plan: Plan = plan_parts(NUMEL, [1.0, 1.0], codec, 1 << 20)
-    return Workbench(plan, codec, 0, vector, torch.full((NUMEL,), 7.0))
+    return Workbench(plan, codec, 0, FlatVector(vector.split(cut)), Averages(plan, codec, Landing()))
 
 
 @pytest.mark.parametrize("codec", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("block", [1024, 4096, 1 << 18])
-def test_blocks_do_not_show(codec: str, block: int) -> None:
+@pytest.mark.parametrize("cut", [77, 3000, NUMEL])
+def test_blocks_and_borders_of_tensors_do_not_show(codec: str, block: int, cut: int) -> None:
     generator = torch.Generator().manual_seed(5)
     ours, theirs = (torch.randn(NUMEL, generator=generator) for _ in range(2))
-    one, other = bench(codec, ours, block), bench(codec, theirs, block)
-    mine, part = one.plan.parts
+    one, other = bench(codec, ours, block, cut), bench(codec, theirs, block, cut)
+    mine, _ = one.plan.parts
     (message,) = other.encode([mine])
     assert isinstance(message, bytes)
     header, payload = unpack(message)
@@ -41,17 +45,16 @@ def test_blocks_do_not_show(codec: str, block: int) -> None:
     sent = theirs[mine.start : mine.stop].to(dtype)
     assert bytes(payload) == sent.view(torch.uint8).numpy().tobytes()
 
-    (done,) = one.reduce([(mine, [Contribution(0, 0.5, ours[mine.start : mine.stop]), Contribution(1, 1.0, payload)])])
+    (done,) = one.reduce([(mine, [Contribution(0, 0.5, one.own_values(mine)), Contribution(1, 1.0, payload)])])
     assert isinstance(done, Averaged)
     expected = ((ours[mine.start : mine.stop] * 0.5 + sent.float()) / 1.5).to(dtype)
-    assert torch.equal(one.out[mine.start : mine.stop], expected.float())
+    assert bytes(one.averages.payload(mine).numpy()) == expected.view(torch.uint8).numpy().tobytes()
     header, payload = unpack(done.message)
     assert header.average.contributors == done.contributors == b"\x03"
+    assert bytes(payload) == bytes(one.averages.payload(mine).numpy())
     assert digest_payload(payload) == done.digest
-
     assert other.settle([Arrived(mine, payload, done.contributors)]) == [done.digest]
-    assert torch.equal(other.out[mine.start : mine.stop], expected.float())
-    assert torch.equal(other.out[part.start :], torch.full((part.numel,), 7.0))
+    assert torch.equal(other.averages.decoded()[mine.start : mine.stop], expected.float())
 
 
 @pytest.mark.parametrize("codec", ["float32", "float16"])
@@ -60,6 +63,7 @@ def test_what_cannot_be_sent_ends_the_batch(codec: str) -> None:
     work = bench(codec, vector)
     first, second = work.plan.parts
     vector[second.start + 3] = float("nan")
+    assert work.first_bad(second) == second.start + 3
     messages = work.encode([first, second, first])
     assert len(messages) == 2
     assert isinstance(messages[0], bytes)

@@ -1,17 +1,37 @@
-"""The one pass between a user's tensors and the flat vector, and what cannot be staged."""
+"""From a user's tensors to the flat vector and back, in place where that can be done, and what cannot be averaged."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from averaging.averages import Averages, Landing
+from averaging.partition import plan_parts
 from averaging.staging import Staging
+from averaging.vector import FlatVector
+from swarm.compression import Codec, find
 from swarm.errors import UsageError
 
+FLOAT32 = find("float32")
 
-def test_every_float_type_stride_and_shape_goes_in_and_comes_back() -> None:
+
+def averages_of(vector: torch.Tensor, codec: Codec = FLOAT32, part_bytes: int = 4096) -> Averages:
+    """As a round would leave them, had its average been `vector`."""
+    plan = plan_parts(vector.numel(), [1.0, 2.0], codec, part_bytes)
+    averages = Averages(plan, codec, Landing())
+    for part in plan.parts:
+        scratch = torch.empty(codec.encoded_bytes(part.numel), dtype=torch.uint8)
+        averages.keep(part, codec.encode(vector[part.start : part.stop], scratch))
+    return averages
+
+
+def whole(vector: FlatVector) -> torch.Tensor:
+    return torch.cat([piece for _, piece in vector.pieces(0, vector.numel)]) if vector.numel else torch.empty(0)
+
+
+def every_kind() -> list[torch.Tensor]:
     torch.manual_seed(0)
-    tensors = [
+    return [
         torch.randn(3, 4),
         torch.randn(6, 4).t(),
         torch.randn(8, 8)[::2, 1::3],
@@ -22,30 +42,65 @@ def test_every_float_type_stride_and_shape_goes_in_and_comes_back() -> None:
         torch.tensor(2.5),
         torch.nn.Parameter(torch.randn(4)),
     ]
+
+
+@pytest.mark.parametrize("lent", [True, False])
+def test_every_float_type_stride_and_shape_goes_in_and_comes_back(lent: bool) -> None:
+    tensors = every_kind()
     before = [tensor.detach().clone() for tensor in tensors]
     staging = Staging(tensors)
-    staging.take()
-    assert torch.equal(staging.vector, torch.cat([tensor.float().reshape(-1) for tensor in before]))
-    staging.put(staging.vector * 2)
+    vector = whole(staging.take(lent=lent))
+    assert torch.equal(vector, torch.cat([tensor.float().reshape(-1) for tensor in before]))
+    staging.put(averages_of(vector * 2))
     for tensor, was in zip(tensors, before, strict=True):
         assert torch.equal(tensor.detach(), (was.float() * 2).to(was.dtype))
 
 
-def test_a_difference_is_added_to_what_the_tensors_have_become() -> None:
-    tensor = torch.tensor([1.0, 2.0])
+@pytest.mark.parametrize("codec", ["float32", "float16"])
+def test_tensors_that_are_lent_are_read_in_place_and_written_without_a_buffer(codec: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(shape, generator=generator) for shape in [(7,), (40, 50), (), (0,), (3000,), (1,)]]
+    staging = Staging(tensors)
+    vector = staging.take(lent=True)
+    assert vector.numel == staging.layout.numel
+    assert {piece.data_ptr() for _, piece in vector.pieces(0, vector.numel)} == {t.data_ptr() for t in tensors if t.numel()}
+    average = torch.randn(vector.numel, generator=generator)
+    found = averages_of(average, find(codec))
+    staging.put(found)
+    expected = average.to(getattr(torch, codec)).float()
+    assert torch.equal(torch.cat([tensor.reshape(-1) for tensor in tensors]), expected)
+    assert torch.equal(found.decoded(), expected)
+    for start, stop in [(0, 7), (3, 9), (0, vector.numel), (2007, 2008), (2006, 2009), (5008, 5008)]:
+        assert torch.equal(vector.read(start, stop), expected[start:stop])
+    assert vector.element(2007) == tensors[2].item()
+
+
+def test_a_copy_does_not_follow_the_tensors_and_what_is_lent_does() -> None:
+    tensor = torch.zeros(3)
     staging = Staging([tensor])
-    staging.take()
+    copied, lent = staging.take(lent=False), staging.take(lent=True)
+    tensor += 1.0
+    assert whole(copied).tolist() == [0.0] * 3
+    assert whole(lent).tolist() == [1.0] * 3
+    assert staging.nothing().numel == 3
+    assert Staging([]).nothing().numel == 0
+
+
+def test_a_difference_is_added_to_what_the_tensors_have_become() -> None:
+    tensor, other = torch.tensor([1.0, 2.0]), torch.tensor([5.0], dtype=torch.float64)
+    staging = Staging([tensor, other])
+    staging.take(lent=False)
     tensor += 10.0  # training went on
-    staging.add_difference(torch.tensor([3.0, 3.0]))
+    other += 1.0
+    staging.add_difference(averages_of(torch.tensor([3.0, 3.0, 6.0])))
     assert torch.equal(tensor, torch.tensor([13.0, 13.0]))
+    assert other.item() == 7.0
 
 
-def test_buffers_are_made_once() -> None:
+def test_the_buffer_is_made_once() -> None:
     staging = Staging([torch.zeros(4)])
-    vector, average = staging.vector.data_ptr(), staging.average.data_ptr()
-    staging.take()
-    staging.put(staging.average)
-    assert (staging.vector.data_ptr(), staging.average.data_ptr()) == (vector, average)
+    one, other = (staging.take(lent=False).read(0, 4).data_ptr() for _ in range(2))
+    assert one == other
 
 
 @pytest.mark.parametrize(
@@ -78,4 +133,6 @@ def test_a_tensor_that_changed_its_shape_is_named() -> None:
     staging = Staging([tensor])
     tensor.resize_(4)
     with pytest.raises(UsageError, match="tensor 0"):
-        staging.take()
+        staging.take(lent=True)
+    with pytest.raises(UsageError, match="tensor 0"):
+        staging.put(averages_of(torch.zeros(3)))

@@ -211,6 +211,19 @@ def test_who_was_alone_until_now_averages_the_state_with_a_newcomer_in_the_next_
         assert len({peer.opt.state_digest() for peer in [*peers, late]}) == 1
 
 
+def test_who_has_loaded_the_state_is_known_to_all_at_once() -> None:
+    """Seen: the founder, who looked at the DHT seldom, closed the epoch alone in the second after a newcomer had joined it."""
+    seldom = OptimizerConfig(no_donor_s=0.2, progress=ProgressConfig(refresh_s_min=9.0, refresh_s_max=9.0))
+    with swarm_of(1, "known", config=seldom) as peers, ExitStack() as stack:
+        peers[0].train_to(1)
+        late = stack.enter_context(one_more(peers, "known", 3, seed=4, config=seldom))
+        assert late.opt.load_state_from_peers(timeout_s=30).loaded
+        assert peers[0].opt.progress.peers[late.node.peer_id].epoch == 1
+        together([lambda peer=peer: peer.train_to(2) for peer in [*peers, late]])  # type: ignore[misc]
+        assert all(len(peer.reports[-1].round.peers) == 2 for peer in [*peers, late])
+        assert len({peer.opt.state_digest() for peer in [*peers, late]}) == 1
+
+
 def test_buffers_and_counters_become_equal_with_the_state() -> None:
     def normed(seed: int) -> torch.nn.Module:
         torch.manual_seed(seed)
