@@ -15,13 +15,16 @@ from dataclasses import dataclass
 import torch
 
 from averaging.averages import Averages, Landing
+from averaging.balance import shares_of
 from averaging.chunks import unpack
 from averaging.group import GROUP_ID_BYTES, Group
+from averaging.metering import MeteredDialer, MeteredStream
 from averaging.partition import plan_parts
-from averaging.quorum import Quorum, can_dial
+from averaging.quorum import Quorum
 from averaging.round import Round
 from averaging.roundconfig import BEAT, EXCHANGE, VOTE, Dialer, RoundConfig
 from averaging.roundwork import Workbench
+from averaging.speed import Speed
 from averaging.vector import FlatVector
 from swarm.clock import Clock
 from swarm.compression import find
@@ -59,7 +62,8 @@ class AllReduce:
     """Runs rounds and serves those of others. Lives on the network loop; `own` is this node's PeerId."""
 
     def __init__(self, *, handlers: Handlers, channels: Dialer, own: PeerId, pool: Executor, clock: Clock) -> None:
-        self._channels = channels
+        self.speed = Speed()
+        self._channels = MeteredDialer(channels, self.speed, clock)
         self._own = own
         self._pool = pool
         self._clock = clock
@@ -113,6 +117,7 @@ class AllReduce:
         finally:
             quorum.fail(f"peer {self._own} gave the round up")  # without effect after any other end
             del self._rounds[group.group_id]
+            self.speed.round_over()
         conducted_s = self._clock.monotonic_s()
         verdict = quorum.verdict
         if verdict is not None and verdict.failure is not None:
@@ -126,8 +131,8 @@ class AllReduce:
         if group.group_id in self._quorums:
             raise UsageError("this round has run already")
         codec = find(group.codec)
-        shares = [member.bandwidth if can_dial(member) else 0.0 for member in group.members]
-        plan = plan_parts(vector.numel, shares if len(shares) > 1 else [1.0], codec, config.part_bytes)
+        shares = shares_of(group.members) if len(group.members) > 1 else [1.0]
+        plan = plan_parts(vector.numel, shares, codec, config.part_bytes)
         if not any(member.weight > 0 for member in group.members) and vector.numel:
             raise UsageError("nobody in this group contributes: all weights are 0")
         quorum = Quorum(group, own, caller=self._channels, clock=self._clock, config=config)
@@ -184,7 +189,7 @@ class AllReduce:
         if running is None:
             failure = quorum.verdict.failure if quorum.verdict is not None else None
             raise PeerError(f"this round failed here: {failure}" if failure is not None else "this round is over")
-        await running.serve(_place(quorum, stream.peer_id), header.open, stream)
+        await running.serve(_place(quorum, stream.peer_id), header.open, MeteredStream(stream, self.speed, self._clock))
 
     async def _serve_beat(self, caller: PeerId, request: BeatRequest) -> BeatReply:
         quorum = self._quorums.get(request.group_id)

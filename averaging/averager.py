@@ -49,14 +49,14 @@ class AveragerConfig:
     """Settings that rarely need a change; `groups.matchmaking`'s group sizes are those of the averager."""
 
     run: str = ""  # the run whose presence records are used; "": an open one, over the averager's name
-    bandwidth: float = 12.5e6  # bytes/s; only its ratio to the other members' matters: who has more reduces more
+    bandwidth: float | None = None  # bytes/s that this peer can send; who has more reduces more. None: as measured in the rounds before
     declare_s: float = 1.0  # the constructor waits this long at most until others can see this peer
     groups: GroupServiceConfig = field(default_factory=GroupServiceConfig)
     presence: PresenceConfig = field(default_factory=PresenceConfig)
     round: RoundConfig = field(default_factory=RoundConfig)
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.bandwidth < float("inf"):
+        if self.bandwidth is not None and not 0.0 < self.bandwidth < float("inf"):
             raise UsageError(f"bandwidth must be a positive number of bytes per second, not {self.bandwidth!r}")
 
 
@@ -216,9 +216,8 @@ class Averager:
 
     def _member(self, weight: float) -> Member:
         contact = self.node.contact
-        return Member(
-            contact=contact, weight=weight, bandwidth=self.config.bandwidth if contact.addresses else 0.0, auxiliary=self.auxiliary
-        )
+        bandwidth = self.config.bandwidth or self._service.all_reduce.speed.bytes_per_s
+        return Member(contact=contact, weight=weight, bandwidth=bandwidth if contact.addresses else 0.0, auxiliary=self.auxiliary)
 
     def _reserve(self, pending: PendingRound) -> None:
         self.node.network.check()

@@ -38,6 +38,11 @@ class Member:
         return self.contact.peer_id
 
 
+def can_dial(member: Member) -> bool:
+    """Can the others open connections to this member? Who cannot be dialed cannot reduce."""
+    return member.bandwidth > 0.0 and bool(member.contact.addresses)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """The outcome of matchmaking, the same on every member. Spans, sums and successors follow the order of the members."""

@@ -1,7 +1,7 @@
 """The butterfly's cut: which member reduces which span of the vector, and the parts in which spans travel.
 
 The cut depends only on what every member knows alike (the group, the vector's size, the codec), and takes no notice of tensor boundaries:
-many small tensors share a part, a large one spans many. Shares are proportional to bandwidth; who has a better idea of them passes others.
+many small tensors share a part, a large one spans many. Shares come from `averaging.balance`.
 """
 
 from __future__ import annotations

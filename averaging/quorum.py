@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 
 from averaging.commit import Ballot, Verdict, Votes
-from averaging.group import Group, Member
+from averaging.group import Group, can_dial
 from averaging.liveness import Liveness
 from averaging.roundconfig import BEAT, REASON_CHARACTERS_MAX, VOTE, RoundConfig
 from swarm.clock import Clock
@@ -280,11 +280,6 @@ class Quorum:
         request = VoteRequest(group_id=self.group.group_id, vote=vote)
         with contextlib.suppress(SwarmError):  # it is told as a courtesy
             await self._caller.call(self.group.members[place].contact, VOTE, request, timeout_s=max(self._config.announce_s, 0.001))
-
-
-def can_dial(member: Member) -> bool:
-    """Can the others open connections to this member? Who cannot be dialed cannot reduce."""
-    return member.bandwidth > 0.0 and bool(member.contact.addresses)
 
 
 def _vote_message(ballot: Ballot) -> Vote:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from averaging.allreduce import AllReduce, RoundOutcome
+from averaging.balance import shares_of
 from averaging.chunks import pack, unpack
 from averaging.commit import digest_payload, digest_round
 from averaging.group import Group, Member
@@ -114,7 +115,7 @@ def vectors_of(count: int, numel: int, seed: int = 0) -> list[torch.Tensor]:
 
 
 def plan_of(group: Group, numel: int, part_bytes: int) -> Plan:
-    return plan_parts(numel, [member.bandwidth for member in group.members], find(group.codec), part_bytes)
+    return plan_parts(numel, shares_of(group.members), find(group.codec), part_bytes)
 
 
 def oracle(group: Group, vectors: Sequence[torch.Tensor], part_bytes: int, without: Sequence[int] = ()) -> torch.Tensor:
