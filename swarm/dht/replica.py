@@ -59,6 +59,8 @@ class Replica:
 
     def keep(self, record: Record, *, direct: bool) -> str:
         """Store a valid record here; returns why not, or nothing. `direct`: from its writer, not from another holder."""
+        if not self._overlay.own().addresses:
+            return "a client peer holds nothing for others"
         dht_id, first = record.key.dht_id, record.key not in self._storage
         is_replica = self._overlay.is_replica(dht_id)
         refusal = self._storage.store(record, self._overlay.now_us, far=not is_replica) or ""
