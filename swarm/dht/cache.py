@@ -56,6 +56,11 @@ class ReadCache:
         if answer is not None:
             self.size_bytes -= _size_bytes(answer)
 
+    def clear(self) -> None:
+        """Forget everything."""
+        self._answers.clear()
+        self.size_bytes = 0
+
 
 def _size_bytes(answer: Answer) -> int:
     return 256 + sum(record.size_bytes for record in answer.latest.values())

@@ -118,8 +118,10 @@ class DhtService:
         return self._upkeep.clock_problem
 
     def register(self, namespace: str, rules: NamespaceRules) -> None:
-        """Hold this peer to rules for a namespace: see `swarm.dht.namespaces`. What it already holds against them expires in its time."""
+        """Hold this peer to rules for a namespace: see `swarm.dht.namespaces`. What it holds against them already is dropped."""
         self.namespaces.register(namespace, rules)
+        self.storage.discard(lambda record: self.namespaces.refusal(record) is not None)
+        self._reader.cache.clear()
 
     async def leave(self, *, timeout_s: float = 0.5) -> None:
         """Say goodbye to the neighbours, and hand them what they lack of what this peer holds, as far as the time goes."""

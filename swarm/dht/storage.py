@@ -122,6 +122,13 @@ class Storage:
             held = slot.record is not None and slot.held_until_us > now_us
             self._put(key, owner, slot, _Slot(slot.version, slot.held_until_us, None, slot.far) if held else None)
 
+    def discard(self, is_refused: Callable[[Record], bool]) -> None:
+        """Drop what new rules refuse."""
+        for key, owned in list(self._slots.items()):
+            for owner, slot in list(owned.items()):
+                if slot.record is not None and is_refused(slot.record):
+                    self._put(key, owner, slot, None)
+
     def _quota_refusal(self, slot: _Slot, old: _Slot | None) -> str | None:
         config, record = self.config, slot.record
         assert record is not None

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 LISTING_KEY = Key("public", "runs")
 _TTL_S = 3600.0  # how long a run stays findable after its last member vanished
-_REFRESH_S = 60.0  # how soon members notice what the owner has changed
+_REFRESH_S = 180.0  # how soon members notice what the owner has changed; each look costs five calls
 _LEFT_S_MIN = _TTL_S / 2  # whoever looks first when less time is left stores it again, for all
 _SHOWN_MAX = 20
 
@@ -110,9 +110,7 @@ class RunDirectory:
         self, run_id: str, timeout_s: float, *, latest: bool = False
     ) -> tuple[list[tuple[Entry, SignedSpecification]], list[str]]:
         genuine, refused = [], []
-        # what members that look every minute are told may be as old as that
-        max_age_s = None if latest else _REFRESH_S / 2
-        for entry in await self._dht.get_all(specification_key(run_id), latest=latest, max_age_s=max_age_s, timeout_s=timeout_s):
+        for entry in await self._dht.get_all(specification_key(run_id), latest=latest, timeout_s=timeout_s):
             try:
                 if not isinstance(entry.value, bytes):
                     raise PeerError("a specification was refused: it is not bytes")

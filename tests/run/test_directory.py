@@ -58,9 +58,7 @@ class FakeDht:
             async def store_blob(self, key: Key, blob: bytes, *, ttl_s: float, timeout_s: float = 10.0) -> StoreResult:
                 return await self.store(key, blob, ttl_s=ttl_s)
 
-            async def get_all(
-                self, key: Key, *, latest: bool = False, max_age_s: float | None = None, timeout_s: float = 10.0
-            ) -> list[FakeEntry]:
+            async def get_all(self, key: Key, *, latest: bool = False, timeout_s: float = 10.0) -> list[FakeEntry]:
                 return [entry for (stored, _, _), entry in dht.entries.items() if stored == key]
 
         return View()
@@ -181,7 +179,7 @@ def _keep_once(directory: RunDirectory, one: SignedSpecification, heard: list[Si
 
     async def once() -> None:
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01):  # it sleeps until the next refresh, a minute away
+            async with asyncio.timeout(0.01):  # it sleeps until the next refresh, minutes away
                 await directory.keep(one, on_newer)
 
     asyncio.run(once())
