@@ -59,7 +59,7 @@ class Overlay:
         self.table = RoutingTable(self.own_id, config.routing)
         self.on_newcomer: Callable[[Contact], None] = lambda contact: None
         self.on_lost: Callable[[Contact], None] = lambda contact: None
-        self.on_unproven: Callable[[Contact], None] = lambda contact: None  # somebody is to be pinged
+        self.on_unproven: Callable[[Contact], bool] = lambda contact: False  # somebody is to be pinged; returns whether that is done
         self.neighbourhood = 0  # how often the peers nearest to us have changed
         self.changed_s = clock.monotonic_s()  # when they last did
         self._caller = caller
@@ -85,22 +85,29 @@ class Overlay:
             return
         self._suspects.pop(contact.peer_id, None)
         self.book.seen(contact, round_trip_s=round_trip_s)
+        self._enter(contact, proven=True)
+
+    def heard(self, contact: Contact) -> None:
+        """The peer itself called, authenticated. That it can be called, too, is for its answer to a ping to show: it is believed until
+        then, unless it has failed before.
+        """
+        if contact.peer_id == self.own_id:
+            return
+        self.book.seen(contact)
+        unproven = self.table.heard(contact, self.clock.monotonic_s())
+        if unproven is None or not self.on_unproven(unproven):
+            return
+        if unproven.peer_id == contact.peer_id and contact.peer_id not in self.table and contact.peer_id not in self._suspects:
+            self._enter(contact, proven=False)
+
+    def _enter(self, contact: Contact, *, proven: bool) -> None:
         known = contact.peer_id in self.table
-        crowded = self.table.met(contact, self.clock.monotonic_s())
+        crowded = self.table.met(contact, self.clock.monotonic_s(), proven=proven)
         if crowded is not None:
             self.on_unproven(crowded)
         if not known and contact.peer_id in self.table:
             self._note_change(contact.peer_id.dht_id)
             self.on_newcomer(contact)
-
-    def heard(self, contact: Contact) -> None:
-        """The peer itself called, authenticated. That it can be called, too, is for its answer to a ping to show."""
-        if contact.peer_id == self.own_id:
-            return
-        self.book.seen(contact)
-        unproven = self.table.heard(contact, self.clock.monotonic_s())
-        if unproven is not None:
-            self.on_unproven(unproven)
 
     def left(self, peer_id: PeerId) -> None:
         """The peer said goodbye."""

@@ -87,8 +87,10 @@ class RoutingTable:
         bucket = self._by_peer.get(peer_id)
         return bucket.nodes[peer_id].contact if bucket else None
 
-    def met(self, contact: Contact, now_s: float) -> Contact | None:
-        """A peer answered us. Returns the peer to ping when there is no room for it: if that one fails, the newcomer takes its place."""
+    def met(self, contact: Contact, now_s: float, *, proven: bool = True) -> Contact | None:
+        """A peer answered us. Returns the peer to ping when there is no room for it: if that one fails, the newcomer takes its place.
+        Not `proven`: it has only called, and goes with its first failure.
+        """
         if contact.peer_id == self.own or not contact.addresses:
             return None
         dht_id = contact.peer_id.dht_id
@@ -100,7 +102,7 @@ class RoutingTable:
                 bucket.nodes.move_to_end(contact.peer_id)
                 return None
             if len(bucket.nodes) < self.config.bucket_max:
-                bucket.nodes[contact.peer_id] = _Node(contact, dht_id, now_s, now_s)
+                bucket.nodes[contact.peer_id] = _Node(contact, dht_id, now_s, now_s, 0 if proven else self.config.failures_max - 1)
                 bucket.replacements.pop(contact.peer_id, None)
                 self._by_peer[contact.peer_id] = bucket
                 return None

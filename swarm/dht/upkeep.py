@@ -118,11 +118,11 @@ class Upkeep:
         self._strangers.lost(contact, self._overlay.clock.monotonic_s())
         self._replication.went(contact)
 
-    def _on_unproven(self, contact: Contact) -> None:
+    def _on_unproven(self, contact: Contact) -> bool:
         """Somebody called us, or waits for the place of somebody silent: does this peer answer?"""
         now_s = self._overlay.clock.monotonic_s()
         if self._checks >= _CHECKS_MAX or now_s < self._checking.get(contact.peer_id, -_CHECK_AGAIN_S) + _CHECK_AGAIN_S:
-            return
+            return False
         self._checking[contact.peer_id] = now_s
         self._checking.move_to_end(contact.peer_id)
         if len(self._checking) > _CHECKED_MAX:
@@ -136,6 +136,7 @@ class Upkeep:
                 self._checks -= 1
 
         self._supervisor.spawn("DHT check of a caller", check)
+        return True
 
     async def _tend(self) -> None:
         config = self._overlay.config
