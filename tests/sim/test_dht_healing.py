@@ -55,11 +55,8 @@ def joined_up(left: Sequence[DhtService], right: Sequence[DhtService]) -> bool:
     return all(knows(one, right) >= 3 for one in left) and all(knows(one, left) >= 3 for one in right)
 
 
-@pytest.mark.parametrize("minutes", [5, 60])
-@pytest.mark.parametrize("count", [12, 30], ids=["who knew all", "who knew some"])
+@pytest.mark.parametrize(("minutes", "count"), [(5, 30), (60, 12), pytest.param(60, 60, marks=pytest.mark.slow)])
 def test_two_halves_become_one(minutes: int, count: int) -> None:
-    if minutes == 60 and count == 30:
-        pytest.skip("the other three cover it")
 
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, count, SMALL)
@@ -81,6 +78,26 @@ def test_two_halves_become_one(minutes: int, count: int) -> None:
         await assert_one_swarm(services, ["left", "right"])
 
     play(scenario, seed=minutes + count)
+
+
+def test_the_sample_of_lost_peers_alone_is_enough() -> None:
+    """No book, no bootstrap, and no lookup that leads across: what is left is whom each peer has lost."""
+
+    async def scenario(network: SimulatedNetwork) -> None:
+        services = await swarm_of(network, 12, SMALL)
+        left, right = services[::2], services[1::2]
+        network.partition([peer_of(network, service) for service in left], [peer_of(network, service) for service in right])
+        await asyncio.sleep(1800)
+        for service in services:
+            service._upkeep._strangers._told.clear()
+            for known in service.book.known():
+                if known.peer_id not in service.overlay.table:
+                    service.book.forget(known.peer_id)
+        network.heal()
+        await asyncio.sleep(300)
+        assert joined_up(left, right)
+
+    play(scenario, seed=4)
 
 
 def test_a_cut_in_one_direction_hides_nothing_and_heals() -> None:

@@ -90,6 +90,31 @@ def test_a_replica_answers_its_own_reads_while_its_neighbourhood_stands_still() 
     play(scenario, seed=3)
 
 
+def test_a_change_in_the_neighbourhood_ends_it() -> None:
+    async def scenario(network: SimulatedNetwork) -> None:
+        services = await swarm_of(network, 8)
+        replica, writer = nearest(services, KEY)[0], nearest(services, KEY, 8)[7]
+        await writer.store(KEY, 1, ttl_s=600)
+
+        async def asks() -> bool:
+            network.trace.clear()
+            assert await value_at(replica, KEY) == 1
+            return any("/Find" in line for line in network.trace)
+
+        assert not await asks()
+        await network.crash(peer_of(network, nearest(services, KEY)[1]))
+        replica.overlay.failed(nearest(services, KEY)[1].peer_id, broke_protocol=True)
+        assert await asks(), "somebody went: what it was given first may not be all any more"
+        assert await asks(), "and others may not have noticed yet"
+        await asyncio.sleep(3)
+        assert not await asks(), "compared since, and quiet for a while"
+        newcomer = service_of(network.peer())
+        await newcomer.join([replica.own()])
+        assert await asks()
+
+    play(scenario, seed=7)
+
+
 def test_a_new_replica_asks_until_it_has_been_told() -> None:
     """A dictionary of many writers: who has just become its replica must not take the part that reached it for the whole."""
 
