@@ -58,7 +58,7 @@ class Overlay:
         self.book = book
         self.table = RoutingTable(self.own_id, config.routing)
         self.on_newcomer: Callable[[Contact], None] = lambda contact: None
-        self.on_lost: Callable[[Contact], None] = lambda contact: None
+        self.on_lost: Callable[[Contact, bool], None] = lambda contact, left: None  # whether it said goodbye
         self.on_unproven: Callable[[Contact], bool] = lambda contact: False  # somebody is to be pinged; returns whether that is done
         self.neighbourhood = 0  # how often the peers nearest to us have changed
         self.changed_s = clock.monotonic_s()  # when they last did
@@ -115,7 +115,7 @@ class Overlay:
         if contact is not None:
             self.table.failed(peer_id, at_once=True)
             self._note_change(peer_id.dht_id)
-            self.on_lost(contact)
+            self.on_lost(contact, True)
 
     def failed(self, peer_id: PeerId, *, broke_protocol: bool = False) -> None:
         """The peer did not answer. One of the table may fail once; any other, or one that sends nonsense, is left alone for a while."""
@@ -124,7 +124,7 @@ class Overlay:
             if not self.table.failed(peer_id, at_once=broke_protocol):
                 return
             self._note_change(peer_id.dht_id)
-            self.on_lost(contact)
+            self.on_lost(contact, False)
         failures = self._suspects.pop(peer_id, (0.0, 0))[1] + 1
         pause_s = min(self.config.suspect_s * 2.0 ** min(failures - 1, 16), self.config.suspect_s_max)
         self._suspects[peer_id] = (self.clock.monotonic_s() + pause_s, failures)

@@ -37,6 +37,8 @@ from swarm.wire.dht_pb2 import (
 from swarm.wire.peer_pb2 import Contact as WireContact
 
 _REPLY_RECORD_BYTES_MAX = 3 << 20  # the rest of a Find reply is for contacts
+_CONTACTS_MAX = 384  # in one reply, over all queries: with the longest addresses less than a megabyte
+_CONTACTS_MIN = 6  # per query
 _CHECKS_AT_ONCE = 16  # a signature costs 0.2 ms: other calls get their turn in between
 
 
@@ -98,8 +100,10 @@ class Replica:
             raise PeerError(f"a call may ask at most {self._overlay.config.queries_per_call_max} queries, not {len(request.queries)}")
         reply = DhtFindReply(time_us=time_us)
         room_bytes = _REPLY_RECORD_BYTES_MAX
+        nearest_max = max(_CONTACTS_MAX // max(len(request.queries), 1), _CONTACTS_MIN)
+        nearest_max = min(request.nearest_max or nearest_max, nearest_max)
         for query in request.queries:
-            result, size_bytes = self._answer(query, caller, room_bytes, request.nearest_max)
+            result, size_bytes = self._answer(query, caller, room_bytes, nearest_max)
             room_bytes -= size_bytes
             reply.results.append(result)
         return reply
@@ -139,7 +143,7 @@ class Replica:
         before = 0
         for held in request.keys:
             if self._overlay.own().addresses:  # else this peer holds nothing for others
-                wanted.extend(before + number for number in self._replication.on_summary(key_from_wire(held.key), held.entries))
+                wanted.extend(before + number for number in self._replication.on_summary(caller, key_from_wire(held.key), held.entries))
             before += len(held.entries) // ENTRY_BYTES
         return DhtHoldsReply(time_us=time_us, wanted=wanted)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from swarm.dht.overlay import HOLDS, PING, STORE, Overlay
 from swarm.dht.records import Record
 from swarm.dht.storage import Storage
-from swarm.dht.summary import summary, wanted
+from swarm.dht.summary import ENTRY_BYTES, summary, wanted
 from swarm.dht.wire import key_to_wire, record_to_wire
 from swarm.ids import Contact, Key, PeerId
 from swarm.wire.dht_pb2 import DhtHeldKey, DhtHoldsRequest, DhtPingRequest, DhtStoreRequest
@@ -70,13 +70,16 @@ class Replication:
         self._debts.setdefault(contact.peer_id, (contact, []))[1].extend(records)
         self._wake.set()
 
-    def on_summary(self, key: Key, entries: bytes) -> list[int]:
-        """Another holder says what it has under a key: the numbers of what we want. If we have nothing more, the key was compared."""
+    def on_summary(self, caller: PeerId, key: Key, entries: bytes) -> list[int]:
+        """Another holder says what it has under a key: the numbers of what we want. If it is a replica and we have nothing more, the key
+        was compared: one of its holders goes around for all.
+        """
         versions = self._storage.versions(key)
         missing = wanted(key, entries, versions)
         live = self._storage.records(key, self._overlay.now_us)
-        theirs = {entries[at : at + 16] for at in range(0, len(entries), 16)}
-        if not missing and all(summary(key, [record]) in theirs for record in live):
+        theirs = {entries[at : at + ENTRY_BYTES] for at in range(0, len(entries), ENTRY_BYTES)}
+        agreed = bool(live) and not missing and all(summary(key, [record]) in theirs for record in live)
+        if agreed and caller in [contact.peer_id for contact in self._overlay.replicas(key.dht_id)]:
             self._compared_s[key] = self._overlay.clock.monotonic_s()
         return missing
 
@@ -98,30 +101,31 @@ class Replication:
                 self._check_s = self._overlay.clock.monotonic_s() + _CHECK_S * self._rng.uniform(0.8, 1.2)
             await self._rest()
 
-    async def leave(self) -> None:
-        """Say goodbye, and hand on what the next replicas lack. The caller bounds it in time; whatever is done first helps."""
+    async def hand_on(self) -> None:
+        """Offer all that is held here to the next nearest. The caller bounds it in time; whatever is done first helps."""
         overlay = self._overlay
         limit = asyncio.Semaphore(_CALLS_AT_LEAVING_MAX)
 
-        async def farewell(contact: Contact) -> None:
-            async with limit:
-                await overlay.ask(contact, PING, DhtPingRequest(sender=overlay.sender, leaving=True))
-
-        async def hand_on(contact: Contact, keys: Sequence[Key]) -> None:
+        async def offer(contact: Contact, keys: Sequence[Key]) -> None:
             async with limit:
                 await self._offer(contact, keys)
 
         by_target: dict[PeerId, tuple[Contact, list[Key]]] = {}
-        held = self._storage.keys()
-        for key in held:
+        for key in self._storage.keys():  # noqa: SIM118
             for contact in overlay.table.nearest(key.dht_id, 1):
                 by_target.setdefault(contact.peer_id, (contact, []))[1].append(key)
         async with asyncio.TaskGroup() as group:
             for contact, keys in by_target.values():
-                group.create_task(hand_on(contact, keys))
-            if overlay.own().addresses:  # a client peer is in nobody's table
-                for contact in overlay.table.nearest(overlay.own_id_number, _FAREWELLS_MAX):
-                    group.create_task(farewell(contact))
+                group.create_task(offer(contact, keys))
+
+    async def say_goodbye(self) -> None:
+        """Tell the neighbours, after everything else: whoever is called later takes it for a sign of life."""
+        overlay = self._overlay
+        if not overlay.own().addresses:
+            return  # a client peer is in nobody's table
+        async with asyncio.TaskGroup() as group:
+            for contact in overlay.table.nearest(overlay.own_id_number, _FAREWELLS_MAX):
+                group.create_task(overlay.ask(contact, PING, DhtPingRequest(sender=overlay.sender, leaving=True)))
 
     def _schedule(self, waiting: OrderedDict[PeerId, tuple[Contact, float, int]], contact: Contact) -> None:
         waiting[contact.peer_id] = (contact, self._overlay.clock.monotonic_s(), 0)

@@ -127,11 +127,12 @@ class DhtService:
         """Say goodbye to the neighbours, and hand them what they lack of what this peer holds, as far as the time goes."""
         if not len(self.overlay.table):
             return
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._replication.leave()
-        except TimeoutError:
-            return
+        for part, step in ((0.6, self._replication.hand_on), (0.4, self._replication.say_goodbye)):
+            try:
+                async with asyncio.timeout(part * timeout_s):
+                    await step()
+            except TimeoutError:
+                continue
 
     async def store(self, key: Key, value: Value, *, ttl_s: float, subkey: str | None = None, timeout_s: float = 10.0) -> StoreResult:
         """Sign and store a value (at most 64 KiB as msgpack) for `ttl_s` seconds (at most 24 h); replaces this peer's own entry of that

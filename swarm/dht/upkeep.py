@@ -114,8 +114,9 @@ class Upkeep:
         self.settled.set()
         self._replication.came(contact)
 
-    def _on_lost(self, contact: Contact) -> None:
-        self._strangers.lost(contact, self._overlay.clock.monotonic_s())
+    def _on_lost(self, contact: Contact, left: bool) -> None:
+        if not left:
+            self._strangers.lost(contact, self._overlay.clock.monotonic_s())
         self._replication.went(contact)
 
     def _on_unproven(self, contact: Contact) -> bool:

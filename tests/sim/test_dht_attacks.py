@@ -15,7 +15,7 @@ from swarm.dht.rules import NamespaceRules
 from swarm.dht.schema import Number
 from swarm.dht.service import DhtService, Entry, StoreItem
 from swarm.dht.storage import StorageConfig
-from swarm.dht.summary import ENTRY_BYTES
+from swarm.dht.summary import ENTRY_BYTES, summary
 from swarm.dht.wire import contact_to_wire, key_to_wire, record_to_wire
 from swarm.errors import PeerError, UsageError
 from swarm.identity import Identity
@@ -24,6 +24,7 @@ from swarm.run.directory import RunDirectory
 from swarm.run.specification import RunSpecification, SignedSpecification, sign, specification_key
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 from swarm.wire.dht_pb2 import (
+    DhtFindQuery,
     DhtFindReply,
     DhtFindRequest,
     DhtFindResult,
@@ -130,7 +131,12 @@ def test_comparisons_that_are_too_large_or_malformed_are_refused() -> None:
         reply = await call(victim.own(), HOLDS, DhtHoldsRequest(sender=sender, keys=[DhtHeldKey(key=key, entries=bytes(40))]), timeout_s=3)
         assert list(reply.wanted) == [0, 1]
         assert victim.storage.entry_count == 0
-        assert len(victim._replication._compared_s) <= 1
+        assert victim._replication._compared_s == {}, "nothing is remembered of what is not held"
+        record = record_by(attacker, 1)
+        assert victim.storage.store(record, victim.overlay.now_us) is None
+        held = DhtHeldKey(key=key, entries=summary(record.key, [record]))
+        await call(victim.own(), HOLDS, DhtHoldsRequest(sender=sender, keys=[held]), timeout_s=3)
+        assert victim._replication._compared_s == {}, "and a stranger's word does not stand for the replicas'"
 
     play(scenario, seed=3)
 
@@ -251,6 +257,25 @@ def test_a_flood_by_many_identities_leaves_room_for_the_keys_that_are_near() -> 
             assert victim in holders(services, key)
 
     play(scenario, seed=7)
+
+
+def test_the_longest_addresses_do_not_make_a_bulk_reply_too_large() -> None:
+    async def scenario(network: SimulatedNetwork) -> None:
+        services = await swarm_of(network, 3)
+        crowd = [network.peer() for _ in range(30)]
+        label = ".".join(["x" * 60] * 4)
+        for peer in crowd:
+            contact = Contact(peer.peer_id, tuple(Address(label, 4000 + port) for port in range(8)))
+            services[0].overlay.met(contact)
+        caller = peer_of(network, services[1]).caller
+        queries = [DhtFindQuery(key=key_to_wire(Key.parse(f"k{number}"))) for number in range(64)]
+        request = DhtFindRequest(sender=contact_to_wire(services[1].own()), queries=queries, nearest_max=1000)
+        reply = await caller.call(services[0].own(), FIND, request, timeout_s=3)
+        assert len(reply.results) == 64
+        assert reply.ByteSize() < 1 << 20, "the rest of a reply is for records"
+        assert all(6 <= len(result.nearest) <= 20 for result in reply.results)
+
+    play(scenario, seed=11)
 
 
 class Endless(Swallower):

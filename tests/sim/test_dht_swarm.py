@@ -95,6 +95,23 @@ def test_store_and_get_are_one_round_each_in_a_small_swarm() -> None:
     run_virtual(scenario())
 
 
+def test_a_newcomer_counts_as_soon_as_it_has_called() -> None:
+    """A bug once: a store right after the last peer had joined left that one out until its answer to a ping had come."""
+
+    async def scenario() -> None:
+        network = SimulatedNetwork(seed=16)
+        services: list[DhtService] = []
+        for _ in range(4):
+            service = service_of(network.peer())
+            await service.join([other.own() for other in services[:1]])
+            services.append(service)
+        result = await services[1].store(Key.parse("key"), 1, ttl_s=60)
+        assert (result.ok, result.replicas) == (True, 4)
+        await finish(network)
+
+    run_virtual(scenario())
+
+
 def test_newcomers_are_handed_what_they_should_hold() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=3)
