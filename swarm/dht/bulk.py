@@ -137,7 +137,7 @@ class ManyReads:
         unknown: list[Key] = []
         for key in sorted(set(keys), key=lambda key: key.dht_id):
             found = None if exhaustive else self._reader.remembered(key, max_age_s)
-            self.searches[key] = found or Search(key, overlay.clock.monotonic_s())
+            self.searches[key] = found or self._reader.begin(key)
             if found is not None:
                 found.done.set()
             else:

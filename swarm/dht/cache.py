@@ -19,6 +19,7 @@ class Answer:
     """What was known of a key, from a search that ended at `taken_s`."""
 
     taken_s: float
+    taken_us: int  # the same moment in swarm time: a machine that was suspended has a monotonic clock that stood still
     neighbourhood: int  # what `Overlay.neighbourhood` was then
     latest: Mapping[Owner, Record]
 
@@ -45,10 +46,12 @@ class ReadCache:
         while len(self._answers) > self._keys_max or self.size_bytes > self._bytes_max:
             self.drop(next(iter(self._answers)))
 
-    def get(self, key: Key, taken_since_s: float) -> Answer | None:
-        """The answer, if it was taken since then."""
+    def get(self, key: Key, now_s: float, now_us: int, age_s: float) -> Answer | None:
+        """The answer, if it is not older than `age_s` by either clock."""
         answer = self._answers.get(key)
-        return answer if answer is not None and answer.taken_s >= taken_since_s else None
+        if answer is None or answer.taken_s < now_s - age_s or answer.taken_us < now_us - age_s * 1e6:
+            return None
+        return answer
 
     def drop(self, key: Key) -> None:
         """Forget what was known: something was written."""

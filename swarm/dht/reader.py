@@ -34,6 +34,8 @@ class Search:
 
     key: Key
     started_s: float
+    started_us: int = 0
+    neighbourhood: int = 0  # `Overlay.neighbourhood` when it began: a change meanwhile counts as one since
     latest: dict[Owner, Record] = field(default_factory=dict)
     given: dict[PeerId, dict[Owner, tuple[int, bytes]]] = field(default_factory=dict)  # what each peer answered with
     asked: int = 0
@@ -78,22 +80,27 @@ class Reader:
     def note_first(self, key: Key) -> None:
         """This peer, a replica of the key, held nothing under it and has just been given the first record by its writer."""
         if self._overlay.is_settled:
-            self.cache.put(key, Answer(self._overlay.clock.monotonic_s(), self._overlay.neighbourhood, {}))
+            self.cache.put(key, Answer(self._overlay.clock.monotonic_s(), self._overlay.now_us, self._overlay.neighbourhood, {}))
+
+    def begin(self, key: Key) -> Search:
+        """A search that starts now."""
+        overlay = self._overlay
+        return Search(key, overlay.clock.monotonic_s(), overlay.now_us, overlay.neighbourhood)
 
     def remembered(self, key: Key, max_age_s: float | None) -> Search | None:
         """What may be answered without asking anybody."""
         overlay, now_s = self._overlay, self._overlay.clock.monotonic_s()
-        if max_age_s is not None:
-            answer = self.cache.get(key, now_s - max_age_s) if max_age_s > 0 else None
-        else:
-            answer = self.cache.get(key, now_s - overlay.config.local_s) if overlay.config.local_s else None
+        age_s = overlay.config.local_s if max_age_s is None else max_age_s
+        answer = self.cache.get(key, now_s, overlay.now_us, age_s) if age_s > 0 else None
+        if max_age_s is None:
             if answer is None or answer.neighbourhood != overlay.neighbourhood or not overlay.is_settled:
                 return None
             if not overlay.is_replica(key.dht_id):
                 return None
         if answer is None:
             return None
-        search = Search(key, now_s, dict(answer.latest))
+        search = self.begin(key)
+        search.latest = dict(answer.latest)
         search.merge(self._storage.records(key, overlay.now_us))
         return search
 
@@ -107,7 +114,7 @@ class Reader:
         share_s = self._overlay.config.share_s if exhaustive or max_age_s is None else max_age_s
         search = self.running.get((key, exhaustive))
         if search is None or search.started_s < now_s - share_s or share_s == 0:
-            search = self.running[key, exhaustive] = Search(key, now_s)
+            search = self.running[key, exhaustive] = self.begin(key)
             task = self._supervisor.spawn(f"DHT read of {key}", functools.partial(self._search, search, exhaustive))
             task.add_done_callback(search.end)
         try:
@@ -138,7 +145,7 @@ class Reader:
                 self._replica.keep(record, direct=False)
             self._mend(search, replicas)
         search.merge(self._storage.records(key, overlay.now_us))  # written here meanwhile, by this peer or by others
-        self.cache.put(key, Answer(search.started_s, overlay.neighbourhood, search.latest))
+        self.cache.put(key, Answer(search.started_s, search.started_us, search.neighbourhood, search.latest))
 
     def _mend(self, search: Search, replicas: Sequence[Contact]) -> None:
         """Send the replicas that answered what they lacked. Replicas alone do this: every reader would be a storm."""

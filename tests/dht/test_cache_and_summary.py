@@ -35,21 +35,30 @@ def record_of(writer: int, issued: int, subkey: str | None = None, size: int = 0
     )
 
 
+def answer_of(taken_s: float, size: int) -> Answer:
+    return Answer(taken_s, int(taken_s * 1e6), 0, latest_by_owner([record_of(1, 0, size=size)]))
+
+
+def is_known(cache: ReadCache, key: Key, now_s: float = 9.0, age_s: float = 9.0) -> bool:
+    return cache.get(key, now_s, int(now_s * 1e6), age_s) is not None
+
+
 def test_a_memory_is_bounded_and_as_old_as_the_reader_allows() -> None:
     cache = ReadCache(keys_max=3, bytes_max=10_000)
     keys = [Key("public", str(number)) for number in range(6)]
     for number, key in enumerate(keys):
-        cache.put(key, Answer(float(number), 0, latest_by_owner([record_of(1, 0, size=100)])))
+        cache.put(key, answer_of(float(number), 100))
     assert len(cache) == 3
-    assert cache.get(keys[0], 0.0) is None
-    assert cache.get(keys[5], 5.0) is not None
-    assert cache.get(keys[5], 5.1) is None
-    cache.put(keys[1], Answer(9.0, 0, latest_by_owner([record_of(1, 0, size=9000)])))
-    assert cache.get(keys[1], 0.0) is not None
+    assert not is_known(cache, keys[0])
+    assert is_known(cache, keys[5], 15.0, 10.0)
+    assert not is_known(cache, keys[5], 15.1, 10.0)
+    assert cache.get(keys[5], 6.0, 3_600_000_000, 10.0) is None, "a machine that was suspended for an hour: one of its clocks stood still"
+    cache.put(keys[1], answer_of(9.0, 9000))
+    assert is_known(cache, keys[1])
     assert len(cache) < 3
     assert cache.size_bytes <= 10_000
-    cache.put(keys[2], Answer(9.0, 0, latest_by_owner([record_of(1, 0, size=20_000)])))
-    assert cache.get(keys[2], 0.0) is None, "larger than all of it"
+    cache.put(keys[2], answer_of(9.0, 20_000))
+    assert not is_known(cache, keys[2]), "larger than all of it"
     for key in keys:
         cache.drop(key)
     assert (len(cache), cache.size_bytes) == (0, 0)

@@ -115,6 +115,21 @@ def test_a_change_in_the_neighbourhood_ends_it() -> None:
     play(scenario, seed=7)
 
 
+def test_a_machine_that_slept_asks_again() -> None:
+    async def scenario(network: SimulatedNetwork) -> None:
+        services = await swarm_of(network, 8)
+        replica = nearest(services, KEY)[0]
+        await services[7].store(KEY, 1, ttl_s=6 * 3600)
+        network.trace.clear()
+        assert await value_at(replica, KEY) == 1
+        assert not network.trace
+        peer_of(network, replica).clock.skew_s += 3600.0  # its monotonic clock stood still for an hour, its own time went on
+        assert await value_at(replica, KEY) == 1
+        assert network.trace
+
+    play(scenario, seed=8)
+
+
 def test_a_new_replica_asks_until_it_has_been_told() -> None:
     """A dictionary of many writers: who has just become its replica must not take the part that reached it for the whole."""
 
