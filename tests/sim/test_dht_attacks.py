@@ -202,7 +202,7 @@ def test_the_specification_outlives_its_founder_and_forgeries_do_not_even_get_st
             reply = await peer_of(network, attacker).caller.call(victim.own(), STORE, request, timeout_s=3)
             assert reply.refusals[0]
         network.trace.clear()
-        await asyncio.sleep(9000)
+        await asyncio.sleep(5400)
         alive = services[1:]
         assert (await directory_of(network, services[9]).specification(one.run_id)) == one
         assert [listing.run_id for listing in await directory_of(network, services[3]).listings()] == [one.run_id]

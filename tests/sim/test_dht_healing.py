@@ -55,7 +55,7 @@ def joined_up(left: Sequence[DhtService], right: Sequence[DhtService]) -> bool:
     return all(knows(one, right) >= 3 for one in left) and all(knows(one, left) >= 3 for one in right)
 
 
-@pytest.mark.parametrize(("minutes", "count"), [(5, 30), (60, 12), pytest.param(60, 60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("minutes", "count"), [(5, 20), (60, 12), pytest.param(60, 60, marks=pytest.mark.slow)])
 def test_two_halves_become_one(minutes: int, count: int) -> None:
 
     async def scenario(network: SimulatedNetwork) -> None:

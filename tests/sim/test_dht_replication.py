@@ -135,19 +135,19 @@ def test_reads_survive_churn(seed: int) -> None:
     """A fifth of the peers is exchanged in ten minutes; records live for an hour and nobody renews them."""
 
     async def scenario(network: SimulatedNetwork) -> None:
-        services = await swarm_of(network, 60, SMALL)
+        services = await swarm_of(network, 40, SMALL)
         rng = random.Random(seed)
         keys = [Key.parse(f"thing-{number}") for number in range(40)]
         for number, key in enumerate(keys):
             await rng.choice(services).store(key, number, ttl_s=3600)
         reads = failures = 0
-        for _ in range(12):
+        for _ in range(8):
             dead = services.pop(rng.randrange(len(services)))
             await network.crash(peer_of(network, dead))
             service = service_of(network.peer(), SMALL)
             await service.join([rng.choice(services).own()])
             services.append(service)
-            for _ in range(10):
+            for _ in range(15):
                 await asyncio.sleep(5)
                 number = rng.randrange(len(keys))
                 reads += 1
@@ -161,9 +161,9 @@ def test_a_swarm_at_rest_is_quiet() -> None:
     """Nobody asks anything: who was heard from is not pinged, who has lived for long is pinged seldom."""
 
     async def scenario(network: SimulatedNetwork) -> None:
-        services = await swarm_of(network, 25)
+        services = await swarm_of(network, 20)
         for number in range(100):
-            await services[number % 25].store(Key.parse(f"thing-{number}"), number, ttl_s=6 * 3600)
+            await services[number % 20].store(Key.parse(f"thing-{number}"), number, ttl_s=6 * 3600)
         await asyncio.sleep(1200)
         before = [(peer.messages_sent, peer.bytes_sent) for peer in network.peers.values()]
         await asyncio.sleep(1200)
@@ -172,6 +172,6 @@ def test_a_swarm_at_rest_is_quiet() -> None:
         size_bytes = 3 * sum(now[1] - then[1] for now, then in zip(after, before, strict=True)) / len(services)
         assert messages < 1200, "per peer and hour; 794 for forty peers when this was written"
         assert size_bytes < 250_000, "147 kB for forty peers"
-        assert all(len(service.overlay.table) >= 20 for service in services), "and nobody was forgotten"
+        assert all(len(service.overlay.table) >= 16 for service in services), "and nobody was forgotten"
 
     play(scenario, seed=8)
