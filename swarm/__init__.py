@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from averaging.averager import Averager, AveragerConfig, AveragingResult, PendingRound
     from averaging.optimizer import LoadResult, Optimizer, OptimizerConfig, StepReport
-    from swarm.dht.service import Entry, StoreResult
+    from swarm.dht.service import Entry, ManyAnswers, NamespaceRules, StoreItem, StoreResult
     from swarm.errors import DeadlineExceeded, NetworkError, NotEnoughPeers, PeerError, SwarmError, UsageError
     from swarm.identity import Identity
     from swarm.ids import Address, Contact, Key, PeerId
@@ -36,6 +36,8 @@ _HOMES = {
     "Identity": "swarm.identity",
     "Key": "swarm.ids",
     "LoadResult": "averaging.optimizer",
+    "ManyAnswers": "swarm.dht.service",
+    "NamespaceRules": "swarm.dht.rules",
     "NetworkError": "swarm.errors",
     "Node": "swarm.node",
     "NodeConfig": "swarm.node",
@@ -46,6 +48,7 @@ _HOMES = {
     "PeerId": "swarm.ids",
     "PendingRound": "averaging.averager",
     "StepReport": "averaging.optimizer",
+    "StoreItem": "swarm.dht.service",
     "StoreResult": "swarm.dht.service",
     "SwarmError": "swarm.errors",
     "UsageError": "swarm.errors",
@@ -62,6 +65,8 @@ __all__ = [
     "Identity",
     "Key",
     "LoadResult",
+    "ManyAnswers",
+    "NamespaceRules",
     "NetworkError",
     "Node",
     "NodeConfig",
@@ -72,6 +77,7 @@ __all__ = [
     "PeerId",
     "PendingRound",
     "StepReport",
+    "StoreItem",
     "StoreResult",
     "SwarmError",
     "UsageError",

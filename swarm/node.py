@@ -14,7 +14,8 @@ from types import TracebackType
 
 import swarm
 from swarm.clock import SystemClock
-from swarm.dht.service import Dht, DhtService
+from swarm.dht.handle import Dht
+from swarm.dht.service import DhtService
 from swarm.errors import SwarmError, UsageError
 from swarm.identity import Identity
 from swarm.ids import Address, Contact, PeerId
@@ -108,6 +109,7 @@ class Node:
             supervisor=self.supervisor,
         )
         self.dht = Dht(service, self.network)
+        self.at_close(service.leave)  # first registered, last called: other services say their goodbyes through it
         if self._where is not None:
             host, port = self._where
             port = await self._server.start(self.identity, self.handlers, host, port)

@@ -111,6 +111,8 @@ class _Session:
         config = VolunteerConfig(device=self.choices.device, data=self.choices.data)
         volunteer = Volunteer(self.node, signed, self.directory, config, self.emit, self.leaving.requested)
         self.emit(volunteer.introduce(founded=founded))
+        if self.node.dht.clock_problem:
+            self.emit(Notice(text=self.node.dht.clock_problem))
         volunteer.check_memory()
         self._importing.join()
         device = volunteer.choose_device()

@@ -16,6 +16,7 @@ PEERS_MIN = 3  # fewer cannot say who is wrong
 ROUND_TRIP_S_MAX = 2.0  # a slower answer says too little
 OFFSET_S_MIN = 0.5  # a smaller offset is left alone: the rules of records forgive it, and a clock that never jumps is worth more
 AGE_S_MAX = 900.0
+BOUND_S = 5.0  # a clock that is further off is its owner's business too: records from before the correction look late or early
 
 
 class ClockOffset:
@@ -41,3 +42,29 @@ class ClockOffset:
         # With an even number of peers this machine's own clock votes too: a median between two camps would be wrong for both.
         median_s = statistics.median(fresh if len(fresh) % 2 else [*fresh, 0.0])
         return median_s if abs(median_s) > OFFSET_S_MIN else 0.0
+
+    def nearest_sample_s(self, now_s: float) -> tuple[PeerId, float] | None:
+        """With too few peers to tell who is wrong: the peer whose clock differs least from this one, and by how much."""
+        fresh = [(peer, offset_s) for peer, (offset_s, taken_s) in self._samples.items() if now_s - taken_s <= AGE_S_MAX]
+        return min(fresh, key=lambda one: abs(one[1]), default=None)
+
+    def problem(self, own: PeerId, now_s: float) -> str | None:
+        """What is wrong with this machine's clock, whose it is and what to do, in words; None when nothing is known to be."""
+        offset_s = self.offset_s(now_s)
+        if offset_s is not None:
+            if abs(offset_s) < BOUND_S:
+                return None
+            side = "behind" if offset_s > 0 else "ahead of"
+            return (
+                f"the clock of this machine (peer {own}) is {abs(offset_s):.1f} s {side} its peers' clocks: swarm corrects that for "
+                "itself; set the clock (by NTP), for everything else"
+            )
+        sample = self.nearest_sample_s(now_s)
+        if sample is None or abs(sample[1]) < BOUND_S:
+            return None
+        peer, ahead_s = sample
+        side = "behind" if ahead_s > 0 else "ahead of"
+        return (
+            f"the clock of this machine (peer {own}) is {abs(ahead_s):.1f} s {side} the clock of peer {peer}, and with fewer than "
+            f"{PEERS_MIN} peers nobody can tell which of the two is wrong: compare both with a third and set the wrong one (by NTP)"
+        )

@@ -58,6 +58,7 @@ class _Candidate:
     contact: Contact
     state: _State = _State.FRESH
     asked_s: float = 0.0
+    hops: int = 1  # calls in a row that lead to it, its own included
 
 
 class Lookup:
@@ -95,7 +96,7 @@ class Lookup:
         candidate.state = _State.ANSWERED
         self.answers += 1
         for contact in closer[: self.config.closer_max]:
-            self._learn(contact)
+            self._learn(contact, candidate.hops + 1)
         self._trim()
 
     def on_failure(self, peer: PeerId) -> None:
@@ -148,19 +149,25 @@ class Lookup:
             if candidate.state is _State.ASKED and now_s >= candidate.asked_s + self.config.stall_s:
                 candidate.state = _State.STALLED
 
-    def _learn(self, contact: Contact) -> None:
+    @property
+    def hops(self) -> int:
+        """Calls in a row that led to the farthest-led of the nearest peers that have answered; 0 when none has."""
+        answered = [candidate for candidate in self._order if candidate.state is _State.ANSWERED][: self.config.wanted]
+        return max((candidate.hops for candidate in answered if candidate.contact.peer_id != self._own), default=0)
+
+    def _learn(self, contact: Contact, hops: int = 1) -> None:
         if contact.peer_id == self._own or not contact.addresses:
             return
         known = self._candidates.get(contact.peer_id)
         if known is None:
-            self._insert(contact, _State.FRESH)
+            self._insert(contact, _State.FRESH, hops)
         elif known.state is _State.FRESH and known.contact.addresses != contact.addresses:
             # One of those who told us may have invented the address: keep both.
             addresses: tuple[Address, ...] = tuple(dict.fromkeys(known.contact.addresses + contact.addresses))
             known.contact = Contact(contact.peer_id, addresses[:_ADDRESSES_MAX])
 
-    def _insert(self, contact: Contact, state: _State) -> None:
-        candidate = _Candidate(contact.peer_id.dht_id ^ self.target, contact, state)
+    def _insert(self, contact: Contact, state: _State, hops: int = 1) -> None:
+        candidate = _Candidate(contact.peer_id.dht_id ^ self.target, contact, state, hops=hops)
         self._candidates[contact.peer_id] = candidate
         bisect.insort(self._order, candidate, key=lambda other: other.distance)
 

@@ -20,6 +20,8 @@ from swarm.peerbook import PeerBook
 from swarm.wire.dht_pb2 import (
     DhtFindReply,
     DhtFindRequest,
+    DhtHoldsReply,
+    DhtHoldsRequest,
     DhtPingReply,
     DhtPingRequest,
     DhtStoreReply,
@@ -31,8 +33,9 @@ from swarm.wire.peer_pb2 import Contact as WireContact
 PING = Method(name="/swarm.Dht/Ping", request=DhtPingRequest, reply=DhtPingReply, request_bytes_max=16 << 10, reply_bytes_max=16 << 10)
 FIND = Method(name="/swarm.Dht/Find", request=DhtFindRequest, reply=DhtFindReply, request_bytes_max=64 << 10, reply_bytes_max=4 << 20)
 STORE = Method(name="/swarm.Dht/Store", request=DhtStoreRequest, reply=DhtStoreReply, request_bytes_max=1 << 20, reply_bytes_max=256 << 10)
+HOLDS = Method(name="/swarm.Dht/Holds", request=DhtHoldsRequest, reply=DhtHoldsReply, request_bytes_max=256 << 10, reply_bytes_max=64 << 10)
 
-DhtReplyT = TypeVar("DhtReplyT", DhtPingReply, DhtFindReply, DhtStoreReply)
+DhtReplyT = TypeVar("DhtReplyT", DhtPingReply, DhtFindReply, DhtStoreReply, DhtHoldsReply)
 Ask = Callable[[Contact], Awaitable[Sequence[Contact] | None]]
 
 
@@ -48,13 +51,17 @@ class Overlay:
     def __init__(self, own: Callable[[], Contact], caller: Caller, book: PeerBook, clock: DhtClock, config: DhtConfig) -> None:
         self.own = own
         self.own_id: PeerId = own().peer_id
+        self.own_id_number = self.own_id.dht_id
         self.config = config
         self.clock = clock
         self.offset = ClockOffset()
         self.book = book
         self.table = RoutingTable(self.own_id, config.routing)
         self.on_newcomer: Callable[[Contact], None] = lambda contact: None
-        self.on_crowded: Callable[[Contact], None] = lambda contact: None
+        self.on_lost: Callable[[Contact, bool], None] = lambda contact, left: None  # whether it said goodbye
+        self.on_unproven: Callable[[Contact], bool] = lambda contact: False  # somebody is to be pinged; returns whether that is done
+        self.neighbourhood = 0  # how often the peers nearest to us have changed
+        self.changed_s = clock.monotonic_s()  # when they last did
         self._caller = caller
         self._suspects: OrderedDict[PeerId, tuple[float, int]] = OrderedDict()  # peer -> (not before, failures in a row)
 
@@ -73,28 +80,88 @@ class Overlay:
         return int(self.clock.swarm_s() * 1e6)
 
     def met(self, contact: Contact, round_trip_s: float | None = None) -> None:
-        """The peer itself was heard from, authenticated."""
+        """The peer itself answered, authenticated."""
         if contact.peer_id == self.own_id:
             return
         self._suspects.pop(contact.peer_id, None)
         self.book.seen(contact, round_trip_s=round_trip_s)
+        self._enter(contact, proven=True)
+
+    def heard(self, contact: Contact) -> None:
+        """The peer itself called, authenticated. That it can be called, too, is for its answer to a ping to show: it is believed until
+        then, unless it has failed before.
+        """
+        if contact.peer_id == self.own_id:
+            return
+        self.book.seen(contact)
+        unproven = self.table.heard(contact, self.clock.monotonic_s())
+        if unproven is None or not self.on_unproven(unproven):
+            return
+        if unproven.peer_id == contact.peer_id and contact.peer_id not in self.table and contact.peer_id not in self._suspects:
+            self._enter(contact, proven=False)
+
+    def _enter(self, contact: Contact, *, proven: bool) -> None:
         known = contact.peer_id in self.table
-        crowded = self.table.met(contact, self.clock.monotonic_s())
+        crowded = self.table.met(contact, self.clock.monotonic_s(), proven=proven)
         if crowded is not None:
-            self.on_crowded(crowded)
-        elif not known and contact.addresses:
+            self.on_unproven(crowded)
+        if not known and contact.peer_id in self.table:
+            self._note_change(contact.peer_id.dht_id)
             self.on_newcomer(contact)
+
+    def left(self, peer_id: PeerId) -> None:
+        """The peer said goodbye."""
+        contact = self.table.contact(peer_id)
+        if contact is not None:
+            self.table.failed(peer_id, at_once=True)
+            self._note_change(peer_id.dht_id)
+            self.on_lost(contact, True)
 
     def failed(self, peer_id: PeerId, *, broke_protocol: bool = False) -> None:
         """The peer did not answer. One of the table may fail once; any other, or one that sends nonsense, is left alone for a while."""
-        known = peer_id in self.table
-        if known and not self.table.failed(peer_id, at_once=broke_protocol):
-            return
+        contact = self.table.contact(peer_id)
+        if contact is not None:
+            if not self.table.failed(peer_id, at_once=broke_protocol):
+                return
+            self._note_change(peer_id.dht_id)
+            self.on_lost(contact, False)
         failures = self._suspects.pop(peer_id, (0.0, 0))[1] + 1
         pause_s = min(self.config.suspect_s * 2.0 ** min(failures - 1, 16), self.config.suspect_s_max)
         self._suspects[peer_id] = (self.clock.monotonic_s() + pause_s, failures)
         if len(self._suspects) > self.config.suspects_max:
             self._suspects.popitem(last=False)
+
+    def _note_change(self, dht_id: int) -> None:
+        """Somebody came or went: a neighbour?"""
+        near = self.table.nearest(self.own_id_number, self.config.routing.near_count)
+        if len(near) < self.config.routing.near_count or dht_id ^ self.own_id_number <= near[-1].peer_id.dht_id ^ self.own_id_number:
+            self.neighbourhood += 1
+            self.changed_s = self.clock.monotonic_s()
+
+    @property
+    def is_settled(self) -> bool:
+        """The neighbourhood has not changed for a while: who was to hand records over has done so."""
+        return self.clock.monotonic_s() - self.changed_s >= self.config.settled_s
+
+    @property
+    def knows_all(self) -> bool:
+        """A table that never filled a bucket probably knows everybody."""
+        return len(self.table) < self.config.routing.bucket_max
+
+    def replicas(self, dht_id: int) -> list[Contact]:
+        """Who should hold a key, as far as this peer knows: nearest first, itself among them if others can reach it."""
+        own = self.own()
+        nearest = self.table.nearest(dht_id, self.config.replicas)
+        if own.addresses:
+            nearest = sorted([*nearest, own], key=lambda contact: contact.peer_id.dht_id ^ dht_id)
+        return nearest[: self.config.replicas]
+
+    def is_replica(self, dht_id: int) -> bool:
+        """Should this peer hold a key?"""
+        if not self.own().addresses:
+            return False
+        nearest = self.table.nearest(dht_id, self.config.replicas)
+        return len(nearest) < self.config.replicas or self.own_id_number ^ dht_id < nearest[-1].peer_id.dht_id ^ dht_id
 
     def is_suspect(self, peer_id: PeerId) -> bool:
         suspect = self._suspects.get(peer_id)

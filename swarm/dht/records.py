@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeAlias
 
 import msgpack
 
+from swarm.dht.blobs import Blob, blob_message, blob_of
 from swarm.errors import UsageError
 from swarm.identity import verify
 from swarm.ids import Key, PeerId
@@ -53,6 +54,7 @@ class Record:
     expiration_us: int
     writer: PeerId
     deleted: bool = False
+    lasting: bool = False  # a blob that proves itself (`blobs`): its life is prolonged by whoever stores it again
     signature: bytes = field(default=b"", repr=False)
 
     @property
@@ -131,6 +133,21 @@ def encode_value(value: Value) -> bytes:
     return raw
 
 
+def record_of_blob(key: Key, raw: bytes, expiration_us: int) -> Record:
+    """The record of a blob, whoever stores it; UsageError when it is malformed or belongs elsewhere. Its signature is not verified here."""
+    blob = blob_of(key, raw)
+    return Record(
+        key=key,
+        subkey=None,
+        value=encode_value(raw),
+        issued_at_us=blob.version,
+        expiration_us=expiration_us,
+        writer=blob.writer,
+        lasting=True,
+        signature=blob.signature,
+    )
+
+
 def decode_value(raw: bytes) -> Value:
     """Read a value that a stranger may have made; UsageError when it breaks a rule."""
     try:
@@ -168,19 +185,26 @@ def is_run_namespace(namespace: str) -> bool:
 
 
 def namespace_refusal(record: Record) -> str | None:
-    """Why the record's namespace does not take it, or None. Who may write is decided here; quotas are the storage's."""
+    """Why the record's namespace cannot take it whatever its rules say, or None; further rules are in `namespaces`."""
     namespace = record.key.namespace
     if namespace.startswith(_RUN_PREFIX) and not is_run_namespace(namespace):
         return f"{namespace!r} names no run: run.<run id>/…"
-    if is_run_namespace(namespace) and record.subkey != str(record.writer):
+    if is_run_namespace(namespace) and record.subkey != str(record.writer) and not record.lasting:
         return f"in {namespace} an entry's subkey is its writer's PeerID"
     return None  # every other namespace is as open as `public`
+
+
+class Rules(Protocol):
+    """What `RecordValidator` asks about a record beside what holds for all: `swarm.dht.namespaces.Namespaces`."""
+
+    def refusal(self, record: Record) -> str | None: ...
 
 
 class RecordValidator:
     """Checks records. Remembers which signatures it has already verified: readers get each record from several replicas."""
 
-    def __init__(self) -> None:
+    def __init__(self, rules: Rules | None = None) -> None:
+        self._rules = rules
         self._verified: OrderedDict[bytes, bool] = OrderedDict()
 
     def refusal(self, record: Record, now_us: int) -> str | None:
@@ -189,6 +213,10 @@ class RecordValidator:
             return f"its subkey has more than {SUBKEY_BYTES_MAX} bytes"
         if len(record.value) > VALUE_BYTES_MAX:
             return f"its value has {len(record.value)} bytes, more than {VALUE_BYTES_MAX}"
+        if record.expiration_us > now_us + TTL_MAX_US + FUTURE_MAX_US:
+            return "it would live longer than 24 hours"
+        if record.lasting:
+            return self._lasting_refusal(record, now_us)
         if record.issued_at_us < 0 or record.expiration_us <= record.issued_at_us:
             return "it expires before it is issued"
         if record.expiration_us - record.issued_at_us > TTL_MAX_US:
@@ -198,7 +226,27 @@ class RecordValidator:
             return f"it was issued {ahead_s:.0f} s in the future: one of the two clocks is wrong"
         if record.expiration_us <= now_us:
             return f"it expired {(now_us - record.expiration_us) / 1e6:.0f} s ago"
-        return namespace_refusal(record) or self._value_refusal(record) or self._signature_refusal(record)
+        return namespace_refusal(record) or self._value_refusal(record) or self._rules_refusal(record) or self._signature_refusal(record)
+
+    def _rules_refusal(self, record: Record) -> str | None:
+        return self._rules.refusal(record) if self._rules is not None else None
+
+    def _lasting_refusal(self, record: Record, now_us: int) -> str | None:
+        """A blob's fields follow from the blob: a record that says anything else is not what its owner signed."""
+        if record.expiration_us <= now_us:
+            return f"it expired {(now_us - record.expiration_us) / 1e6:.0f} s ago"
+        if record.deleted:
+            return "a blob cannot be deleted"
+        try:
+            raw = decode_value(record.value)
+            if not isinstance(raw, bytes) or encode_value(raw) != record.value:
+                return "a blob is bytes"
+            blob = blob_of(record.key, raw)
+        except UsageError as error:
+            return str(error)
+        if blob != Blob(writer=record.writer, version=record.issued_at_us, signature=record.signature) or record.subkey is not None:
+            return "its fields are not the blob's"
+        return self._rules_refusal(record) or self._verify(record, blob_message(raw))
 
     def _value_refusal(self, record: Record) -> str | None:
         if record.deleted:
@@ -212,7 +260,9 @@ class RecordValidator:
     def _signature_refusal(self, record: Record) -> str | None:
         if len(record.signature) != _SIGNATURE_BYTES:
             return f"a signature has {_SIGNATURE_BYTES} bytes"
-        message = signing_bytes(record)
+        return self._verify(record, signing_bytes(record))
+
+    def _verify(self, record: Record, message: bytes) -> str | None:
         digest = hashlib.sha256(message + record.signature).digest()
         valid = self._verified.get(digest)
         if valid is None:

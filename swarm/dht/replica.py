@@ -1,13 +1,15 @@
-"""What a peer does for others: answers Ping, Find and Store, and keeps the records that are near to it."""
+"""What a peer does for others: answers Ping, Find, Store and Holds, and keeps the records that are near to it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from swarm.dht.overlay import FIND, PING, STORE, Overlay
+from swarm.dht.overlay import FIND, HOLDS, PING, STORE, Overlay
 from swarm.dht.records import Record, RecordValidator
+from swarm.dht.replication import Replication
 from swarm.dht.storage import Storage
+from swarm.dht.summary import ENTRY_BYTES
 from swarm.dht.wire import (
     contact_to_wire,
     id_from_wire,
@@ -17,13 +19,15 @@ from swarm.dht.wire import (
     sender_from_wire,
 )
 from swarm.errors import PeerError
-from swarm.ids import PeerId
+from swarm.ids import Key, PeerId
 from swarm.net.rpc import Handlers
 from swarm.wire.dht_pb2 import (
     DhtFindQuery,
     DhtFindReply,
     DhtFindRequest,
     DhtFindResult,
+    DhtHoldsReply,
+    DhtHoldsRequest,
     DhtPingReply,
     DhtPingRequest,
     DhtRecord,
@@ -33,19 +37,38 @@ from swarm.wire.dht_pb2 import (
 from swarm.wire.peer_pb2 import Contact as WireContact
 
 _REPLY_RECORD_BYTES_MAX = 3 << 20  # the rest of a Find reply is for contacts
+_CONTACTS_MAX = 384  # in one reply, over all queries: with the longest addresses less than a megabyte
+_CONTACTS_MIN = 6  # per query
 _CHECKS_AT_ONCE = 16  # a signature costs 0.2 ms: other calls get their turn in between
 
 
 class Replica:
     """The server side of the DHT."""
 
-    def __init__(self, overlay: Overlay, storage: Storage, validator: RecordValidator, handlers: Handlers) -> None:
+    def __init__(self, overlay: Overlay, storage: Storage, validator: RecordValidator, replication: Replication) -> None:
         self._overlay = overlay
         self._storage = storage
         self._validator = validator
+        self._replication = replication
+        self.on_first: Callable[[Key], None] = lambda key: None  # a writer stored under a key of which nothing was held
+
+    def serve(self, handlers: Handlers) -> None:
+        """Answer the calls of others."""
         handlers.unary(PING, self._on_ping)
         handlers.unary(FIND, self._on_find)
         handlers.unary(STORE, self._on_store)
+        handlers.unary(HOLDS, self._on_holds)
+
+    def keep(self, record: Record, *, direct: bool) -> str:
+        """Store a valid record here; returns why not, or nothing. `direct`: from its writer, not from another holder."""
+        if not self._overlay.own().addresses:
+            return "a client peer holds nothing for others"
+        dht_id, first = record.key.dht_id, record.key not in self._storage
+        is_replica = self._overlay.is_replica(dht_id)
+        refusal = self._storage.store(record, self._overlay.now_us, far=not is_replica) or ""
+        if first and direct and is_replica and not refusal:
+            self.on_first(record.key)
+        return refusal
 
     async def accepted(self, messages: Iterable[DhtRecord]) -> list[Record | str]:
         """Each record, or why it is refused."""
@@ -63,44 +86,67 @@ class Replica:
 
     async def _on_ping(self, caller: PeerId, request: DhtPingRequest) -> DhtPingReply:
         time_us = self._overlay.raw_us
-        self._overlay.met(sender_from_wire(request.sender, caller))
+        sender = sender_from_wire(request.sender, caller)
+        if request.leaving:
+            self._overlay.left(caller)
+        else:
+            self._overlay.heard(sender)
         return DhtPingReply(time_us=time_us, contact=self._overlay.sender)
 
     async def _on_find(self, caller: PeerId, request: DhtFindRequest) -> DhtFindReply:
         time_us = self._overlay.raw_us
-        self._overlay.met(sender_from_wire(request.sender, caller))
+        self._overlay.heard(sender_from_wire(request.sender, caller))
         if len(request.queries) > self._overlay.config.queries_per_call_max:
             raise PeerError(f"a call may ask at most {self._overlay.config.queries_per_call_max} queries, not {len(request.queries)}")
         reply = DhtFindReply(time_us=time_us)
         room_bytes = _REPLY_RECORD_BYTES_MAX
+        nearest_max = max(_CONTACTS_MAX // max(len(request.queries), 1), _CONTACTS_MIN)
+        nearest_max = min(request.nearest_max or nearest_max, nearest_max)
         for query in request.queries:
-            result, size_bytes = self._answer(query, caller, room_bytes)
+            result, size_bytes = self._answer(query, caller, room_bytes, nearest_max)
             room_bytes -= size_bytes
             reply.results.append(result)
         return reply
 
-    def _answer(self, query: DhtFindQuery, caller: PeerId, room_bytes: int) -> tuple[DhtFindResult, int]:
+    def _answer(self, query: DhtFindQuery, caller: PeerId, room_bytes: int, nearest_max: int) -> tuple[DhtFindResult, int]:
         if query.WhichOneof("what") == "target":
-            return DhtFindResult(nearest=self._nearest(id_from_wire(query.target), caller)), 0
+            return DhtFindResult(nearest=self._nearest(id_from_wire(query.target), caller, nearest_max)), 0
         key = key_from_wire(query.key)
         records = self._storage.records(key, self._overlay.now_us)
         size_bytes = sum(record.size_bytes for record in records)
-        nearest = self._nearest(key.dht_id, caller)
+        nearest = self._nearest(key.dht_id, caller, nearest_max)
         if size_bytes > room_bytes:
             return DhtFindResult(nearest=nearest, left_out=True), 0
         return DhtFindResult(records=map(record_to_wire, records), nearest=nearest), size_bytes
 
     async def _on_store(self, caller: PeerId, request: DhtStoreRequest) -> DhtStoreReply:
         time_us = self._overlay.raw_us
-        self._overlay.met(sender_from_wire(request.sender, caller))
+        self._overlay.heard(sender_from_wire(request.sender, caller))
         if len(request.records) > self._overlay.config.records_per_call_max:
             raise PeerError(f"a call may store at most {self._overlay.config.records_per_call_max} records, not {len(request.records)}")
-        nearest = self._nearest(id_from_wire(request.target), caller) if request.target else []
+        nearest = self._nearest(id_from_wire(request.target), caller, request.nearest_max) if request.target else []
         refusals = []
         for record in await self.accepted(request.records):
-            refusals.append(record if isinstance(record, str) else self._storage.store(record, self._overlay.now_us) or "")
+            refusals.append(record if isinstance(record, str) else self.keep(record, direct=record.writer == caller))
         return DhtStoreReply(time_us=time_us, refusals=refusals, nearest=nearest)
 
-    def _nearest(self, dht_id: int, caller: PeerId) -> list[WireContact]:
-        count = self._overlay.config.routing.bucket_max
+    async def _on_holds(self, caller: PeerId, request: DhtHoldsRequest) -> DhtHoldsReply:
+        time_us, config = self._overlay.raw_us, self._overlay.config
+        self._overlay.heard(sender_from_wire(request.sender, caller))
+        entries = sum(len(held.entries) // ENTRY_BYTES for held in request.keys)
+        if len(request.keys) > config.keys_per_summary_max or entries > config.entries_per_summary_max:
+            raise PeerError(
+                f"a call may compare at most {config.keys_per_summary_max} keys and {config.entries_per_summary_max} records, "
+                f"not {len(request.keys)} and {entries}"
+            )
+        wanted: list[int] = []
+        before = 0
+        for held in request.keys:
+            if self._overlay.own().addresses:  # else this peer holds nothing for others
+                wanted.extend(before + number for number in self._replication.on_summary(caller, key_from_wire(held.key), held.entries))
+            before += len(held.entries) // ENTRY_BYTES
+        return DhtHoldsReply(time_us=time_us, wanted=wanted)
+
+    def _nearest(self, dht_id: int, caller: PeerId, count_max: int) -> list[WireContact]:
+        count = min(count_max or self._overlay.config.routing.bucket_max, self._overlay.config.routing.bucket_max)
         return [contact_to_wire(contact) for contact in self._overlay.table.nearest(dht_id, count, exclude=caller)]

@@ -25,6 +25,11 @@ class RoutingConfig:
     bucket_max: int = 20  # Kademlia's k
     depth_step: int = 5  # buckets that do not hold our id split up to the next multiple of this depth (the paper's b)
     failures_max: int = 2  # a peer that failed this often in a row is dropped
+    near_count: int = 10  # so many peers nearest to us are pinged often: with them we share the keys
+    near_silent_s: float = 60.0  # how long one of those may be silent
+    far_silent_s_min: float = 300.0  # any other may be silent for as long as it has been known, within these bounds: who has lived for
+    far_silent_s_max: float = 3600.0  # long lives on (the paper's figure 1)
+    questionable_s: float = 300.0  # a newcomer without room makes us ping the longest silent peer of its bucket, if silent for so long
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +37,7 @@ class _Node:
     contact: Contact
     dht_id: int
     seen_s: float
+    since_s: float
     failures: int = 0
 
 
@@ -81,8 +87,10 @@ class RoutingTable:
         bucket = self._by_peer.get(peer_id)
         return bucket.nodes[peer_id].contact if bucket else None
 
-    def met(self, contact: Contact, now_s: float) -> Contact | None:
-        """A peer was heard from. Returns the peer to ping when there is no room for it: if that one fails, the newcomer takes its place."""
+    def met(self, contact: Contact, now_s: float, *, proven: bool = True) -> Contact | None:
+        """A peer answered us. Returns the peer to ping when there is no room for it: if that one fails, the newcomer takes its place.
+        Not `proven`: it has only called, and goes with its first failure.
+        """
         if contact.peer_id == self.own or not contact.addresses:
             return None
         dht_id = contact.peer_id.dht_id
@@ -94,18 +102,41 @@ class RoutingTable:
                 bucket.nodes.move_to_end(contact.peer_id)
                 return None
             if len(bucket.nodes) < self.config.bucket_max:
-                bucket.nodes[contact.peer_id] = _Node(contact, dht_id, now_s)
+                bucket.nodes[contact.peer_id] = _Node(contact, dht_id, now_s, now_s, 0 if proven else self.config.failures_max - 1)
                 bucket.replacements.pop(contact.peer_id, None)
                 self._by_peer[contact.peer_id] = bucket
                 return None
             if not self._splits(bucket):
                 break
             self._split(bucket)
-        bucket.replacements[contact.peer_id] = _Node(contact, dht_id, now_s)
+        return self._wait(bucket, contact, now_s)
+
+    def heard(self, contact: Contact, now_s: float) -> Contact | None:
+        """A peer called us. Returns whom to ping: the caller itself, since only its answer proves that it can be reached, or the peer whose
+        place it might take; None when nothing is to be done.
+        """
+        if contact.peer_id == self.own or not contact.addresses:
+            return None
+        bucket = self._bucket_of(contact.peer_id.dht_id)
+        node = bucket.nodes.get(contact.peer_id)
+        if node is not None:
+            if node.failures:
+                return contact  # it calls, but does not answer: a cut in one direction looks like this
+            node.contact, node.seen_s = contact, now_s
+            bucket.nodes.move_to_end(contact.peer_id)
+            return None
+        if len(bucket.nodes) < self.config.bucket_max or self._splits(bucket):
+            return contact
+        return self._wait(bucket, contact, now_s)
+
+    def _wait(self, bucket: _Bucket, contact: Contact, now_s: float) -> Contact | None:
+        """There is no room: keep the newcomer as a replacement."""
+        bucket.replacements[contact.peer_id] = _Node(contact, contact.peer_id.dht_id, now_s, now_s)
         bucket.replacements.move_to_end(contact.peer_id)
         if len(bucket.replacements) > self.config.bucket_max:
             bucket.replacements.popitem(last=False)
-        return next(iter(bucket.nodes.values())).contact
+        oldest = next(iter(bucket.nodes.values()))
+        return oldest.contact if oldest.seen_s <= now_s - self.config.questionable_s else None
 
     def failed(self, peer_id: PeerId, *, at_once: bool = False) -> bool:
         """A peer did not answer. Returns whether it is dropped: after `failures_max` in a row, or at once. A replacement follows."""
@@ -134,18 +165,39 @@ class RoutingTable:
                 break
         return [node.contact for node in found[:count]]
 
-    def silent_since(self, before_s: float) -> list[Contact]:
-        """Peers not heard from since then, the longest silent first."""
-        nodes = [node for bucket in self._buckets for node in bucket.nodes.values() if node.seen_s < before_s]
-        return [node.contact for node in sorted(nodes, key=lambda node: node.seen_s)]
+    def since_s(self, peer_id: PeerId) -> float | None:
+        """When a peer of the table was first met."""
+        bucket = self._by_peer.get(peer_id)
+        return bucket.nodes[peer_id].since_s if bucket else None
+
+    def to_ping(self, now_s: float) -> list[Contact]:
+        """Peers that were silent for too long, those nearest to us first: they are pinged often, the others ever more seldom."""
+        config = self.config
+        near = {contact.peer_id for contact in self.nearest(self.own_id, config.near_count)}
+        due: list[tuple[bool, float, Contact]] = []
+        for bucket in self._buckets:
+            for peer_id, node in bucket.nodes.items():
+                known_s = node.seen_s - node.since_s
+                patience_s = min(max(known_s, config.far_silent_s_min), config.far_silent_s_max)
+                if peer_id in near:
+                    patience_s = config.near_silent_s
+                if node.failures or now_s - node.seen_s >= patience_s:
+                    due.append((peer_id not in near and not node.failures, node.seen_s, node.contact))
+        return [contact for *_, contact in sorted(due, key=lambda one: one[:2])]
 
     def touch(self, dht_id: int, now_s: float) -> None:
         """A lookup for this id was made: its bucket needs no refresh for a while."""
         self._bucket_of(dht_id).touched_s = now_s
 
     def stale_ids(self, before_s: float, rng: random.Random) -> list[int]:
-        """For every bucket in which nothing was looked up since `before_s`, a random id of its range to look up."""
-        return [bucket.lower | rng.getrandbits(bucket.width_bits) for bucket in self._buckets if bucket.touched_s < before_s]
+        """For every bucket with room in which nothing was looked up since `before_s`, a random id of its range to look up. A full bucket
+        has nothing to learn: whoever dies in it is found by a ping and replaced.
+        """
+        return [
+            bucket.lower | rng.getrandbits(bucket.width_bits)
+            for bucket in self._buckets
+            if bucket.touched_s < before_s and len(bucket.nodes) < self.config.bucket_max
+        ]
 
     def _bucket_of(self, dht_id: int) -> _Bucket:
         low, high = 0, len(self._buckets)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from swarm.dht.records import Owner, Record
 from swarm.ids import Key, PeerId
@@ -22,9 +23,11 @@ class StorageConfig:
 
     entries_per_key_max: int = 4096  # so many peers can announce themselves under one key
     bytes_per_key_max: int = 2 << 20  # a whole key must fit into one reply
+    entries_per_writer_and_key_max: int = 1024  # unless the key's namespace has a rule of its own
     entries_per_writer_max: int = 4096  # over all keys
     bytes_per_writer_max: int = 8 << 20
     bytes_max: int = 128 << 20  # all records, as `Record.size_bytes` counts
+    bytes_far_max: int = 32 << 20  # of these, records of keys that this peer is no replica of: room that a flood from anywhere can take
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +35,7 @@ class _Slot:
     version: tuple[int, bytes]
     held_until_us: int  # the latest expiration of anything its owner has stored here
     record: Record | None  # None: expired, the place is only held
+    far: bool = False  # stored while this peer was not near the key
 
     @property
     def size_bytes(self) -> int:
@@ -49,30 +53,46 @@ class _Usage:
     size_bytes: int = 0
 
 
+_NONE = _Usage()
+_Name = TypeVar("_Name")
+
+
 class Storage:
     """Records by key and owner. Time is a parameter: microseconds of swarm time."""
 
-    def __init__(self, config: StorageConfig | None = None) -> None:
+    def __init__(self, config: StorageConfig | None = None, quota: Callable[[Key], int | None] = lambda key: None) -> None:
+        """`quota`: how many entries one writer may have under a key, where a namespace says so."""
         self.config = config or StorageConfig()
+        self._quota = quota
         self.size_bytes = 0
+        self.far_bytes = 0
         self.entry_count = 0
         self._slots: dict[Key, dict[Owner, _Slot]] = {}
         self._by_key: dict[Key, _Usage] = {}
         self._by_writer: dict[PeerId, _Usage] = {}
+        self._by_both: dict[tuple[Key, PeerId], _Usage] = {}
         self._due: list[tuple[int, int, Key, Owner]] = []  # a heap; entries of slots that changed since are skipped
         self._counter = itertools.count()
 
-    def store(self, record: Record, now_us: int) -> str | None:
-        """Keep a record; returns why not, or None when it is held (or was already)."""
+    def store(self, record: Record, now_us: int, *, far: bool = False) -> str | None:
+        """Keep a record; returns why not, or None when it is held (or was already). `far`: this peer is no replica of its key."""
         self.expire(now_us)
         if record.expiration_us <= now_us:
             return "it has expired"
         old = self._slots.get(record.key, {}).get(record.owner)
-        if old is not None and record.version <= old.version:
+        if old is not None and record.version <= old.version and not (record.lasting and record.version == old.version):
             same = old.record is not None and record.version == old.version
             return None if same else "its writer has issued a later one"
-        slot = _Slot(record.version, max(record.expiration_us, old.held_until_us if old else 0), record)
-        refusal = self._quota_refusal(record, slot.size_bytes - (old.size_bytes if old else 0), new=old is None)
+        if (
+            old is not None
+            and old.record is not None
+            and record.version == old.version
+            and record.expiration_us <= old.record.expiration_us
+        ):
+            return None  # a blob that is kept for longer already
+        far = far and (old is None or old.far)
+        slot = _Slot(record.version, max(record.expiration_us, old.held_until_us if old else 0), record, far)
+        refusal = self._quota_refusal(slot, old)
         if refusal is None:
             self._put(record.key, record.owner, old, slot)
         return refusal
@@ -85,6 +105,13 @@ class Storage:
     def keys(self) -> list[Key]:
         return list(self._slots)
 
+    def __contains__(self, key: Key) -> bool:
+        return key in self._slots
+
+    def versions(self, key: Key) -> dict[Owner, int]:
+        """The issue time of the latest record of every owner that has a place here, shown or only held."""
+        return {owner: slot.version[0] for owner, slot in self._slots.get(key, {}).items()}
+
     def expire(self, now_us: int) -> None:
         """Drop what has expired."""
         while self._due and self._due[0][0] <= now_us:
@@ -93,16 +120,29 @@ class Storage:
             if slot is None or slot.due_us != due_us:
                 continue
             held = slot.record is not None and slot.held_until_us > now_us
-            self._put(key, owner, slot, _Slot(slot.version, slot.held_until_us, None) if held else None)
+            self._put(key, owner, slot, _Slot(slot.version, slot.held_until_us, None, slot.far) if held else None)
 
-    def _quota_refusal(self, record: Record, growth_bytes: int, *, new: bool) -> str | None:
-        config = self.config
-        by_key = self._by_key.get(record.key, _Usage())
-        by_writer = self._by_writer.get(record.writer, _Usage())
-        if new and by_key.entries >= config.entries_per_key_max:
-            return f"the key holds {config.entries_per_key_max} entries already"
-        if new and by_writer.entries >= config.entries_per_writer_max:
-            return f"its writer has {config.entries_per_writer_max} entries here already"
+    def discard(self, is_refused: Callable[[Record], bool]) -> None:
+        """Drop what new rules refuse."""
+        for key, owned in list(self._slots.items()):
+            for owner, slot in list(owned.items()):
+                if slot.record is not None and is_refused(slot.record):
+                    self._put(key, owner, slot, None)
+
+    def _quota_refusal(self, slot: _Slot, old: _Slot | None) -> str | None:
+        config, record = self.config, slot.record
+        assert record is not None
+        by_key = self._by_key.get(record.key, _NONE)
+        by_writer = self._by_writer.get(record.writer, _NONE)
+        if old is None:
+            per_writer_and_key = self._quota(record.key) or config.entries_per_writer_and_key_max
+            if by_key.entries >= config.entries_per_key_max:
+                return f"the key holds {config.entries_per_key_max} entries already"
+            if by_writer.entries >= config.entries_per_writer_max:
+                return f"its writer has {config.entries_per_writer_max} entries here already"
+            if self._by_both.get((record.key, record.writer), _NONE).entries >= per_writer_and_key:
+                return f"its writer has {per_writer_and_key} entries under this key already"
+        growth_bytes = slot.size_bytes - (old.size_bytes if old else 0)
         if growth_bytes <= 0:
             return None
         if by_key.size_bytes + growth_bytes > config.bytes_per_key_max:
@@ -111,6 +151,8 @@ class Storage:
             return f"its writer's entries would take more than {config.bytes_per_writer_max} bytes here"
         if self.size_bytes + growth_bytes > config.bytes_max:
             return f"this peer's storage of {config.bytes_max} bytes is full"
+        if slot.far and self.far_bytes + growth_bytes > config.bytes_far_max:
+            return f"this peer is far from the key, and its {config.bytes_far_max} bytes for such keys are taken"
         return None
 
     def _put(self, key: Key, owner: Owner, old: _Slot | None, new: _Slot | None) -> None:
@@ -118,9 +160,11 @@ class Storage:
         size_bytes = (new.size_bytes if new else 0) - (old.size_bytes if old else 0)
         entries = (new is not None) - (old is not None)
         self.size_bytes += size_bytes
+        self.far_bytes += (new.size_bytes if new and new.far else 0) - (old.size_bytes if old and old.far else 0)
         self.entry_count += entries
         _count(self._by_key, key, entries, size_bytes)
         _count(self._by_writer, owner[0], entries, size_bytes)
+        _count(self._by_both, (key, owner[0]), entries, size_bytes)
         if new is None:
             del self._slots[key][owner]
             if not self._slots[key]:
@@ -134,12 +178,12 @@ class Storage:
             heapq.heapify(self._due)
 
 
-def _count(usages: dict[Key, _Usage] | dict[PeerId, _Usage], name: Key | PeerId, entries: int, size_bytes: int) -> None:
-    usage = usages.setdefault(name, _Usage())  # type: ignore[arg-type]
+def _count(usages: dict[_Name, _Usage], name: _Name, entries: int, size_bytes: int) -> None:
+    usage = usages.setdefault(name, _Usage())
     usage.entries += entries
     usage.size_bytes += size_bytes
     if not usage.entries:
-        del usages[name]  # type: ignore[arg-type]
+        del usages[name]
 
 
 def latest_by_owner(records: Iterable[Record]) -> dict[Owner, Record]:
@@ -147,6 +191,7 @@ def latest_by_owner(records: Iterable[Record]) -> dict[Owner, Record]:
     latest: dict[Owner, Record] = {}
     for record in records:
         held = latest.get(record.owner)
-        if held is None or record.version > held.version:
+        longer = held is not None and record.lasting and record.version == held.version and record.expiration_us > held.expiration_us
+        if held is None or record.version > held.version or longer:
             latest[record.owner] = record
     return latest

@@ -1,61 +1,68 @@
-"""What the DHT does by itself: joins and rejoins, looks after its table, hands records over to newcomers, keeps its clock."""
+"""What the DHT does by itself: joins and rejoins, looks after its table, finds the other half of a swarm that was cut in two, keeps its
+clock.
+
+At rest this is cheap: whoever calls or answers for any other reason is not pinged, far peers are pinged ever more seldom the longer they
+live, and a stranger is asked one question whose answer shows whether it belongs to the same swarm.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Sequence
 
-from swarm.dht.overlay import FIND, PING, STORE, Overlay
-from swarm.dht.records import Record
-from swarm.dht.storage import Storage
-from swarm.dht.wire import contact_from_wire, id_to_wire, record_to_wire
+from swarm.dht.overlay import FIND, PING, Overlay
+from swarm.dht.replication import Replication
+from swarm.dht.strangers import Strangers
+from swarm.dht.wire import contact_from_wire, id_to_wire
 from swarm.errors import PeerError
 from swarm.ids import Contact, PeerId
 from swarm.peerbook import ADDRESSES_MAX
 from swarm.runtime.supervise import Supervisor
-from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtPingRequest, DhtStoreRequest
+from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtPingRequest
 
 _log = logging.getLogger(__name__)
 
-_REMEMBERED_MAX = 64  # addresses that this peer was told to join by
 _TRIED_MAX = 32  # contacts tried in one attempt to join
 _CONTACTS_AT_ONCE = 8
 _PINGS_MAX = 8  # per round of tending
+_CHECKS_MAX = 32  # pings at once that show whether a caller can be called
+_CHECKED_MAX = 1024
+_CHECK_AGAIN_S = 10.0  # a peer that calls and does not answer is checked no more often
 _REFRESHES_MAX = 4
-_PUSHERS = 2  # of the peers that hold a key, this many nearest ones hand it over: one may be gone
-_KEYS_AT_ONCE = 64
-CLOCK_WARNING_S = 5.0
+_REFRESH_WANTED = 4  # a refresh looks for somebody in the bucket, not for the nearest twenty
+_STRANGERS_MAX = 2  # asked per round of tending
+_BOOK_S = 300.0  # how often a peer is taken out of the book by chance
+_HALVES_MAX = 8  # of a cut's other side, taken over from one answer
 
 
 class Upkeep:
     """The background tasks of a peer's DHT."""
 
-    def __init__(self, overlay: Overlay, storage: Storage, supervisor: Supervisor, rng: random.Random) -> None:
+    def __init__(self, overlay: Overlay, replication: Replication, supervisor: Supervisor, rng: random.Random) -> None:
         self._overlay = overlay
-        self._storage = storage
         self._supervisor = supervisor
         self._rng = rng
-        self._remembered: dict[PeerId, Contact] = {}
-        self._newcomers: deque[Contact] = deque(maxlen=overlay.config.newcomers_max)
-        self._arrived = asyncio.Event()
-        self._pinging: set[PeerId] = set()
+        self._strangers = Strangers(rng)
+        self._checking: OrderedDict[PeerId, float] = OrderedDict()  # when a peer was last pinged because it called
+        self._checks = 0
+        self._book_s = self._neighbours_s = 0.0
+        self._replication = replication
         self.settled = asyncio.Event()  # a peer is known, or nobody answered when first asked
+        self.clock_problem: str | None = None
         overlay.on_newcomer = self._on_newcomer
-        overlay.on_crowded = self._on_crowded
+        overlay.on_lost = self._on_lost
+        overlay.on_unproven = self._on_unproven
         supervisor.spawn("DHT upkeep", self._tend, restart=True)
-        supervisor.spawn("DHT hand-over", self._hand_over, restart=True)
+        supervisor.spawn("DHT replication", replication.run, restart=True)
 
     async def join(self, contacts: Sequence[Contact]) -> None:
         """Try all of these once, and find this peer's neighbours through whoever answers. They are tried again later if need be."""
-        for contact in contacts[:_REMEMBERED_MAX]:
-            if contact.addresses and contact.peer_id != self._overlay.own_id:
-                self._remembered[contact.peer_id] = contact
-        while len(self._remembered) > _REMEMBERED_MAX:
-            del self._remembered[next(iter(self._remembered))]
-        await self._attempt(contacts)
+        told = [contact for contact in contacts if contact.addresses and contact.peer_id != self._overlay.own_id]
+        self._strangers.told(told, self._overlay.clock.monotonic_s())
+        await self._attempt(told)
         self.settled.set()
 
     async def _attempt(self, contacts: Sequence[Contact]) -> None:
@@ -69,13 +76,12 @@ class Upkeep:
             if answered:
                 reached.append(contact)
                 if len(reached) == 1:
-                    await self.find(self._overlay.table.own_id)
+                    await self.find(self._overlay.own_id_number)
 
         async with asyncio.TaskGroup() as group:
             for contact in contacts[:_TRIED_MAX]:
-                if contact.addresses and contact.peer_id != self._overlay.own_id:
-                    group.create_task(ping(contact))
-        self._set_clock()
+                group.create_task(ping(contact))
+        self.set_clock()
 
     async def ping(self, contact: Contact) -> bool:
         """Does the peer answer?"""
@@ -92,43 +98,53 @@ class Upkeep:
             self._overlay.met(Contact(told.peer_id, tuple(dict.fromkeys(contact.addresses + told.addresses))[:ADDRESSES_MAX]))
         return True
 
-    async def find(self, target: int) -> tuple[Contact, ...]:
+    async def find(self, target: int, wanted: int | None = None) -> tuple[Contact, ...]:
         """The live peers nearest to an id."""
         overlay = self._overlay
+        lookup = overlay.lookup(target, wanted=wanted or overlay.config.routing.bucket_max, parallel=overlay.config.parallel)
+        return await overlay.search(lookup, lambda contact: self._ask_for(contact, target))
+
+    async def _ask_for(self, contact: Contact, target: int) -> Sequence[Contact] | None:
+        overlay = self._overlay
         request = DhtFindRequest(sender=overlay.sender, queries=[DhtFindQuery(target=id_to_wire(target))])
-
-        async def ask(contact: Contact) -> Sequence[Contact] | None:
-            reply = await overlay.ask(contact, FIND, request)
-            return overlay.heard_of(reply.results[0].nearest) if reply is not None and len(reply.results) == 1 else None
-
-        lookup = overlay.lookup(target, wanted=overlay.config.routing.bucket_max, parallel=overlay.config.parallel)
-        return await overlay.search(lookup, ask)
+        reply = await overlay.ask(contact, FIND, request)
+        return overlay.heard_of(reply.results[0].nearest) if reply is not None and len(reply.results) == 1 else None
 
     def _on_newcomer(self, contact: Contact) -> None:
         self.settled.set()
-        self._newcomers.append(contact)
-        self._arrived.set()
+        self._replication.came(contact)
 
-    def _on_crowded(self, contact: Contact) -> None:
-        """A bucket is full: does its least recently seen peer still live?"""
-        if contact.peer_id in self._pinging or len(self._pinging) >= _PINGS_MAX:
-            return
-        self._pinging.add(contact.peer_id)
+    def _on_lost(self, contact: Contact, left: bool) -> None:
+        if not left:
+            self._strangers.lost(contact, self._overlay.clock.monotonic_s())
+        self._replication.went(contact)
+
+    def _on_unproven(self, contact: Contact) -> bool:
+        """Somebody called us, or waits for the place of somebody silent: does this peer answer?"""
+        now_s = self._overlay.clock.monotonic_s()
+        if self._checks >= _CHECKS_MAX or now_s < self._checking.get(contact.peer_id, -_CHECK_AGAIN_S) + _CHECK_AGAIN_S:
+            return False
+        self._checking[contact.peer_id] = now_s
+        self._checking.move_to_end(contact.peer_id)
+        if len(self._checking) > _CHECKED_MAX:
+            self._checking.popitem(last=False)
+        self._checks += 1
 
         async def check() -> None:
             try:
                 await self.ping(contact)
             finally:
-                self._pinging.discard(contact.peer_id)
+                self._checks -= 1
 
-        self._supervisor.spawn("DHT eviction ping", check)
+        self._supervisor.spawn("DHT check of a caller", check)
+        return True
 
     async def _tend(self) -> None:
         config = self._overlay.config
         backoff_s = config.rejoin_first_s
         while True:
             if not len(self._overlay.table):
-                await self._attempt(self._strangers())
+                await self._attempt(self._everybody())
             if len(self._overlay.table):
                 backoff_s = config.rejoin_first_s
                 await self._tend_once()
@@ -139,73 +155,69 @@ class Upkeep:
 
     async def _tend_once(self) -> None:
         overlay, now_s = self._overlay, self._overlay.clock.monotonic_s()
-        for contact in overlay.table.silent_since(now_s - overlay.config.ping_after_s)[:_PINGS_MAX]:
-            await self.ping(contact)
-        # Whoever was lost may be back, or on the other side of a cut that has healed: one at a time, for as long as the peer lives.
-        strangers = self._strangers()
-        if strangers and await self.ping(self._rng.choice(strangers)):
-            await self.find(overlay.table.own_id)
+        async with asyncio.TaskGroup() as group:
+            for contact in overlay.table.to_ping(now_s)[:_PINGS_MAX]:
+                group.create_task(self.ping(contact))
+            for contact in self._worth_asking(now_s):
+                group.create_task(self._ask_stranger(contact))
+        if now_s - self._neighbours_s >= overlay.config.neighbours_s:
+            self._neighbours_s = now_s
+            await self.find(overlay.own_id_number)
         for target in overlay.table.stale_ids(now_s - overlay.config.refresh_s, self._rng)[:_REFRESHES_MAX]:
-            await self.find(target)
-        self._set_clock()
+            await self.find(target, _REFRESH_WANTED)
+        self.set_clock()
 
-    def _strangers(self) -> list[Contact]:
-        """Peers that this one was told of, or has known, and that are not in its table."""
-        known = {peer.peer_id: peer.contact for peer in self._overlay.book.known()[:_TRIED_MAX]} | self._remembered
-        return [
-            contact
-            for contact in known.values()
-            if contact.addresses and contact.peer_id != self._overlay.own_id and contact.peer_id not in self._overlay.table
-        ]
+    def _worth_asking(self, now_s: float) -> list[Contact]:
+        """Strangers whose turn it is, and now and then somebody out of the book."""
+        found = self._strangers.due(now_s, self._overlay.table, _STRANGERS_MAX)
+        if now_s - self._book_s >= _BOOK_S:
+            self._book_s = now_s
+            table = self._overlay.table
+            known = [peer.contact for peer in self._overlay.book.known() if peer.contact.addresses and peer.peer_id not in table]
+            known = [contact for contact in known if contact not in found and contact.peer_id != self._overlay.own_id]
+            if known:
+                found.append(self._rng.choice(known))
+        return found
 
-    def _set_clock(self) -> None:
-        offset_s = self._overlay.offset.offset_s(self._overlay.raw_us / 1e6)
-        if offset_s is None:
-            return
-        clock = self._overlay.clock
-        if abs(offset_s) >= CLOCK_WARNING_S and abs(clock.offset_s) < CLOCK_WARNING_S:
-            side = "behind" if offset_s > 0 else "ahead of"
-            text = "the clock of this machine (peer %s) is %.1f s %s its peers' clocks: corrected here; set it, for everything else"
-            _log.warning(text, self._overlay.own_id.short, abs(offset_s), side)
-        clock.offset_s = offset_s
-
-    async def _hand_over(self) -> None:
-        while True:
-            await self._arrived.wait()
-            self._arrived.clear()
-            while self._newcomers:
-                await self._give(self._newcomers.popleft())
-
-    async def _give(self, newcomer: Contact) -> None:
-        """Send a peer that has just appeared the records that it should hold."""
+    async def _ask_stranger(self, stranger: Contact) -> None:
+        """Who was lost may be back, or on the other side of a cut that has healed. In the same swarm it names neighbours that we know; in
+        another one it leads us to neighbours that we have not met.
+        """
         overlay = self._overlay
-        batch: list[Record] = []
-        batch_bytes = 0
-        for number, key in enumerate(self._storage.keys(), 1):
-            if number % _KEYS_AT_ONCE == 0:
-                await asyncio.sleep(0)
-            if not self._should_give(key.dht_id, newcomer):
-                continue
-            for record in self._storage.records(key, overlay.now_us):
-                full = len(batch) == overlay.config.records_per_call_max
-                if batch and (full or batch_bytes + record.size_bytes > overlay.config.record_bytes_per_call_max):
-                    if not await self._push(newcomer, batch):
-                        return
-                    batch, batch_bytes = [], 0
-                batch.append(record)
-                batch_bytes += record.size_bytes
-        if batch:
-            await self._push(newcomer, batch)
+        try:
+            closer = await self._ask_for(stranger, overlay.own_id_number)
+        except PeerError:
+            overlay.failed(stranger.peer_id, broke_protocol=True)
+            closer = None
+        self._strangers.tried(stranger.peer_id, overlay.clock.monotonic_s())
+        if closer is None:
+            return
+        near = overlay.table.nearest(overlay.own_id_number, overlay.config.routing.bucket_max)
+        reach = near[-1].peer_id.dht_id ^ overlay.own_id_number if len(near) >= overlay.config.routing.bucket_max else None
+        unmet = [contact for contact in closer if contact.addresses and contact.peer_id not in overlay.table]
+        unmet = [contact for contact in unmet if reach is None or contact.peer_id.dht_id ^ overlay.own_id_number < reach]
+        if not unmet:
+            return
+        async with asyncio.TaskGroup() as group:  # not by a lookup alone: that would start among those we know, and may end there
+            answers = [group.create_task(self.ping(contact)) for contact in unmet[:_HALVES_MAX] if contact.peer_id != overlay.own_id]
+        if any(answer.result() for answer in answers):
+            self._strangers.hurry(overlay.clock.monotonic_s())
+            await self.find(overlay.own_id_number)
 
-    def _should_give(self, dht_id: int, newcomer: Contact) -> bool:
-        """Is the newcomer one of the key's replicas now, and this peer one of the nearest that held it before?"""
-        nearest = [contact.peer_id for contact in self._overlay.table.nearest(dht_id, self._overlay.config.replicas)]
-        if newcomer.peer_id not in nearest:
-            return False
-        own_distance = self._overlay.table.own_id ^ dht_id
-        nearer = [peer for peer in nearest if peer != newcomer.peer_id and peer.dht_id ^ dht_id < own_distance]
-        return len(nearer) < _PUSHERS
+    def _everybody(self) -> list[Contact]:
+        """All that is known to somebody who has lost the swarm."""
+        told = {contact.peer_id: contact for contact in self._strangers.contacts()}
+        known = {peer.peer_id: peer.contact for peer in self._overlay.book.known()[:_TRIED_MAX]}
+        return [contact for contact in (told | known).values() if contact.addresses and contact.peer_id != self._overlay.own_id]
 
-    async def _push(self, contact: Contact, records: Sequence[Record]) -> bool:
-        request = DhtStoreRequest(sender=self._overlay.sender, records=map(record_to_wire, records))
-        return await self._overlay.ask(contact, STORE, request) is not None
+    def set_clock(self) -> None:
+        """Take over what the peers' clocks say, and tell the user when this one is far off."""
+        overlay = self._overlay
+        raw_s = overlay.raw_us / 1e6
+        problem = overlay.offset.problem(overlay.own_id, raw_s)
+        if problem and not self.clock_problem:
+            _log.warning("%s", problem)
+        self.clock_problem = problem
+        offset_s = overlay.offset.offset_s(raw_s)
+        if offset_s is not None:
+            overlay.clock.offset_s = offset_s

@@ -26,16 +26,16 @@ def contact_to_wire(contact: Contact) -> WireContact:
 
 def contact_from_wire(message: WireContact) -> Contact:
     """PeerError when the PeerID is malformed. An address of a kind that this version does not know is passed over."""
+    return _contact(message.peer_id, tuple(text[:_ADDRESS_CHARACTERS_MAX] for text in message.addresses[:_ADDRESSES_MAX]))
+
+
+@functools.lru_cache(maxsize=4096)
+def _contact(raw: bytes, addresses: tuple[str, ...]) -> Contact:
     try:
-        peer_id = PeerId.from_bytes(message.peer_id)
+        peer_id = PeerId.from_bytes(raw)
     except UsageError as error:
         raise PeerError(f"a contact with a malformed PeerID: {error}") from error
-    addresses = []
-    for text in message.addresses[:_ADDRESSES_MAX]:
-        address = _address(text[:_ADDRESS_CHARACTERS_MAX])
-        if address is not None:
-            addresses.append(address)
-    return Contact(peer_id, tuple(addresses))
+    return Contact(peer_id, tuple(address for text in addresses if (address := _address(text)) is not None))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -79,6 +79,7 @@ def record_to_wire(record: Record) -> DhtRecord:
         writer=record.writer.to_bytes(),
         signature=record.signature,
         deleted=record.deleted,
+        lasting=record.lasting,
     )
 
 
@@ -96,6 +97,7 @@ def record_from_wire(message: DhtRecord) -> Record:
         expiration_us=message.expiration_us,
         writer=writer,
         deleted=message.deleted,
+        lasting=message.lasting,
         signature=message.signature,
     )
 

@@ -1,8 +1,8 @@
 """Finding runs: their signed specifications and the list of their names live in the DHT, and every member keeps them there.
 
-Nothing here is believed because of who wrote it. A listing holds the owner's key and the name, which together give the run's id; a
-specification carries its owner's signature. So any member may store a copy under its own name, the founder may leave for good, and forged
-copies are passed over.
+Nothing here is believed because of who wrote it. A listing holds the owner's key and the name, which together give the run's id. A
+specification is a blob that its owner signed: one entry of the DHT, whichever member stored it last, so that the founder may leave for
+good, a thousand members cost no more than one, and replicas refuse whatever the owner did not sign (`swarm.dht.blobs`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 LISTING_KEY = Key("public", "runs")
-_TTL_S = 600.0  # how long a run stays findable after its last member vanished without a goodbye
-_REFRESH_S = 60.0
-_COPIES_MIN = 5  # a member leaves it to others once this many of them keep fresh copies: a thousand copies would help nobody
-_LEFT_S_MIN = _TTL_S / 2  # a copy with less time left is not counted: its writer no longer renews it
+_TTL_S = 3600.0  # how long a run stays findable after its last member vanished
+_REFRESH_S = 180.0  # how soon members notice what the owner has changed; each look costs five calls
+_LEFT_S_MIN = _TTL_S / 2  # whoever looks first when less time is left stores it again, for all
 _SHOWN_MAX = 20
 
 
@@ -55,13 +54,11 @@ class RunDirectory:
         self._rng = rng or random.Random()
 
     async def publish(self, signed: SignedSpecification, *, timeout_s: float = 10.0) -> None:
-        """Store the specification and list the run, under this peer's name. NetworkError when no peer, not even this one, took it."""
+        """Store the specification, and list the run under this peer's name. NetworkError when no peer, not even this one, took them."""
         listing = {"name": signed.name, "owner": signed.owner.to_bytes()}
         async with asyncio.TaskGroup() as group:
             stored = [
-                group.create_task(
-                    self._dht.store(specification_key(signed.run_id), signed.blob, ttl_s=_TTL_S, subkey=str(self._own), timeout_s=timeout_s)
-                ),
+                group.create_task(self._dht.store_blob(specification_key(signed.run_id), signed.blob, ttl_s=_TTL_S, timeout_s=timeout_s)),
                 group.create_task(self._dht.store(LISTING_KEY, listing, ttl_s=_TTL_S, subkey=signed.run_id, timeout_s=timeout_s)),
             ]
         if not all(task.result().ok for task in stored):
@@ -77,8 +74,8 @@ class RunDirectory:
         return sorted(found)
 
     async def specification(self, run_id: str, *, timeout_s: float = 10.0) -> SignedSpecification:
-        """The newest genuine specification of a run. PeerError with the reasons when there are copies but none is genuine."""
-        genuine, refused = await self._copies(run_id, timeout_s)
+        """The newest genuine specification of a run. PeerError with the reasons when there is one that cannot be used here, or none."""
+        genuine, refused = await self._copies(run_id, timeout_s, latest=True)
         found = newest([signed for _, signed in genuine])
         if found is None:
             reasons = "; ".join(sorted(set(refused))[:3]) or "nobody stores it, so its last member has probably left"
@@ -99,20 +96,21 @@ class RunDirectory:
                 if latest is not None and latest.version > signed.version:
                     signed = latest
                     await on_newer(signed)
-                if self._copies_are_few([entry for entry, copy in genuine if copy.blob == signed.blob]):
+                if not self._is_kept([entry for entry, copy in genuine if copy.version >= signed.version]):
                     await self.publish(signed)
             except (NetworkError, PeerError) as error:
                 _log.info("the specification of %s was not refreshed, tried again later: %s", signed.full_name, error)
             await asyncio.sleep(_REFRESH_S * self._rng.uniform(0.7, 1.3))
 
-    def _copies_are_few(self, entries: list[Entry]) -> bool:
-        """Too few others keep the current version with enough time left."""
-        others = [entry for entry in entries if entry.writer != self._own and entry.expiration - self._clock.swarm_s() > _LEFT_S_MIN]
-        return len(others) < _COPIES_MIN
+    def _is_kept(self, entries: list[Entry]) -> bool:
+        """Does somebody keep the current version, with enough time left?"""
+        return any(entry.expiration - self._clock.swarm_s() > _LEFT_S_MIN for entry in entries)
 
-    async def _copies(self, run_id: str, timeout_s: float) -> tuple[list[tuple[Entry, SignedSpecification]], list[str]]:
+    async def _copies(
+        self, run_id: str, timeout_s: float, *, latest: bool = False
+    ) -> tuple[list[tuple[Entry, SignedSpecification]], list[str]]:
         genuine, refused = [], []
-        for entry in await self._dht.get_all(specification_key(run_id), latest=True, timeout_s=timeout_s):
+        for entry in await self._dht.get_all(specification_key(run_id), latest=latest, timeout_s=timeout_s):
             try:
                 if not isinstance(entry.value, bytes):
                     raise PeerError("a specification was refused: it is not bytes")

@@ -7,8 +7,6 @@ over. Of several versions that the owner signed, the highest counts.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
 import tomllib
 from collections.abc import Mapping
@@ -19,18 +17,17 @@ from typing import Annotated, Any, Literal
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from swarm.dht.blobs import SIGNATURE_CONTEXT, VERSION_MAX, blob_key, run_id_of
 from swarm.errors import PeerError, UsageError
 from swarm.identity import Identity, verify
 from swarm.ids import Key, PeerId
 
 SPECIFICATION_BYTES_MAX = 60 << 10  # signed and packed; a DHT record takes 64 KiB with its envelope
 TOML_BYTES_MAX = 256 << 10
-VERSION_MAX = 1 << 32
+__all__ = ["VERSION_MAX", "RunSpecification", "SignedSpecification", "newest", "run_id_of", "sign", "specification_key", "verified"]
+
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _FORMAT = "swarm.run/1"
-_ID_CONTEXT = b"swarm run id 1\0"
-_SIGNATURE_CONTEXT = b"swarm run specification 1\0"
-_ID_CHARACTERS = 20  # 100 bits in base32: short enough to read out, too many to hit by trying keys
 _DEPTH_MAX = 8
 _Count = Annotated[int, Field(ge=1, le=1 << 40)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -176,15 +173,9 @@ def explain(error: ValidationError, table: str = "") -> list[str]:
     return lines
 
 
-def run_id_of(owner: PeerId, name: str) -> str:
-    """The self-certifying id: 20 lower-case base32 characters of SHA-256 over the owner's key and the name."""
-    digest = hashlib.sha256(_ID_CONTEXT + owner.to_bytes() + name.encode()).digest()
-    return base64.b32encode(digest).decode().lower()[:_ID_CHARACTERS]
-
-
 def specification_key(run_id: str) -> Key:
-    """Where members store the signed specification, each under its own subkey."""
-    return Key(f"run.{run_id}", "specification")
+    """Where the signed specification is: one entry, the owner's, whoever keeps it alive."""
+    return blob_key(run_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +212,7 @@ def sign(specification: RunSpecification, owner: Identity, *, version: int, foun
         "format": _FORMAT,
     }
     body = _canonical(table)
-    blob: bytes = msgpack.packb([body, owner.sign(_SIGNATURE_CONTEXT + body)])
+    blob: bytes = msgpack.packb([body, owner.sign(SIGNATURE_CONTEXT + body)])
     if len(blob) > SPECIFICATION_BYTES_MAX:
         raise UsageError(
             f"the specification takes {len(blob):,} bytes, {SPECIFICATION_BYTES_MAX:,} are allowed: shorten the task's settings"
@@ -241,7 +232,7 @@ def verified(blob: bytes, run_id: str | None = None) -> SignedSpecification:
         contents = table["specification"]
     except (ValueError, TypeError, KeyError, UsageError, msgpack.UnpackException) as error:
         raise PeerError(f"a specification was refused: it cannot be decoded ({type(error).__name__})") from error
-    if not isinstance(signature, bytes) or not isinstance(body, bytes) or not verify(owner, _SIGNATURE_CONTEXT + body, signature):
+    if not isinstance(signature, bytes) or not isinstance(body, bytes) or not verify(owner, SIGNATURE_CONTEXT + body, signature):
         raise PeerError("a specification was refused: its signature is not its owner's")
     if format_ != _FORMAT:
         raise PeerError(f"the run's specification has the format {format_!r:.40}, this swarm reads {_FORMAT!r}: update swarm")

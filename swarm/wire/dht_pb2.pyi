@@ -16,7 +16,7 @@ class DhtKey(_message.Message):
     def __init__(self, namespace: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class DhtRecord(_message.Message):
-    __slots__ = ("key", "subkey", "value", "issued_at_us", "expiration_us", "writer", "signature", "deleted")
+    __slots__ = ("key", "subkey", "value", "issued_at_us", "expiration_us", "writer", "signature", "deleted", "lasting")
     KEY_FIELD_NUMBER: _ClassVar[int]
     SUBKEY_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +25,7 @@ class DhtRecord(_message.Message):
     WRITER_FIELD_NUMBER: _ClassVar[int]
     SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     DELETED_FIELD_NUMBER: _ClassVar[int]
+    LASTING_FIELD_NUMBER: _ClassVar[int]
     key: DhtKey
     subkey: str
     value: bytes
@@ -33,13 +34,16 @@ class DhtRecord(_message.Message):
     writer: bytes
     signature: bytes
     deleted: bool
-    def __init__(self, key: _Optional[_Union[DhtKey, _Mapping]] = ..., subkey: _Optional[str] = ..., value: _Optional[bytes] = ..., issued_at_us: _Optional[int] = ..., expiration_us: _Optional[int] = ..., writer: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., deleted: _Optional[bool] = ...) -> None: ...
+    lasting: bool
+    def __init__(self, key: _Optional[_Union[DhtKey, _Mapping]] = ..., subkey: _Optional[str] = ..., value: _Optional[bytes] = ..., issued_at_us: _Optional[int] = ..., expiration_us: _Optional[int] = ..., writer: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., deleted: _Optional[bool] = ..., lasting: _Optional[bool] = ...) -> None: ...
 
 class DhtPingRequest(_message.Message):
-    __slots__ = ("sender",)
+    __slots__ = ("sender", "leaving")
     SENDER_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     sender: _peer_pb2.Contact
-    def __init__(self, sender: _Optional[_Union[_peer_pb2.Contact, _Mapping]] = ...) -> None: ...
+    leaving: bool
+    def __init__(self, sender: _Optional[_Union[_peer_pb2.Contact, _Mapping]] = ..., leaving: _Optional[bool] = ...) -> None: ...
 
 class DhtPingReply(_message.Message):
     __slots__ = ("time_us", "contact")
@@ -58,12 +62,14 @@ class DhtFindQuery(_message.Message):
     def __init__(self, key: _Optional[_Union[DhtKey, _Mapping]] = ..., target: _Optional[bytes] = ...) -> None: ...
 
 class DhtFindRequest(_message.Message):
-    __slots__ = ("sender", "queries")
+    __slots__ = ("sender", "queries", "nearest_max")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     QUERIES_FIELD_NUMBER: _ClassVar[int]
+    NEAREST_MAX_FIELD_NUMBER: _ClassVar[int]
     sender: _peer_pb2.Contact
     queries: _containers.RepeatedCompositeFieldContainer[DhtFindQuery]
-    def __init__(self, sender: _Optional[_Union[_peer_pb2.Contact, _Mapping]] = ..., queries: _Optional[_Iterable[_Union[DhtFindQuery, _Mapping]]] = ...) -> None: ...
+    nearest_max: int
+    def __init__(self, sender: _Optional[_Union[_peer_pb2.Contact, _Mapping]] = ..., queries: _Optional[_Iterable[_Union[DhtFindQuery, _Mapping]]] = ..., nearest_max: _Optional[int] = ...) -> None: ...
 
 class DhtFindResult(_message.Message):
     __slots__ = ("records", "nearest", "left_out")
@@ -84,14 +90,16 @@ class DhtFindReply(_message.Message):
     def __init__(self, time_us: _Optional[int] = ..., results: _Optional[_Iterable[_Union[DhtFindResult, _Mapping]]] = ...) -> None: ...
 
 class DhtStoreRequest(_message.Message):
-    __slots__ = ("sender", "records", "target")
+    __slots__ = ("sender", "records", "target", "nearest_max")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
+    NEAREST_MAX_FIELD_NUMBER: _ClassVar[int]
     sender: _peer_pb2.Contact
     records: _containers.RepeatedCompositeFieldContainer[DhtRecord]
     target: bytes
-    def __init__(self, sender: _Optional[_Union[_peer_pb2.Contact, _Mapping]] = ..., records: _Optional[_Iterable[_Union[DhtRecord, _Mapping]]] = ..., target: _Optional[bytes] = ...) -> None: ...
+    nearest_max: int
+    def __init__(self, sender: _Optional[_Union[_peer_pb2.Contact, _Mapping]] = ..., records: _Optional[_Iterable[_Union[DhtRecord, _Mapping]]] = ..., target: _Optional[bytes] = ..., nearest_max: _Optional[int] = ...) -> None: ...
 
 class DhtStoreReply(_message.Message):
     __slots__ = ("time_us", "refusals", "nearest")
@@ -102,3 +110,27 @@ class DhtStoreReply(_message.Message):
     refusals: _containers.RepeatedScalarFieldContainer[str]
     nearest: _containers.RepeatedCompositeFieldContainer[_peer_pb2.Contact]
     def __init__(self, time_us: _Optional[int] = ..., refusals: _Optional[_Iterable[str]] = ..., nearest: _Optional[_Iterable[_Union[_peer_pb2.Contact, _Mapping]]] = ...) -> None: ...
+
+class DhtHeldKey(_message.Message):
+    __slots__ = ("key", "entries")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    key: DhtKey
+    entries: bytes
+    def __init__(self, key: _Optional[_Union[DhtKey, _Mapping]] = ..., entries: _Optional[bytes] = ...) -> None: ...
+
+class DhtHoldsRequest(_message.Message):
+    __slots__ = ("sender", "keys")
+    SENDER_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    sender: _peer_pb2.Contact
+    keys: _containers.RepeatedCompositeFieldContainer[DhtHeldKey]
+    def __init__(self, sender: _Optional[_Union[_peer_pb2.Contact, _Mapping]] = ..., keys: _Optional[_Iterable[_Union[DhtHeldKey, _Mapping]]] = ...) -> None: ...
+
+class DhtHoldsReply(_message.Message):
+    __slots__ = ("time_us", "wanted")
+    TIME_US_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    time_us: int
+    wanted: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, time_us: _Optional[int] = ..., wanted: _Optional[_Iterable[int]] = ...) -> None: ...

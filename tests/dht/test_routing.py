@@ -76,7 +76,7 @@ def test_the_neighbourhood_is_known_without_gaps() -> None:
 
 def test_long_lived_peers_stay() -> None:
     """Section 2.2: a full bucket keeps its peers for as long as they answer; a newcomer waits, the longest silent is pinged."""
-    config = RoutingConfig(bucket_max=2, depth_step=1)
+    config = RoutingConfig(bucket_max=2, depth_step=1, questionable_s=0.0)
     table = RoutingTable(OWN, config)
     far = [contact_of(number) for number in range(1, 400) if contact_of(number).peer_id.dht_id >> 255 != OWN.dht_id >> 255]
     first, second, third, fourth = far[:4]
@@ -123,7 +123,7 @@ def test_we_and_those_who_cannot_be_dialed_stay_outside() -> None:
 
 def test_appearing_often_flushes_nobody() -> None:
     """10,000 identities of an attacker against 40 peers that answer."""
-    config = RoutingConfig()
+    config = RoutingConfig(questionable_s=0.0)
     table = RoutingTable(OWN, config)
     honest = [contact_of(number) for number in range(1, 41)]
     for contact in honest:
@@ -137,20 +137,58 @@ def test_appearing_often_flushes_nobody() -> None:
 
 
 def test_refresh_ids_lie_in_their_buckets() -> None:
+    """Section 2.3: a random id of every bucket's range; a full bucket has nothing to learn."""
     table = filled(500)
     for bucket in table._buckets:
         bucket.touched_s = 100.0
     assert table.stale_ids(50.0, random.Random(1)) == []
     targets = table.stale_ids(101.0, random.Random(1))
-    assert len(targets) == table.bucket_count
-    assert [table._bucket_of(target) for target in targets] == table._buckets
+    with_room = [bucket for bucket in table._buckets if len(bucket.nodes) < 20]
+    assert 0 < len(with_room) < table.bucket_count
+    assert [table._bucket_of(target) for target in targets] == with_room
     table.touch(targets[0], 200.0)
-    assert len(table.stale_ids(101.0, random.Random(1))) == table.bucket_count - 1
+    assert len(table.stale_ids(101.0, random.Random(1))) == len(with_room) - 1
 
 
-def test_silent_peers_are_found() -> None:
-    table = RoutingTable(OWN)
-    for number in range(1, 16):
-        table.met(contact_of(number), 100.0 - number)
-    assert table.silent_since(90.0) == [contact_of(number) for number in (15, 14, 13, 12, 11)]
-    assert table.silent_since(0.0) == []
+def test_near_peers_are_pinged_often_and_others_ever_more_seldom() -> None:
+    """Section 2.1, figure 1: who has lived for long lives on; with the nearest we share the keys."""
+    config = RoutingConfig(near_count=3, near_silent_s=60.0, far_silent_s_min=300.0, far_silent_s_max=3600.0)
+    table = RoutingTable(OWN, config)
+    everybody = sorted((contact_of(number) for number in range(1, 16)), key=lambda one: one.peer_id.dht_id ^ OWN.dht_id)
+    near, far = everybody[:3], everybody[3:]
+    for contact in everybody:
+        table.met(contact, 0.0)
+    assert table.to_ping(59.0) == []
+    assert set(table.to_ping(60.0)) == set(near)
+    assert set(table.to_ping(300.0)) == set(everybody)
+    for contact in everybody:
+        table.met(contact, 1000.0)  # known for 1000 s now
+    assert set(table.to_ping(1999.0)) == set(near)
+    assert set(table.to_ping(2000.0)) == set(everybody)
+    table.met(far[0], 20_000.0)
+    assert far[0] not in table.to_ping(23_599.0), "an hour is the longest"
+    assert far[0] in table.to_ping(23_600.0)
+    table.failed(far[0].peer_id)
+    assert table.to_ping(20_001.0)[0] in [*near, far[0]], "a failure is looked into at once"
+    assert far[0] in table.to_ping(20_001.0)
+
+
+def test_a_caller_is_let_in_by_its_answer_only() -> None:
+    """Section 2.2 takes any message as a sign of life; here only an answer proves that a peer can be reached, so a call leads to a ping."""
+    table = RoutingTable(OWN, RoutingConfig(bucket_max=2, depth_step=1, questionable_s=10.0))
+    far = [contact_of(number) for number in range(1, 400) if contact_of(number).peer_id.dht_id >> 255 != OWN.dht_id >> 255]
+    near = [contact_of(number) for number in range(1, 40) if contact_of(number).peer_id.dht_id >> 255 == OWN.dht_id >> 255]
+    assert table.heard(far[0], 0.0) == far[0]
+    assert len(table) == 0
+    table.met(far[0], 0.0)
+    assert table.heard(far[0], 5.0) is None, "known: a sign of life"
+    table.met(far[1], 6.0)
+    table.met(near[0], 6.0)
+    assert table.heard(far[2], 7.0) is None, "no room, and everybody was heard from lately"
+    assert table.heard(far[2], 15.0) == far[0]
+    table.failed(far[0].peer_id)
+    assert table.heard(far[0], 16.0) == far[0], "it calls, but did not answer: it does not stay for calling"
+    assert table.failed(far[0].peer_id)
+    assert far[2].peer_id in table
+    assert table.heard(Contact(far[5].peer_id), 20.0) is None, "who cannot be dialed"
+    check_invariants(table)

@@ -56,7 +56,7 @@ class AgainstAModel(RuleBasedStateMachine):
         owner = (record.key, record.writer, record.subkey)
         story = self.stories.get(owner)
         before = self.snapshot()
-        refused = self.storage.store(record, self.now_us)
+        refused = self.storage.store(record, self.now_us, far=record.issued_at_us % 3 == 0)
         # the place of an owner is held until the last of its accepted records would have expired
         held = story is not None and any(old.expiration_us > self.now_us for old in story.records)
         newest = max((old.version for old in story.records), default=(-1, b"")) if story and held else (-1, b"")
@@ -121,6 +121,8 @@ class AgainstAModel(RuleBasedStateMachine):
         assert self.storage.entry_count == len(slots)
         assert self.storage.size_bytes == sum(slot.size_bytes for slot in slots)
         assert sum(usage.entries for usage in self.storage._by_writer.values()) == len(slots)
+        assert sum(usage.entries for usage in self.storage._by_both.values()) == len(slots)
+        assert self.storage.far_bytes == sum(slot.size_bytes for slot in slots if slot.far)
         assert sum(usage.size_bytes for usage in self.storage._by_key.values()) == self.storage.size_bytes
         assert len(self.storage._due) <= 64 + 4 * (len(slots) + 1)
 
@@ -182,6 +184,7 @@ def test_equal_issue_times_are_settled_alike_everywhere() -> None:
     [
         (StorageConfig(entries_per_key_max=5), "the key holds 5 entries"),
         (StorageConfig(entries_per_writer_max=5), "its writer has 5 entries"),
+        (StorageConfig(entries_per_writer_and_key_max=5), "its writer has 5 entries under this key"),
         (StorageConfig(bytes_per_key_max=2000), "the key's entries"),
         (StorageConfig(bytes_per_writer_max=2000), "its writer's entries"),
         (StorageConfig(bytes_max=2000), "storage of 2000 bytes is full"),
@@ -199,6 +202,28 @@ def test_quotas_refuse_newcomers_and_keep_what_is_there(config: StorageConfig, r
     assert (grown is None) == (config.bytes_max > 2000 < min(config.bytes_per_key_max, config.bytes_per_writer_max))
     assert len(storage.records(KEYS[0], 20)) == held
     assert storage.store(record_of(200, 100, subkey="new", value=bytes(100)), 201) is None, "what expired makes room"
+
+
+def test_the_limit_per_writer_and_key_is_the_namespaces_if_it_has_one() -> None:
+    storage = Storage(StorageConfig(entries_per_writer_and_key_max=4), lambda key: 2 if key == KEYS[0] else None)
+    for key, count in ((KEYS[0], 2), (KEYS[1], 4)):
+        for writer in range(3):
+            kept = [storage.store(record_of(10, 100, writer, key=key, subkey=str(number)), 20) is None for number in range(6)]
+            assert kept == [True] * count + [False] * (6 - count), "each writer has its own room"
+    assert storage.store(record_of(200, 100, 0, subkey="later"), 201) is None, "what expired makes room"
+
+
+def test_a_flood_of_keys_that_are_far_away_leaves_room_for_those_that_are_near() -> None:
+    storage = Storage(StorageConfig(bytes_max=20_000, bytes_far_max=5_000))
+    refusals = [storage.store(record_of(10, 100, subkey=str(number), value=bytes(500)), 20, far=True) for number in range(40)]
+    assert 0 < refusals.count(None) < 10
+    assert "far from the key" in (refusals[-1] or "")
+    near = [storage.store(record_of(10, 100, 1, subkey=str(number), value=bytes(500)), 20) for number in range(15)]
+    assert near == [None] * 15
+    assert storage.far_bytes <= 5_000
+    assert storage.store(record_of(11, 100, 1, subkey="1", value=bytes(500)), 20, far=True) is None, "what was near stays so"
+    storage.expire(1000)
+    assert (storage.far_bytes, storage.size_bytes) == (0, 0)
 
 
 def test_renewing_often_leaves_nothing_behind() -> None:

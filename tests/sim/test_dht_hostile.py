@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import replace
 from typing import Any
@@ -134,7 +135,9 @@ def test_nonsense_is_refused_and_ends_nothing() -> None:
             await call(contact, STORE, DhtStoreRequest(sender=sender, records=[DhtRecord(value=bytes(2 << 20))]), timeout_s=3)
         odd = WireContact(peer_id=sender.peer_id, addresses=["", "/ip4/1.2.3.4/udp/1", "x" * 1000, *["/ip4/1.2.3.4/tcp/5"] * 100])
         await call(contact, PING, DhtPingRequest(sender=odd), timeout_s=3)
-        known = victim.overlay.table.contact(attacker.peer_id)
+        await asyncio.sleep(30)
+        assert attacker.peer_id not in victim.overlay.table, "it calls, but does not answer"
+        known = victim.overlay.book.contact(attacker.peer_id)
         assert known is not None
         assert len(known.addresses) <= 8
         assert not network.errors

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from swarm.cli import main
+from swarm.errors import UsageError
 from swarm.ids import PeerId
 from swarm.node import Node
 from swarm.run.directory import RunDirectory
@@ -53,7 +54,9 @@ def test_a_forged_specification_does_not_hide_the_true_one(founder: Node) -> Non
         forged, _ = attacker.network.run(
             found(directory(attacker), RunSpecification.from_table(_TABLE, "test"), attacker.identity, attacker.clock), 30.0
         )
-        assert attacker.dht.store(specification_key(run_id), forged.blob, ttl_s=60).ok
+        for value in (forged.blob, b"garbage"):
+            with pytest.raises(UsageError, match="nothing but the run's signed specification"):
+                attacker.dht.store(specification_key(run_id), value, ttl_s=60)
         assert founder.network.run(directory(founder).specification(run_id), 30.0).owner == founder.peer_id
         names = [listing.run_id for listing in founder.network.run(directory(founder).listings(), 30.0)]
         assert sorted(names) == sorted([run_id, forged.run_id])

@@ -1,0 +1,88 @@
+"""`node.dht`: the DHT's operations for any thread but the network's.
+
+A key may be given as text: `namespace/name`, or a name in `public`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Iterable, Mapping
+from typing import Any, TypeVar
+
+from swarm.dht.records import Entry, Value
+from swarm.dht.rules import NamespaceRules
+from swarm.dht.service import DhtService, ManyAnswers, StoreItem
+from swarm.dht.writer import StoreResult
+from swarm.errors import UsageError
+from swarm.ids import Key, PeerId
+from swarm.runtime.thread import NetworkThread
+
+T = TypeVar("T")
+
+
+class Dht:
+    """Each method is `DhtService`'s of the same name, and blocks until its result is there."""
+
+    def __init__(self, service: DhtService, network: NetworkThread) -> None:
+        self.service = service
+        self._network = network
+
+    @property
+    def clock_problem(self) -> str | None:
+        """What is wrong with this machine's clock, by how much, and what to do; None when nothing is known to be."""
+        return self.service.clock_problem
+
+    def store(self, key: str | Key, value: Value, ttl_s: float, subkey: str | None = None, timeout_s: float = 10.0) -> StoreResult:
+        """Sign and store a value: see `DhtService.store`."""
+        return self._run(self.service.store(_key(key), value, ttl_s=ttl_s, subkey=subkey, timeout_s=timeout_s), timeout_s)
+
+    def store_many(
+        self, items: Mapping[str | Key, Value] | Mapping[str, Value] | Iterable[StoreItem], ttl_s: float, timeout_s: float = 30.0
+    ) -> list[StoreResult]:
+        """Store many entries together, `{key: value}` or `StoreItem`s; a result for each, in their order. See `DhtService.store_many`."""
+        listed = [StoreItem(key=key, value=value) for key, value in items.items()] if isinstance(items, Mapping) else list(items)
+        return self._run(self.service.store_many(listed, ttl_s=ttl_s, timeout_s=timeout_s), timeout_s)
+
+    def get(
+        self,
+        key: str | Key,
+        writer: PeerId | str | None = None,
+        latest: bool = False,
+        timeout_s: float = 10.0,
+        max_age_s: float | None = None,
+    ) -> Entry | dict[str, Entry] | None:
+        """What is stored under a key: see `DhtService.get`."""
+        who = PeerId.parse(writer) if isinstance(writer, str) else writer
+        reading = self.service.get(_key(key), writer=who, latest=latest, max_age_s=max_age_s, timeout_s=timeout_s)
+        return self._run(reading, timeout_s)
+
+    def get_all(self, key: str | Key, latest: bool = False, timeout_s: float = 10.0, max_age_s: float | None = None) -> list[Entry]:
+        """Every writer's live entries: see `DhtService.get_all`."""
+        return self._run(self.service.get_all(_key(key), latest=latest, max_age_s=max_age_s, timeout_s=timeout_s), timeout_s)
+
+    def get_many(
+        self, keys: Iterable[str | Key], latest: bool = False, timeout_s: float = 30.0, max_age_s: float | None = None
+    ) -> ManyAnswers:
+        """Read many keys together: see `DhtService.get_many`."""
+        if isinstance(keys, str | Key):
+            raise UsageError("get_many takes several keys, in a list; for one key there is get")
+        return self._run(self.service.get_many(list(keys), latest=latest, max_age_s=max_age_s, timeout_s=timeout_s), timeout_s)
+
+    def delete(self, key: str | Key, subkey: str | None = None, timeout_s: float = 10.0) -> StoreResult:
+        """Remove this peer's own entry: see `DhtService.delete`."""
+        return self._run(self.service.delete(_key(key), subkey=subkey, timeout_s=timeout_s), timeout_s)
+
+    def register(self, namespace: str, rules: NamespaceRules) -> None:
+        """Hold this peer, as replica, reader and writer, to rules for a namespace: see `swarm.dht.namespaces`."""
+
+        async def register() -> None:
+            self.service.register(namespace, rules)
+
+        self._run(register(), 1.0)
+
+    def _run(self, operation: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        # The operation ends by its own timeout; the margin is for a loop that is busy.
+        return self._network.run(operation, timeout_s + 1.0)
+
+
+def _key(key: str | Key) -> Key:
+    return Key.parse(key) if isinstance(key, str) else key

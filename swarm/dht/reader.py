@@ -1,0 +1,190 @@
+"""Reading: one search per key at a time, shared by all who ask meanwhile, merged with what this peer holds, remembered for a while.
+
+How old an answer may be is the reader's choice (`max_age_s`). Unless it says so, a replica answers by itself for `local_s` after it last
+compared the key with the others, as long as its neighbourhood stays as it is: every write reaches it in the same call that reaches the
+others. Anybody else asks the replicas. `latest` always asks, and more widely.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from swarm.dht.cache import Answer, ReadCache
+from swarm.dht.overlay import FIND, Overlay
+from swarm.dht.records import Owner, Record
+from swarm.dht.replica import Replica
+from swarm.dht.replication import Replication
+from swarm.dht.storage import Storage, latest_by_owner
+from swarm.dht.wire import key_to_wire
+from swarm.errors import DeadlineExceeded
+from swarm.ids import Contact, Key, PeerId
+from swarm.runtime.supervise import Supervisor
+from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtFindResult
+
+_REPAIR_AGE_US = 2_000_000  # a record issued later may still be on its way to its replicas
+_REPAIR_LIFE_US = 5_000_000  # one that expires sooner is not worth a call
+
+
+@dataclass(slots=True, eq=False)
+class Search:
+    """A read in progress or done."""
+
+    key: Key
+    started_s: float
+    started_us: int = 0
+    neighbourhood: int = 0  # `Overlay.neighbourhood` when it began: a change meanwhile counts as one since
+    latest: dict[Owner, Record] = field(default_factory=dict)
+    given: dict[PeerId, dict[Owner, tuple[int, bytes]]] = field(default_factory=dict)  # what each peer answered with
+    asked: int = 0
+    answers: int = 0
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def merge(self, records: Sequence[Record]) -> None:
+        """Of each owner's records the latest is kept."""
+        self.latest = latest_by_owner([*self.latest.values(), *records])
+
+    def end(self, task: object = None) -> None:
+        """Whoever waits goes on."""
+        self.done.set()
+
+    def timed_out(self, timeout_s: float) -> DeadlineExceeded | None:
+        """The error of a reader that waits no longer; None when there is something to answer with."""
+        if not self.asked or self.answers or self.latest:
+            return None
+        text = f"none of the {self.asked} peers asked for {self.key} answered within {timeout_s:g} s"
+        return DeadlineExceeded(f"{text}: see node.peers() for who is known")
+
+
+class Reader:
+    """One peer's reads."""
+
+    def __init__(self, overlay: Overlay, storage: Storage, replica: Replica, replication: Replication, supervisor: Supervisor) -> None:
+        self._overlay = overlay
+        self._storage = storage
+        self._replica = replica
+        self._replication = replication
+        self._supervisor = supervisor
+        self.cache = ReadCache(overlay.config.cached_max, overlay.config.cached_bytes_max)
+        self.running: dict[tuple[Key, bool], Search] = {}
+        replica.on_first = self.note_first
+
+    def forget(self, key: Key) -> None:
+        """This peer writes: a read that begins now must see it."""
+        self.running.pop((key, False), None)
+        self.running.pop((key, True), None)
+        self.cache.drop(key)
+
+    def note_first(self, key: Key) -> None:
+        """This peer, a replica of the key, held nothing under it and has just been given the first record by its writer."""
+        if self._overlay.is_settled:
+            self.cache.put(key, Answer(self._overlay.clock.monotonic_s(), self._overlay.now_us, self._overlay.neighbourhood, {}))
+
+    def begin(self, key: Key) -> Search:
+        """A search that starts now."""
+        overlay = self._overlay
+        return Search(key, overlay.clock.monotonic_s(), overlay.now_us, overlay.neighbourhood)
+
+    def remembered(self, key: Key, max_age_s: float | None) -> Search | None:
+        """What may be answered without asking anybody."""
+        overlay, now_s = self._overlay, self._overlay.clock.monotonic_s()
+        age_s = overlay.config.local_s if max_age_s is None else max_age_s
+        answer = self.cache.get(key, now_s, overlay.now_us, age_s) if age_s > 0 else None
+        if max_age_s is None:
+            if answer is None or answer.neighbourhood != overlay.neighbourhood or not overlay.is_settled:
+                return None
+            if not overlay.is_replica(key.dht_id):
+                return None
+        if answer is None:
+            return None
+        search = self.begin(key)
+        search.latest = dict(answer.latest)
+        search.merge(self._storage.records(key, overlay.now_us))
+        return search
+
+    async def read(self, key: Key, *, exhaustive: bool, max_age_s: float | None, timeout_s: float) -> Search:
+        """DeadlineExceeded when no peer answered in time; what part of them answered is used otherwise."""
+        now_s = self._overlay.clock.monotonic_s()
+        if not exhaustive:
+            found = self.remembered(key, max_age_s)
+            if found is not None:
+                return found
+        share_s = self._overlay.config.share_s if exhaustive or max_age_s is None else max_age_s
+        search = self.running.get((key, exhaustive))
+        if search is None or search.started_s < now_s - share_s or share_s == 0:
+            search = self.running[key, exhaustive] = self.begin(key)
+            task = self._supervisor.spawn(f"DHT read of {key}", functools.partial(self._search, search, exhaustive))
+            task.add_done_callback(search.end)
+        try:
+            async with asyncio.timeout(max(timeout_s, 0.0)):
+                await search.done.wait()
+        except TimeoutError:
+            error = search.timed_out(timeout_s)
+            if error is not None:
+                raise error from None
+        return search
+
+    async def absorb(self, search: Search, peer: PeerId, result: DhtFindResult) -> list[Contact]:
+        """Take a peer's answer in; returns the closer peers that it named. PeerError when it is malformed."""
+        closer = self._overlay.heard_of(result.nearest)
+        records = [record for record in await self._replica.accepted(result.records) if isinstance(record, Record)]
+        records = [record for record in records if record.key == search.key]
+        search.merge(records)
+        search.given[peer] = {record.owner: record.version for record in records}
+        search.answers += 1
+        return closer
+
+    def conclude(self, search: Search, nearest: Sequence[Contact]) -> None:
+        """The search has found its peers: keep what this peer should hold, mend the replicas that lack something, remember the answer."""
+        overlay, key = self._overlay, search.key
+        replicas = nearest[: overlay.config.replicas]
+        if any(contact.peer_id == overlay.own_id for contact in replicas):
+            for record in search.latest.values():
+                self._replica.keep(record, direct=False)
+            self._mend(search, replicas)
+        search.merge(self._storage.records(key, overlay.now_us))  # written here meanwhile, by this peer or by others
+        self.cache.put(key, Answer(search.started_s, search.started_us, search.neighbourhood, search.latest))
+
+    def _mend(self, search: Search, replicas: Sequence[Contact]) -> None:
+        """Send the replicas that answered what they lacked. Replicas alone do this: every reader would be a storm."""
+        now_us = self._overlay.now_us
+        old = [
+            record
+            for record in search.latest.values()
+            if record.issued_at_us < now_us - _REPAIR_AGE_US and record.expiration_us > now_us + _REPAIR_LIFE_US
+        ]
+        for contact in replicas:
+            given = search.given.get(contact.peer_id)
+            if given is not None:
+                lacking = [record for record in old if given.get(record.owner, (-1, b"")) < record.version]
+                if lacking:
+                    self._replication.lacks(contact, lacking)
+
+    async def _search(self, search: Search, exhaustive: bool) -> None:
+        """Ask the replicas and merge what they hold. Ends by `search_timeout_s`, whoever waits."""
+        overlay, config, key = self._overlay, self._overlay.config, search.key
+        nearest_max = config.replicas if overlay.knows_all and not exhaustive else 0
+        request = DhtFindRequest(sender=overlay.sender, queries=[DhtFindQuery(key=key_to_wire(key))], nearest_max=nearest_max)
+
+        async def ask(contact: Contact) -> Sequence[Contact] | None:
+            search.asked += 1
+            reply = await overlay.ask(contact, FIND, request)
+            if reply is None or len(reply.results) != 1:
+                return None
+            return await self.absorb(search, contact.peer_id, reply.results[0])
+
+        wanted = config.routing.bucket_max if exhaustive else config.replicas
+        search.merge(self._storage.records(key, overlay.now_us))
+        try:
+            async with asyncio.timeout(config.search_timeout_s):
+                nearest = await overlay.search(overlay.lookup(key.dht_id, wanted=wanted, parallel=config.replicas), ask)
+            if search.answers or not search.asked:
+                self.conclude(search, nearest)
+        except TimeoutError:
+            return
+        finally:
+            search.merge(self._storage.records(key, overlay.now_us))
+            if self.running.get((key, exhaustive)) is search:
+                del self.running[key, exhaustive]

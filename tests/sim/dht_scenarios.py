@@ -1,0 +1,87 @@
+"""What the scenarios of the DHT have in common: services on simulated peers, swarms of them, and what they hold."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from swarm.dht.config import DhtConfig
+from swarm.dht.records import Record, encode_value, signed
+from swarm.dht.service import DhtService, Entry
+from swarm.ids import Key
+from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
+from swarm.testing.virtual_loop import run_virtual
+
+
+def service_of(peer: SimulatedPeer, config: DhtConfig | None = None) -> DhtService:
+    return DhtService(
+        own=lambda: peer.contact,
+        identity=peer.identity,
+        caller=peer.caller,
+        handlers=peer.handlers,
+        book=peer.book,
+        clock=peer.clock,
+        supervisor=peer.supervisor,
+        config=config or DhtConfig(),
+        rng=random.Random(peer.index),
+    )
+
+
+async def swarm_of(network: SimulatedNetwork, count: int, config: DhtConfig | None = None) -> list[DhtService]:
+    """Peers that joined one after the other, each through one that was there before; settled."""
+    services: list[DhtService] = []
+    for _ in range(count):
+        service = service_of(network.peer(), config)
+        if services:
+            await service.join([network.rng.choice(services).own()])
+        services.append(service)
+    await asyncio.sleep(5)
+    return services
+
+
+def peer_of(network: SimulatedNetwork, service: DhtService) -> SimulatedPeer:
+    return network.peers[service.peer_id]
+
+
+async def value_at(service: DhtService, key: Key, **how: Any) -> object:
+    entry = await service.get(key, **how)
+    assert entry is None or isinstance(entry, Entry)
+    return entry.value if entry else None
+
+
+def holders(services: Iterable[DhtService], key: Key) -> list[DhtService]:
+    return [service for service in services if service.storage.records(key, service.overlay.now_us)]
+
+
+def nearest(services: Iterable[DhtService], key: Key, count: int = 5) -> list[DhtService]:
+    return sorted(services, key=lambda service: service.peer_id.dht_id ^ key.dht_id)[:count]
+
+
+def record_by(writer: SimulatedPeer, value: Any, **changes: Any) -> Record:
+    now_us = int(writer.clock.swarm_s() * 1e6)
+    fields: dict[str, Any] = {
+        "key": Key("public", "thing"),
+        "subkey": None,
+        "value": encode_value(value),
+        "issued_at_us": now_us,
+        "expiration_us": now_us + 60_000_000,
+        "writer": writer.peer_id,
+    }
+    return signed(Record(**{**fields, **changes}), writer.identity)
+
+
+def play(scenario: Callable[[SimulatedNetwork], Awaitable[None]], *, seed: int, link: LinkConfig | None = None) -> SimulatedNetwork:
+    """Run a scenario to its end; no handler may have failed."""
+    network = SimulatedNetwork(seed=seed, config=link)
+
+    async def run() -> None:
+        try:
+            await scenario(network)
+            assert not network.errors
+        finally:
+            await network.close()
+
+    run_virtual(run())
+    return network

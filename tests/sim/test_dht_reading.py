@@ -1,0 +1,201 @@
+"""How old an answer may be: what is remembered, who answers by itself, and what no memory brings back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from swarm.dht.config import DhtConfig
+from swarm.dht.routing import RoutingConfig
+from swarm.errors import UsageError
+from swarm.ids import Key
+from swarm.testing.network import SimulatedNetwork
+from tests.sim.dht_scenarios import nearest, peer_of, play, service_of, swarm_of, value_at
+
+KEY = Key.parse("thing")
+SMALL = DhtConfig(routing=RoutingConfig(bucket_max=8))
+
+
+def test_answers_are_remembered_for_as_long_as_the_reader_allows() -> None:
+    async def scenario(network: SimulatedNetwork) -> None:
+        services = await swarm_of(network, 8)
+        reader = next(service for service in services if service not in nearest(services, KEY))
+        await services[0].store(KEY, "first", ttl_s=20)
+        assert await value_at(reader, KEY) == "first"
+        await services[0].store(KEY, "second", ttl_s=20)
+        network.trace.clear()
+        assert await value_at(reader, KEY, max_age_s=5) == "first", "five seconds old is what it asked for"
+        assert not network.trace
+        assert await value_at(reader, KEY) == "second", "by default it asks"
+        assert network.trace
+        assert await value_at(reader, KEY, max_age_s=5) == "second"
+        await asyncio.sleep(6)
+        network.trace.clear()
+        assert await value_at(reader, KEY, max_age_s=5) == "second"
+        assert network.trace
+        network.trace.clear()
+        await asyncio.sleep(15)
+        assert await value_at(reader, KEY, max_age_s=100) is None, "nothing outlives its time in a memory"
+        assert not network.trace
+        for wrong in (-1.0, float("nan")):
+            with pytest.raises(UsageError, match="max_age_s"):
+                await reader.get(KEY, max_age_s=wrong)
+
+    play(scenario, seed=1)
+
+
+def test_own_writes_and_deletions_are_seen_whatever_is_remembered() -> None:
+    async def scenario(network: SimulatedNetwork) -> None:
+        services = await swarm_of(network, 8)
+        for service in services:  # replicas and others
+            await service.store(KEY, service.peer_id.short, ttl_s=600)
+            assert await value_at(service, KEY, max_age_s=100) == service.peer_id.short
+            await service.delete(KEY)
+            assert await value_at(service, KEY, max_age_s=100) != service.peer_id.short
+        for service in services:
+            assert await value_at(service, KEY) is None
+        replica = nearest(services, KEY)[0]
+        await services[7].store(KEY, 1, ttl_s=600)
+        assert await value_at(replica, KEY, max_age_s=100) == 1
+        await services[7].delete(KEY)
+        assert await value_at(replica, KEY, max_age_s=100) is None, "a replica's memory is no older than what reached it"
+
+    play(scenario, seed=2)
+
+
+def test_a_replica_answers_its_own_reads_while_its_neighbourhood_stands_still() -> None:
+    async def scenario(network: SimulatedNetwork) -> None:
+        services = await swarm_of(network, 8)
+        replica, writer = nearest(services, KEY)[0], nearest(services, KEY, 8)[7]
+        for number in range(20):
+            await writer.store(KEY, number, ttl_s=600)
+            network.trace.clear()
+            assert await value_at(replica, KEY) == number
+            assert not network.trace, "it was given the key's first record, and every one since"
+        assert await value_at(replica, KEY, latest=True) == 19
+        assert network.trace
+        network.trace.clear()
+        assert await value_at(replica, KEY, max_age_s=0) == 19
+        assert network.trace, "who asks for it gets the replicas' word"
+        await asyncio.sleep(31)
+        network.trace.clear()
+        assert await value_at(replica, KEY) == 19
+        assert any("/Find" in line for line in network.trace), "now and then it compares"
+        other = Key.parse("never-written")
+        network.trace.clear()
+        assert await value_at(replica, other) is None
+        assert network.trace, "what it never heard of, it asks for"
+
+    play(scenario, seed=3)
+
+
+def test_a_change_in_the_neighbourhood_ends_it() -> None:
+    async def scenario(network: SimulatedNetwork) -> None:
+        services = await swarm_of(network, 8)
+        replica, writer = nearest(services, KEY)[0], nearest(services, KEY, 8)[7]
+        await writer.store(KEY, 1, ttl_s=600)
+
+        async def asks() -> bool:
+            network.trace.clear()
+            assert await value_at(replica, KEY) == 1
+            return any("/Find" in line for line in network.trace)
+
+        assert not await asks()
+        await network.crash(peer_of(network, nearest(services, KEY)[1]))
+        replica.overlay.failed(nearest(services, KEY)[1].peer_id, broke_protocol=True)
+        assert await asks(), "somebody went: what it was given first may not be all any more"
+        assert await asks(), "and others may not have noticed yet"
+        await asyncio.sleep(3)
+        assert not await asks(), "compared since, and quiet for a while"
+        newcomer = service_of(network.peer())
+        await newcomer.join([replica.own()])
+        assert await asks()
+
+    play(scenario, seed=7)
+
+
+def test_a_machine_that_slept_asks_again() -> None:
+    async def scenario(network: SimulatedNetwork) -> None:
+        services = await swarm_of(network, 8)
+        replica = nearest(services, KEY)[0]
+        await services[7].store(KEY, 1, ttl_s=6 * 3600)
+        network.trace.clear()
+        assert await value_at(replica, KEY) == 1
+        assert not network.trace
+        peer_of(network, replica).clock.skew_s += 3600.0  # its monotonic clock stood still for an hour, its own time went on
+        assert await value_at(replica, KEY) == 1
+        assert network.trace
+
+    play(scenario, seed=8)
+
+
+def test_a_new_replica_asks_until_it_has_been_told() -> None:
+    """A dictionary of many writers: who has just become its replica must not take the part that reached it for the whole."""
+
+    async def scenario(network: SimulatedNetwork) -> None:
+        services = await swarm_of(network, 12, SMALL)
+        key = Key.parse("run.abc/members")
+        for service in services:
+            await service.store(key, 1, ttl_s=3600)
+        for _ in range(12):
+            newcomer = service_of(network.peer(), SMALL)
+            await newcomer.join([services[0].own()])
+            await newcomer.store(key, 1, ttl_s=3600)
+            services.append(newcomer)
+            for service in (newcomer, *nearest(services, key)):
+                found = await service.get(key)
+                assert isinstance(found, dict)
+                assert len(found) == len(services)
+
+    play(scenario, seed=4)
+
+
+def test_reads_and_writes_from_everywhere_are_consistent() -> None:
+    """Every read that begins after a write has ended sees it or a later one: whoever reads, remembers, holds."""
+
+    async def scenario(network: SimulatedNetwork) -> None:
+        services = await swarm_of(network, 10, SMALL)
+        rng = network.rng
+        written: dict[int, int] = {}
+
+        async def write(which: int) -> None:
+            service = services[which]
+            for number in range(40):
+                await service.store(Key.parse(f"counter-{which}"), number, ttl_s=600)
+                written[which] = number
+                await asyncio.sleep(rng.uniform(0, 0.5))
+
+        async def read(service_number: int) -> None:
+            for _ in range(60):
+                which = rng.randrange(4)
+                least = written.get(which, -1)
+                found = await value_at(services[service_number], Key.parse(f"counter-{which}"))
+                assert (found if isinstance(found, int) else -1) >= least
+                await asyncio.sleep(rng.uniform(0, 0.3))
+
+        async with asyncio.TaskGroup() as group:
+            for which in range(4):
+                group.create_task(write(which))
+            for number in range(10):
+                group.create_task(read(number))
+
+    play(scenario, seed=5)
+
+
+def test_a_replica_that_lacks_something_is_mended_by_a_read() -> None:
+    async def scenario(network: SimulatedNetwork) -> None:
+        services = await swarm_of(network, 8)
+        replicas = nearest(services, KEY)
+        peer_of(network, replicas[1]).frozen = True
+        await services[0].store(KEY, "missed", ttl_s=3600)
+        peer_of(network, replicas[1]).frozen = False
+        await asyncio.sleep(20)
+        assert await value_at(replicas[1], KEY, max_age_s=0) == "missed", "it mends itself"
+        assert replicas[1].storage.records(KEY, replicas[1].overlay.now_us)
+        replicas[2].storage._put(KEY, (services[0].peer_id, None), replicas[2].storage._slots[KEY][services[0].peer_id, None], None)
+        await value_at(replicas[0], KEY, max_age_s=0)
+        await asyncio.sleep(1)
+        assert replicas[2].storage.records(KEY, replicas[2].overlay.now_us), "and others"
+
+    play(scenario, seed=6)
