@@ -1,0 +1,78 @@
+"""What a DHT is asked to do: who stores which keys, who reads them, and how they are timed. Standard library only."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+VALUE_BYTES = 96
+TTL_S = 600.0  # of every record: none expires in a run
+REASONS_MAX = 3
+
+Work = Callable[[str], Awaitable[str]]  # one operation on one key; "" when its result is right, else what was wrong
+
+
+def key(batch: str, writer: int, index: int) -> str:
+    """`batch` is never used twice, so that no peer has ever seen the key."""
+    return f"benchmark.{batch}.{writer}.{index}"
+
+
+def value(key: str) -> bytes:
+    """What is stored under a key: a reader knows it without having been told."""
+    return b"".join(hashlib.sha256(f"{key} {part}".encode()).digest() for part in range(VALUE_BYTES // 32))
+
+
+def own_keys(batch: str, rank: int, count: int) -> list[str]:
+    return [key(batch, rank, index) for index in range(count)]
+
+
+def keys_of_others(batch: str, rank: int, count: int, peers: int) -> list[str]:
+    """One key of each other peer in turn. Over all ranks every key that was stored is read exactly once, by another peer than its writer."""
+    return [key(batch, (rank + 1 + index % (peers - 1)) % peers, index) for index in range(count)]
+
+
+async def together(keys: Sequence[str], work: Work, *, at_s: float, concurrency: int) -> dict[str, Any]:
+    """`concurrency` operations at a time from `at_s` (monotonic) on; when the last ended, how many went wrong, and why."""
+    await _sleep_until(at_s)
+    left = iter(keys)
+    wrong: list[str] = []
+
+    async def worker() -> None:
+        for one in left:
+            fault = await work(one)
+            if fault:
+                wrong.append(fault)
+
+    await asyncio.gather(*(worker() for _ in range(concurrency)))
+    return _report(wrong)
+
+
+async def in_bulk(keys: Sequence[str], work: Callable[[Sequence[str]], Awaitable[list[str]]], *, at_s: float) -> dict[str, Any]:
+    """All keys in one call of the contender's own bulk operation."""
+    await _sleep_until(at_s)
+    return _report([fault for fault in await work(keys) if fault])
+
+
+async def alone(keys: Sequence[str], work: Work) -> dict[str, Any]:
+    """One operation after the other, each timed."""
+    seconds: list[float] = []
+    wrong: list[str] = []
+    for one in keys:
+        started_s = time.perf_counter()
+        fault = await work(one)
+        seconds.append(time.perf_counter() - started_s)
+        if fault:
+            wrong.append(fault)
+    return {**_report(wrong), "seconds": seconds}
+
+
+def _report(wrong: Sequence[str]) -> dict[str, Any]:
+    return {"end_s": time.monotonic(), "wrong": len(wrong), "reasons": list(dict.fromkeys(wrong))[:REASONS_MAX]}
+
+
+async def _sleep_until(monotonic_s: float) -> None:
+    """The peer serves others meanwhile, so it may not block. Late by a millisecond at most, which is counted."""
+    await asyncio.sleep(max(0.0, monotonic_s - time.monotonic()))
