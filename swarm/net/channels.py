@@ -23,11 +23,14 @@ from grpc import aio
 from swarm.errors import DeadlineExceeded, NetworkError, PeerError, SwarmError, UsageError
 from swarm.identity import Identity
 from swarm.ids import Address, Contact, PeerId
+from swarm.net.calls import SHARED_REPLY_BYTES_MAX, SHARED_REQUEST_BYTES_MAX, CallStream, NotServed
 from swarm.net.certificate import client_certificate
 from swarm.net.dial import Connection, dial, explain
 from swarm.net.rpc import END_OF_STREAM, Method, ReplyT, RequestT, Stream, StreamMethod, check_incoming, check_outgoing
+from swarm.runtime.supervise import Supervisor
 
 _DIALED_MAX = 256
+_STREAMS_END_S_MAX = 0.2
 _STATUS_S_MAX = 1.0  # a call whose write failed has ended; its status is on the way
 
 
@@ -60,6 +63,8 @@ class _Use:
     connection: Connection
     calls: int = 0
     dropped: bool = False
+    stream: CallStream | None = None  # of shared calls
+    shares: bool = True  # False: the peer takes no shared calls here
 
 
 class Channels:
@@ -79,6 +84,7 @@ class Channels:
         self._uses: dict[int, _Use] = {}  # by id() of the connection
         self._good: dict[PeerId, Address] = {}  # the address that worked last
         self._closed = False
+        self._streams = Supervisor()
         self._dialed: deque[tuple[str, int]] = deque(maxlen=_DIALED_MAX)
 
     async def call(self, contact: Contact, method: Method[RequestT, ReplyT], request: RequestT, *, timeout_s: float) -> ReplyT:
@@ -92,9 +98,12 @@ class Channels:
             raise UsageError(f"{method.name} takes requests of at most {method.request_bytes_max} bytes; this one has {len(raw)}")
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
-        async with self._using(contact, 0, timeout_s) as connection:
-            with _mapped(contact.peer_id, connection, method.name, timeout_s):
-                reply_raw: bytes = await connection.channel.unary_unary(method.name)(raw, timeout=max(deadline_s - loop.time(), 0.001))
+        async with self._using(contact, 0, timeout_s) as use:
+            remaining_s = max(deadline_s - loop.time(), 0.001)
+            if len(raw) <= SHARED_REQUEST_BYTES_MAX and method.reply_bytes_max <= SHARED_REPLY_BYTES_MAX and use.shares:
+                reply_raw = await self._call_shared(contact.peer_id, use, method.name, raw, remaining_s, timeout_s)
+            else:
+                reply_raw = await _call_alone(contact.peer_id, use.connection, method.name, raw, remaining_s, timeout_s)
         if len(reply_raw) > method.reply_bytes_max:
             raise PeerError(
                 f"peer {contact.peer_id} answered {method.name} with {len(reply_raw)} bytes; at most {method.reply_bytes_max} are taken"
@@ -122,7 +131,8 @@ class Channels:
     async def _open_stream(self, contact: Contact, method: StreamMethod, timeout_s: float | None, lane: int) -> AsyncIterator[Stream]:
         loop = asyncio.get_running_loop()
         deadline_s = None if timeout_s is None else loop.time() + timeout_s
-        async with self._using(contact, lane, timeout_s) as connection:
+        async with self._using(contact, lane, timeout_s) as use:
+            connection = use.connection
             remaining_s = None if deadline_s is None else max(deadline_s - loop.time(), 0.001)
             call = connection.channel.stream_stream(method.name)(timeout=remaining_s)
             stream = _CallerStream(method, contact.peer_id, connection, call, timeout_s)
@@ -143,6 +153,7 @@ class Channels:
         self._links.clear()
         for link in links:
             await self._close(link)
+        await self._streams.close(_STREAMS_END_S_MAX)
 
     async def close_idle(self) -> None:
         """Close what was not used for `idle_s`. The node calls it now and then."""
@@ -162,13 +173,28 @@ class Channels:
         link = self._links.get((peer_id, 0))
         return link is not None and link.connection is not None and _alive(link.connection)
 
+    async def _call_shared(self, peer_id: PeerId, use: _Use, name: str, raw: bytes, remaining_s: float, timeout_s: float) -> bytes:
+        """Together with others on the connection's stream of shared calls."""
+        if use.stream is None or use.stream.ended:
+            use.stream = CallStream(use.connection.channel)
+            self._streams.spawn(f"calls of {peer_id.short}", use.stream.run)
+        try:
+            with _mapped(peer_id, use.connection, name, timeout_s):
+                code, details, reply = await use.stream.call(name, raw, remaining_s)
+        except NotServed:
+            use.shares = False
+            return await _call_alone(peer_id, use.connection, name, raw, remaining_s, timeout_s)
+        if code is not grpc.StatusCode.OK:
+            raise status_error(peer_id, use.connection, name, code, details, timeout_s)
+        return reply
+
     @contextlib.asynccontextmanager
-    async def _using(self, contact: Contact, lane: int, timeout_s: float | None) -> AsyncIterator[Connection]:
+    async def _using(self, contact: Contact, lane: int, timeout_s: float | None) -> AsyncIterator[_Use]:
         link, connection = await self._connect(contact, lane, timeout_s)
         use = self._uses[id(connection)]
         use.calls += 1
         try:
-            yield connection
+            yield use
         except DeadlineExceeded:
             raise
         except NetworkError:
@@ -263,7 +289,9 @@ class Channels:
             await self._discard(connection)
 
     async def _discard(self, connection: Connection) -> None:
-        self._uses.pop(id(connection), None)
+        use = self._uses.pop(id(connection), None)
+        if use is not None and use.stream is not None:
+            use.stream.close()
         if len(self._good) > 8 * self._config.connections_max:
             self._good.clear()
         await connection.channel.close()
@@ -341,6 +369,12 @@ class _CallerStream:
         code = await self._call.code()
         if code is not grpc.StatusCode.OK:
             raise status_error(self.peer_id, self._connection, self._method.name, code, await self._call.details() or "", self._timeout_s)
+
+
+async def _call_alone(peer_id: PeerId, connection: Connection, name: str, raw: bytes, remaining_s: float, timeout_s: float) -> bytes:
+    with _mapped(peer_id, connection, name, timeout_s):
+        reply: bytes = await connection.channel.unary_unary(name)(raw, timeout=remaining_s)
+        return reply
 
 
 def _alive(connection: Connection) -> bool:

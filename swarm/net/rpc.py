@@ -11,6 +11,7 @@ that call.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -24,6 +25,7 @@ from grpc import aio
 from swarm.errors import NetworkError, PeerError, SwarmError, UsageError
 from swarm.identity import Identity
 from swarm.ids import Contact, PeerId
+from swarm.net.calls import CALLS_NAME, Outcome, ServedCalls
 from swarm.net.certificate import CallerCheck, courtesy_ca, server_certificate
 
 _logger = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ ReplyT = TypeVar("ReplyT", bound=Message)
 
 MESSAGE_BYTES_MAX = 16 << 20  # what the transport takes at all; methods have their own, lower limits
 END_OF_STREAM = b""  # a stream that breaks must not look like one that ended: its caller's end says so with an empty message
+_STREAMS_PER_PEER_MAX = 4  # of shared calls: one a connection
 _REFUSAL_CHARACTERS_MAX = 1000  # gRPC carries it in a header
 
 # Reading as much as a message at a time saves a sixth of the processor time of a bulk stream, for 70 kB more per connection and end. Larger
@@ -173,11 +176,14 @@ class Server:
         self._calls_max = calls_max
         self._calls_per_peer_max = calls_per_peer_max
         self._calls: Counter[PeerId] = Counter()
+        self._open_calls = 0  # their sum
+        self._streams: set[ServedCalls] = set()
+        self._streams_by: Counter[PeerId] = Counter()
         self._server: aio.Server | None = None
 
     async def start(self, identity: Identity, handlers: Handlers, host: str, port: int) -> int:
         """Listen; returns the port (the system's choice for 0). UsageError when it cannot listen there."""
-        server = aio.server(options=_SERVER_OPTIONS, maximum_concurrent_rpcs=2 * self._calls_max)
+        server = aio.server(options=_SERVER_OPTIONS, maximum_concurrent_rpcs=3 * self._calls_max)
         server.add_generic_rpc_handlers((_Dispatch(self, handlers),))
         leaf = server_certificate(identity)
         credentials = grpc.ssl_server_credentials(
@@ -197,20 +203,38 @@ class Server:
     async def stop(self, grace_s: float) -> None:
         """Take no more calls; those in progress have `grace_s` to end and are cancelled then. Idempotent."""
         server, self._server = self._server, None
+        for stream in self._streams:
+            stream.stop()
         if server is not None:
             await server.stop(grace_s)
+
+    async def share(self, peer_id: PeerId, stream: ServedCalls) -> None:
+        """Serve a stream of shared calls to its end. _Busy when there are too many of them: the caller then calls without."""
+        if self._streams_by[peer_id] >= _STREAMS_PER_PEER_MAX or len(self._streams) >= self._calls_max or self._server is None:
+            raise _Busy
+        self._streams.add(stream)
+        self._streams_by[peer_id] += 1
+        try:
+            await stream.run()
+        finally:
+            self._streams.discard(stream)
+            self._streams_by[peer_id] -= 1
+            if not self._streams_by[peer_id]:
+                del self._streams_by[peer_id]
 
     def enter(self, peer_id: PeerId) -> str | None:
         """Count a call in; a reason when there are too many."""
         if self._calls[peer_id] >= self._calls_per_peer_max:
             return f"you have {self._calls_per_peer_max} calls open here already"
-        if self._calls.total() >= self._calls_max:
+        if self._open_calls >= self._calls_max:
             return f"busy: {self._calls_max} calls open already"
         self._calls[peer_id] += 1
+        self._open_calls += 1
         return None
 
     def leave(self, peer_id: PeerId) -> None:
         """Count a call out."""
+        self._open_calls -= 1
         self._calls[peer_id] -= 1
         if not self._calls[peer_id]:
             del self._calls[peer_id]
@@ -227,6 +251,8 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
         self._caller = CallerCheck()
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        if handler_call_details.method == CALLS_NAME:
+            return grpc.stream_stream_rpc_method_handler(self._share)
         handler = self._handlers.find(handler_call_details.method)
         if handler is None:
             return None  # gRPC answers UNIMPLEMENTED
@@ -234,8 +260,7 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
             unary = handler
 
             async def answer(raw: bytes, context: aio.ServicerContext[Any, Any]) -> bytes:
-                reply: bytes = await self._guarded(unary.method.name, context, lambda peer_id: _answer(unary, peer_id, raw))
-                return reply
+                return await self._guarded(unary.method.name, context, lambda peer_id: _answer(unary, peer_id, raw))
 
             return grpc.unary_unary_rpc_method_handler(answer)
         streaming = handler
@@ -245,28 +270,61 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
 
         return grpc.stream_stream_rpc_method_handler(serve)
 
-    async def _guarded(self, name: str, context: aio.ServicerContext[Any, Any], work: Callable[[PeerId], Awaitable[Any]]) -> Any:
+    async def _share(self, _: Any, context: aio.ServicerContext[Any, Any]) -> None:
+        """A stream of shared calls."""
+        peer_id = await self._identified(context)
+
+        async def handle(name: str, raw: bytes) -> Outcome:
+            handler = self._handlers.find(name)
+            if not isinstance(handler, UnaryHandler):
+                return grpc.StatusCode.UNIMPLEMENTED, "", b""
+            return await self._outcome(name, peer_id, _answer(handler, peer_id, raw))
+
+        stream = ServedCalls(context, handle, functools.partial(self._server.enter, peer_id), functools.partial(self._server.leave, peer_id))
         try:
-            peer_id = self._caller(_certificate_of(context))
+            await self._server.share(peer_id, stream)
+        except PeerError as error:
+            await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        except _Busy:
+            await _refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "no more streams of shared calls")
+
+    async def _identified(self, context: aio.ServicerContext[Any, Any]) -> PeerId:
+        try:
+            return self._caller(_certificate_of(context))
         except PeerError as error:
             await _refuse(context, grpc.StatusCode.UNAUTHENTICATED, str(error))
+
+    async def _guarded(self, name: str, context: aio.ServicerContext[Any, Any], work: Callable[[PeerId], Awaitable[bytes]]) -> bytes:
+        peer_id = await self._identified(context)
         refusal = self._server.enter(peer_id)
         if refusal is not None:
             await _refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, refusal)
         try:
-            return await work(peer_id)
-        except (PeerError, UsageError) as error:
-            await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error) or type(error).__name__)
-        except _Ended:
-            await _refuse(context, grpc.StatusCode.CANCELLED, "the stream was ended by its handler")
-        except SwarmError as error:  # the network's: of this stream, or of a call that the handler made
-            _logger.debug("%s from %s: %s", name, peer_id.short, error)
-            await _refuse(context, grpc.StatusCode.ABORTED, str(error))
-        except Exception:  # the boundary: whatever a handler raises ends its call only
-            _logger.exception("%s, called by %s, failed", name, peer_id)
-            await _refuse(context, grpc.StatusCode.INTERNAL, "internal error")
+            code, text, reply = await self._outcome(name, peer_id, work(peer_id))
         finally:
             self._server.leave(peer_id)
+        if code is not grpc.StatusCode.OK:
+            await _refuse(context, code, text)
+        return reply
+
+    async def _outcome(self, name: str, peer_id: PeerId, work: Awaitable[bytes]) -> Outcome:
+        """What a handler's end means to its caller."""
+        try:
+            return grpc.StatusCode.OK, "", await work
+        except (PeerError, UsageError) as error:
+            return grpc.StatusCode.FAILED_PRECONDITION, _told(str(error) or type(error).__name__), b""
+        except _Ended:
+            return grpc.StatusCode.CANCELLED, "the stream was ended by its handler", b""
+        except SwarmError as error:  # the network's: of this stream, or of a call that the handler made
+            _logger.debug("%s from %s: %s", name, peer_id.short, error)
+            return grpc.StatusCode.ABORTED, _told(str(error)), b""
+        except Exception:  # the boundary: whatever a handler raises ends its call only
+            _logger.exception("%s, called by %s, failed", name, peer_id)
+            return grpc.StatusCode.INTERNAL, "internal error", b""
+
+
+class _Busy(Exception):
+    """Too many streams of shared calls."""
 
 
 class _Ended(Exception):
@@ -330,10 +388,11 @@ async def _answer(handler: UnaryHandler, peer_id: PeerId, raw: bytes) -> bytes:
     return reply
 
 
-async def _serve(handler: StreamHandler, peer_id: PeerId, context: aio.ServicerContext[Any, Any]) -> None:
+async def _serve(handler: StreamHandler, peer_id: PeerId, context: aio.ServicerContext[Any, Any]) -> bytes:
     stream = _HandlerStream(handler.method, peer_id, context)
     try:
         await handler.function(stream)
+        return b""
     except asyncio.CancelledError:
         if stream.ended:
             raise _Ended from None
@@ -355,8 +414,12 @@ def check_incoming(method: StreamMethod, message: bytes) -> None:
 
 
 async def _refuse(context: aio.ServicerContext[Any, Any], code: grpc.StatusCode, text: str) -> NoReturn:
-    await context.abort(code, text[:_REFUSAL_CHARACTERS_MAX])
+    await context.abort(code, _told(text))
     raise AssertionError("abort raises")
+
+
+def _told(text: str) -> str:
+    return text[:_REFUSAL_CHARACTERS_MAX]
 
 
 def _certificate_of(context: aio.ServicerContext[Any, Any]) -> bytes:
