@@ -10,7 +10,7 @@ replies, have calls of their own: on this stream everything behind them would wa
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -42,6 +42,10 @@ class NotServed(Exception):
     """The other end does not take shared calls, or no more streams of them: nothing was handled, each call has to go by itself."""
 
 
+class ClosedHere(Exception):
+    """This end closed the stream while the call was in progress."""
+
+
 class CallStream:
     """The caller's end, for one connection. `run` has to be running for the calls to go; `close` ends it."""
 
@@ -56,7 +60,7 @@ class CallStream:
         self._heard = False
 
     async def call(self, method: str, request: bytes, timeout_s: float) -> Outcome:
-        """The outcome, which is DEADLINE_EXCEEDED when none came in `timeout_s`. NotServed; cancelling it cancels the handler."""
+        """The outcome, which is DEADLINE_EXCEEDED when none came in `timeout_s`. NotServed, ClosedHere. Cancelled: so is the handler."""
         loop = asyncio.get_running_loop()
         self._last += 1
         number = self._last
@@ -66,13 +70,12 @@ class CallStream:
         self._wake.set()
         timer = loop.call_later(timeout_s, _expire, answer)
         try:
-            outcome = await answer
+            return await answer
         finally:
             timer.cancel()
-            if self._waiting.pop(number, None) is not None and not self.ended:  # nobody answered it
+            if self._waiting.pop(number, None) is not None:  # nobody answered it
                 self._cancelled.append(number)
                 self._wake.set()
-        return outcome
 
     async def run(self) -> None:
         """Sends and receives until the stream ends, however it does."""
@@ -96,7 +99,7 @@ class CallStream:
             self.close(outcome)
 
     def close(self, outcome: Outcome | None = None) -> None:
-        """End the stream; calls in progress end with this outcome, or are cancelled when there is none. Idempotent."""
+        """End the stream; calls in progress end with this outcome, or raise ClosedHere when there is none. Idempotent."""
         if self.ended:
             return
         self.ended = True
@@ -105,7 +108,7 @@ class CallStream:
             if answer.done():
                 continue
             if outcome is None:
-                answer.cancel()
+                answer.set_exception(ClosedHere())
             elif outcome[0] in _NOT_SERVED and not self._heard:
                 answer.set_exception(NotServed())
             else:
@@ -155,8 +158,8 @@ def _expire(answer: asyncio.Future[Outcome]) -> None:
 
 
 class ServedCalls:
-    """The callee's end. `handle(method, request)` is the RPC boundary: it raises nothing. `enter` and `leave` count calls: one is open until
-    its answer was sent, so that a caller that reads nothing cannot make answers pile up.
+    """The callee's end. `handle(method, request)` is the RPC boundary: it raises nothing. `enter` and `leave` count calls: one is open
+    until its answer was sent, so that a caller that reads nothing cannot make answers pile up.
     """
 
     def __init__(
@@ -188,7 +191,7 @@ class ServedCalls:
             async with asyncio.TaskGroup() as group:
                 reader = group.create_task(self._read(group))
                 writer = group.create_task(self._write())
-                done, _ = await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
                 for task in (reader, writer, *self._open.values()):
                     task.cancel()
         except* PeerError as errors:
@@ -236,20 +239,21 @@ class ServedCalls:
             self._put(call.number, (grpc.StatusCode.RESOURCE_EXHAUSTED, refusal, b""), counted=False)
             return
         task = self._open[call.number] = group.create_task(self._perform(call))
-        task.add_done_callback(lambda _, number=call.number: self._open.pop(number, None))  # type: ignore[misc]
+        task.add_done_callback(functools.partial(self._performed, call.number))
 
     async def _perform(self, call: Call) -> None:
-        ended = False
-        try:
-            outcome = await self._handle(call.method, call.request)
-            if len(outcome[2]) > SHARED_REPLY_BYTES_MAX:
-                text = f"the reply has more than {SHARED_REPLY_BYTES_MAX} bytes: {call.method} wants a call of its own"
-                outcome = (grpc.StatusCode.OUT_OF_RANGE, text, b"")
-            self._put(call.number, outcome, counted=True)
-            ended = True
-        finally:
-            if not ended:
-                self._leave()
+        outcome = await self._handle(call.method, call.request)
+        if len(outcome[2]) > SHARED_REPLY_BYTES_MAX:
+            text = f"the reply has more than {SHARED_REPLY_BYTES_MAX} bytes: {call.method} wants a call of its own"
+            outcome = (grpc.StatusCode.OUT_OF_RANGE, text, b"")
+        self._put(call.number, outcome, counted=True)
+
+    def _performed(self, number: int, task: asyncio.Task[None]) -> None:
+        """A task that is cancelled before it has begun runs no line of its coroutine, so its call is counted out here."""
+        del self._open[number]
+        if task.cancelled():
+            self._leave()
+        self._wake.set()
 
     def _put(self, number: int, outcome: Outcome, *, counted: bool) -> None:
         code, details, reply = outcome
