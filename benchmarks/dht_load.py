@@ -30,8 +30,26 @@ def own_keys(batch: str, rank: int, count: int) -> list[str]:
 
 
 def keys_of_others(batch: str, rank: int, count: int, peers: int) -> list[str]:
-    """One key of each other peer in turn. Over all ranks every key that was stored is read exactly once, by another peer than its writer."""
+    """`count` keys that other peers stored, from each other peer as many, and over all ranks every key once."""
     return [key(batch, (rank + 1 + index % (peers - 1)) % peers, index) for index in range(count)]
+
+
+def keys_elsewhere(batch: str, rank: int, count: int, peers: int, held: Callable[[str], bool]) -> list[str]:
+    """`count` keys that other peers stored and that this peer does not hold itself: reading them takes the network."""
+    others = (
+        key(batch, (rank + 1 + index % (peers - 1)) % peers, (index // (peers - 1) + rank) % count) for index in range(count * (peers - 1))
+    )
+    return [one for one in others if not held(one)][:count]
+
+
+def wanted(order: dict[str, Any], held: Callable[[str], bool]) -> list[str]:
+    """The keys of an order. `which`: "own" of a writer; of others, "any" or only those "elsewhere"."""
+    batch, rank, count = order["batch"], order["rank"], order["count"]
+    if order["which"] == "own":
+        return own_keys(batch, rank, count)
+    if order["which"] == "any":
+        return keys_of_others(batch, rank, count, order["peers"])
+    return keys_elsewhere(batch, rank, count, order["peers"], held)
 
 
 async def together(keys: Sequence[str], work: Work, *, at_s: float, concurrency: int) -> dict[str, Any]:
@@ -47,17 +65,17 @@ async def together(keys: Sequence[str], work: Work, *, at_s: float, concurrency:
                 wrong.append(fault)
 
     await asyncio.gather(*(worker() for _ in range(concurrency)))
-    return _report(wrong)
+    return _report(len(keys), wrong)
 
 
 async def in_bulk(keys: Sequence[str], work: Callable[[Sequence[str]], Awaitable[list[str]]], *, at_s: float) -> dict[str, Any]:
     """All keys in one call of the contender's own bulk operation."""
     await _sleep_until(at_s)
-    return _report([fault for fault in await work(keys) if fault])
+    return _report(len(keys), [fault for fault in await work(keys) if fault])
 
 
 async def alone(keys: Sequence[str], work: Work) -> dict[str, Any]:
-    """One operation after the other, each timed."""
+    """One operation after the other, each timed; "seconds" of each in the report."""
     seconds: list[float] = []
     wrong: list[str] = []
     for one in keys:
@@ -66,11 +84,11 @@ async def alone(keys: Sequence[str], work: Work) -> dict[str, Any]:
         seconds.append(time.perf_counter() - started_s)
         if fault:
             wrong.append(fault)
-    return {**_report(wrong), "seconds": seconds}
+    return {**_report(len(keys), wrong), "seconds": seconds}
 
 
-def _report(wrong: Sequence[str]) -> dict[str, Any]:
-    return {"end_s": time.monotonic(), "wrong": len(wrong), "reasons": list(dict.fromkeys(wrong))[:REASONS_MAX]}
+def _report(performed: int, wrong: Sequence[str]) -> dict[str, Any]:
+    return {"end_s": time.monotonic(), "performed": performed, "wrong": len(wrong), "reasons": list(dict.fromkeys(wrong))[:REASONS_MAX]}
 
 
 async def _sleep_until(monotonic_s: float) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import hivemind  # type: ignore[import-not-found,unused-ignore]
 
 from benchmarks.conversation import Conversation
-from benchmarks.dht_load import TTL_S, alone, in_bulk, together, value
+from benchmarks.dht_load import TTL_S, alone, in_bulk, together, value, wanted
 
 
 def main() -> None:
@@ -51,12 +51,17 @@ async def perform(_dht: Any, node: Any, order: dict[str, Any]) -> dict[str, Any]
         found = await node.get_many(list(keys))
         return [fault(key, found[key]) for key in keys]
 
+    def held(key: str) -> bool:
+        place = hivemind.dht.routing.DHTID.generate(source=key)
+        return node.protocol.storage.get(place) is not None or node.protocol.cache.get(place) is not None
+
+    keys = wanted(order, held)
     one, many = (store, store_many) if order["do"] == "store" else (get, get_many)
     if order["how"] == "alone":
-        return await alone(order["keys"], one)
+        return await alone(keys, one)
     if order["how"] == "bulk":
-        return await in_bulk(order["keys"], many, at_s=order["at_s"])
-    return await together(order["keys"], one, at_s=order["at_s"], concurrency=order["concurrency"])
+        return await in_bulk(keys, many, at_s=order["at_s"])
+    return await together(keys, one, at_s=order["at_s"], concurrency=order["concurrency"])
 
 
 def fault(key: str, found: Any) -> str:

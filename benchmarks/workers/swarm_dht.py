@@ -6,7 +6,7 @@ from typing import Any
 
 import swarm
 from benchmarks.conversation import Conversation
-from benchmarks.dht_load import TTL_S, alone, together, value
+from benchmarks.dht_load import TTL_S, alone, together, value, wanted
 from swarm.dht.service import DhtService
 from swarm.ids import Key
 
@@ -44,10 +44,14 @@ async def perform(service: DhtService, order: dict[str, Any], replicas: int) -> 
             return "a stored value was not found"
         return "" if not isinstance(found, dict) and found.value == value(key) else "a wrong value was found"
 
+    def held(key: str) -> bool:
+        return bool(service.storage.records(Key.parse(key), service.overlay.now_us))
+
+    keys = wanted(order, held)
     work = store if order["do"] == "store" else get
     if order["how"] == "alone":
-        return await alone(order["keys"], work)
-    return await together(order["keys"], work, at_s=order["at_s"], concurrency=order["concurrency"])
+        return await alone(keys, work)
+    return await together(keys, work, at_s=order["at_s"], concurrency=order["concurrency"])
 
 
 if __name__ == "__main__":
