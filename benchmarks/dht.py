@@ -26,6 +26,7 @@ HALF = 0.5
 OPERATIONS = {8: 100, 16: 30}  # stores, and as many gets, of each peer in a round
 CONCURRENCY = 16
 ALONE = 25
+KEYS_FOR_ALONE = 128  # of all writers together: enough for ALONE that the reader does not hold
 WARM_UP = 2
 START_AHEAD_S = 0.1
 ORDER_TIMEOUT_S = 90.0
@@ -89,7 +90,9 @@ class Peers:
         wrong = [*stores.wrong, *gets.wrong, *far_gets.wrong]
         if load.alone:
             one_store = self._alone("store", "own", next(self._batches), rank=0)
-            one_get = self._alone("get", "elsewhere", batch, rank=load.peers - 1)
+            batch = next(self._batches)
+            self._together("store", "own", batch, KEYS_FOR_ALONE // load.peers)
+            one_get = self._alone("get", "elsewhere", batch, rank=load.peers - 1, stored=KEYS_FOR_ALONE // load.peers)
             phases |= {"one store": one_store.seconds, "one get": one_get.seconds}
             wrong += [*one_store.wrong, *one_get.wrong]
         return Round(
@@ -120,15 +123,23 @@ class Peers:
         done = self._launch.hear("done", ORDER_TIMEOUT_S)
         return _Phase(max(report["end_s"] for report in done) - at_s, _faults(done, count))
 
-    def _alone(self, what: str, which: str, batch: str, *, rank: int) -> _Phase:
+    def _alone(self, what: str, which: str, batch: str, *, rank: int, stored: int = 0) -> _Phase:
         """One peer, one operation after the other, while the others only serve; the median of their seconds."""
         worker = self._launch.workers[rank]
-        worker.tell(self._order(what, which, batch, rank, self._load.alone) | {"how": "alone"})
+        worker.tell(self._order(what, which, batch, rank, self._load.alone) | {"how": "alone", "stored": stored})
         done = worker.hear("done", time.monotonic() + ORDER_TIMEOUT_S)
         return _Phase(statistics.median(done["seconds"]), _faults([done], self._load.alone))
 
     def _order(self, what: str, which: str, batch: str, rank: int, count: int) -> dict[str, Any]:
-        return {"do": what, "which": which, "batch": batch, "rank": rank, "count": count, "peers": self._load.peers}
+        return {
+            "do": what,
+            "which": which,
+            "batch": batch,
+            "rank": rank,
+            "count": count,
+            "peers": self._load.peers,
+            "stored": self._load.operations,
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,11 +34,9 @@ def keys_of_others(batch: str, rank: int, count: int, peers: int) -> list[str]:
     return [key(batch, (rank + 1 + index % (peers - 1)) % peers, index) for index in range(count)]
 
 
-def keys_elsewhere(batch: str, rank: int, count: int, peers: int, held: Callable[[str], bool]) -> list[str]:
-    """`count` keys that other peers stored and that this peer does not hold itself: reading them takes the network."""
-    others = (
-        key(batch, (rank + 1 + index % (peers - 1)) % peers, (index // (peers - 1) + rank) % count) for index in range(count * (peers - 1))
-    )
+def keys_elsewhere(batch: str, rank: int, count: int, peers: int, stored: int, held: Callable[[str], bool]) -> list[str]:
+    """`count` of the `stored` keys of each other peer that this peer does not hold itself: reading them takes the network."""
+    others = (key(batch, (rank + 1 + turn) % peers, (index + rank) % stored) for index in range(stored) for turn in range(peers - 1))
     return [one for one in others if not held(one)][:count]
 
 
@@ -49,7 +47,7 @@ def wanted(order: dict[str, Any], held: Callable[[str], bool]) -> list[str]:
         return own_keys(batch, rank, count)
     if order["which"] == "any":
         return keys_of_others(batch, rank, count, order["peers"])
-    return keys_elsewhere(batch, rank, count, order["peers"], held)
+    return keys_elsewhere(batch, rank, count, order["peers"], order["stored"], held)
 
 
 async def together(keys: Sequence[str], work: Work, *, at_s: float, concurrency: int) -> dict[str, Any]:
