@@ -13,7 +13,7 @@ _TENSOR_WORK = (
 )
 
 _DHT_TIME = (
-    "processor time: all peers share the cores. Of it, by `perf` with 8 peers, about half is Python (searches, contacts out of answers, the "
+    "processor time: all peers share the cores. Of it, by `perf` with 8 peers, about half is Python (searches, contacts in answers, the "
     "routing table and the peer book for every message), an eighth Ed25519, a quarter gRPC and the kernel. Every store is signed, and "
     "verified at each of five replicas; every get asks all five. hivemind signs nothing, and a replica answers a get from its own copy."
 )
