@@ -14,14 +14,14 @@ from types import FrameType
 import click
 from rich.console import Console
 
-from benchmarks import allreduce, groups, quick, report, trainers
+from benchmarks import allreduce, dht, groups, quick, report, trainers
 from benchmarks.allreduce import Setting
 from benchmarks.environments import NoEnvironment, hivemind_python, machine, memory_copy_bytes_per_s
 from benchmarks.launch import ROOT
 from benchmarks.results import Row
 from benchmarks.turns import Plan
 
-SECTIONS = ("allreduce", "groups", "trainers")
+SECTIONS = ("allreduce", "groups", "trainers", "dht")
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
@@ -97,6 +97,9 @@ def _measure(
         yield groups.rows(setting, rounds=5)
     if "trainers" in sections:
         yield trainers.rows(setting)
+    if "dht" in sections:
+        for peers in dht.SIZES:
+            yield dht.rows(setting, peers=peers)
 
 
 def _command(arguments: list[str]) -> str:

@@ -12,6 +12,13 @@ _TENSOR_WORK = (
     "sum, the digest, the result and the write-back; a machine whose memory is busy with other work makes each dearer."
 )
 
+_DHT_TIME = (
+    "processor time: all peers share the cores. Of it, by `perf` with 8 peers, about half is Python (searches, contacts in answers, the "
+    "routing table and the peer book for every message), an eighth Ed25519, a quarter gRPC and the kernel. Every store is signed, and "
+    "verified at each of five replicas; every get asks all five. hivemind signs nothing, and a replica answers a get from its own copy."
+)
+_ONE_GET = "five calls to five processes that share the cores: one replica's answer would do for a value that nobody else may write."
+
 LIMITED_BY: dict[str, str] = {
     "allreduce-64-float16-hivemind": _PROCESSOR_TIME,
     "allreduce-64-float16-hivemind-whole": _PROCESSOR_TIME,
@@ -21,6 +28,8 @@ LIMITED_BY: dict[str, str] = {
     "allreduce-256-float32-bare": _TENSOR_WORK,
     "allreduce-64-float32-gloo": _TENSOR_WORK + " gloo encrypts nothing and survives nobody's death.",
     "allreduce-256-float32-gloo": _TENSOR_WORK + " gloo encrypts nothing and survives nobody's death.",
+    **{f"dht-{peers}-{row}": _DHT_TIME for peers in (8, 16) for row in ("all", "all-bulk", "far")},
+    **{f"dht-{peers}-one-get": _ONE_GET for peers in (8, 16)},
     "start-after-import": (
         "torch itself: it imports its compiler (torch._dynamo, about a thousand modules) when the first optimizer is made, which this "
         "figure includes; see the phase “model and AdamW” below and the row without it."

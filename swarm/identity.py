@@ -8,6 +8,7 @@ both are read too.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import stat
 from pathlib import Path
@@ -88,10 +89,16 @@ class Identity:
 def verify(peer_id: PeerId, message: bytes, signature: bytes) -> bool:
     """Did this peer sign this message?"""
     try:
-        Ed25519PublicKey.from_public_bytes(peer_id.public_key).verify(signature, message)
+        _public_key(peer_id.public_key).verify(signature, message)
     except (InvalidSignature, ValueError):
         return False
     return True
+
+
+@functools.lru_cache(maxsize=1024)
+def _public_key(raw: bytes) -> Ed25519PublicKey:
+    """Peers sign many messages."""
+    return Ed25519PublicKey.from_public_bytes(raw)
 
 
 def _encode(key: Ed25519PrivateKey) -> bytes:

@@ -23,7 +23,8 @@ from swarm.net.channels import Channels, ChannelsConfig
 from swarm.net.hello import Introductions
 from swarm.net.joining import Joining, JoiningConfig
 from swarm.net.listening import announced, parse_listen
-from swarm.net.rpc import Handlers, Server
+from swarm.net.rpc import Handlers
+from swarm.net.server import Server
 from swarm.peerbook import KnownPeer, PeerBook
 from swarm.runtime.fork import Owned, close_after_fork
 from swarm.runtime.supervise import Supervisor

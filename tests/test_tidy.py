@@ -29,7 +29,7 @@ WIDE = {
 }
 FORBIDDEN_NAMES = {"utils.py", "helpers.py", "misc.py", "common.py", "util.py"}
 # the two places where anything may be caught: the RPC handler boundary and the supervisor
-BROAD_EXCEPT = {"swarm/net/rpc.py", "swarm/runtime/supervise.py"}
+BROAD_EXCEPT = {"swarm/net/server.py", "swarm/runtime/supervise.py"}
 # logic: modules that must be callable from a plain test, without awaiting
 PURE_FOLDERS = ("swarm/compression",)
 FAR_AWAY = re.compile(r"\b(?:/work/|/root/|/home/\w+|farm-|TODO|FIXME|XXX)")

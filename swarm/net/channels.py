@@ -14,21 +14,22 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import DecodeError
-from grpc import aio
 
-from swarm.errors import DeadlineExceeded, NetworkError, PeerError, SwarmError, UsageError
+from swarm.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
 from swarm.identity import Identity
 from swarm.ids import Address, Contact, PeerId
+from swarm.net.calls import SHARED_REPLY_BYTES_MAX, SHARED_REQUEST_BYTES_MAX, CallStream, ClosedHere, NotServed
 from swarm.net.certificate import client_certificate
-from swarm.net.dial import Connection, dial, explain
-from swarm.net.rpc import END_OF_STREAM, Method, ReplyT, RequestT, Stream, StreamMethod, check_incoming, check_outgoing
+from swarm.net.dial import Connection, dial
+from swarm.net.outgoing import CallerStream, closed_here, mapped, status_error
+from swarm.net.rpc import Method, ReplyT, RequestT, Stream, StreamMethod
+from swarm.runtime.supervise import Supervisor
 
 _DIALED_MAX = 256
-_STATUS_S_MAX = 1.0  # a call whose write failed has ended; its status is on the way
+_STREAMS_END_S_MAX = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,8 @@ class _Use:
     connection: Connection
     calls: int = 0
     dropped: bool = False
+    stream: CallStream | None = None  # of shared calls
+    shares: bool = True  # False: the peer takes no shared calls here
 
 
 class Channels:
@@ -79,6 +82,7 @@ class Channels:
         self._uses: dict[int, _Use] = {}  # by id() of the connection
         self._good: dict[PeerId, Address] = {}  # the address that worked last
         self._closed = False
+        self._streams = Supervisor()
         self._dialed: deque[tuple[str, int]] = deque(maxlen=_DIALED_MAX)
 
     async def call(self, contact: Contact, method: Method[RequestT, ReplyT], request: RequestT, *, timeout_s: float) -> ReplyT:
@@ -92,9 +96,18 @@ class Channels:
             raise UsageError(f"{method.name} takes requests of at most {method.request_bytes_max} bytes; this one has {len(raw)}")
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
-        async with self._using(contact, 0, timeout_s) as connection:
-            with _mapped(contact.peer_id, connection, method.name, timeout_s):
-                reply_raw: bytes = await connection.channel.unary_unary(method.name)(raw, timeout=max(deadline_s - loop.time(), 0.001))
+        link, use = await self._enter(contact, 0, timeout_s)
+        try:
+            remaining_s = max(deadline_s - loop.time(), 0.001)
+            if use.shares and len(raw) <= SHARED_REQUEST_BYTES_MAX and method.reply_bytes_max <= SHARED_REPLY_BYTES_MAX:
+                reply_raw = await self._call_shared(contact.peer_id, use, method.name, raw, remaining_s, timeout_s)
+            else:
+                reply_raw = await _call_alone(contact.peer_id, use.connection, method.name, raw, remaining_s, timeout_s)
+        except NetworkError as error:
+            self._failed(link, use, error)
+            raise
+        finally:
+            await self._leave(link, use)
         if len(reply_raw) > method.reply_bytes_max:
             raise PeerError(
                 f"peer {contact.peer_id} answered {method.name} with {len(reply_raw)} bytes; at most {method.reply_bytes_max} are taken"
@@ -125,7 +138,7 @@ class Channels:
         async with self._using(contact, lane, timeout_s) as connection:
             remaining_s = None if deadline_s is None else max(deadline_s - loop.time(), 0.001)
             call = connection.channel.stream_stream(method.name)(timeout=remaining_s)
-            stream = _CallerStream(method, contact.peer_id, connection, call, timeout_s)
+            stream = CallerStream(method, contact.peer_id, connection, call, timeout_s)
             try:
                 yield stream
             finally:
@@ -143,6 +156,7 @@ class Channels:
         self._links.clear()
         for link in links:
             await self._close(link)
+        await self._streams.close(_STREAMS_END_S_MAX)
 
     async def close_idle(self) -> None:
         """Close what was not used for `idle_s`. The node calls it now and then."""
@@ -162,27 +176,56 @@ class Channels:
         link = self._links.get((peer_id, 0))
         return link is not None and link.connection is not None and _alive(link.connection)
 
+    async def _call_shared(self, peer_id: PeerId, use: _Use, name: str, raw: bytes, remaining_s: float, timeout_s: float) -> bytes:
+        """Together with others on the connection's stream of shared calls."""
+        if use.stream is None or use.stream.ended:
+            use.stream = CallStream(use.connection.channel)
+            self._streams.spawn(f"calls of {peer_id.short}", use.stream.run)
+        try:
+            code, details, reply = await use.stream.call(name, raw, remaining_s)
+        except ClosedHere:
+            raise closed_here(peer_id, name) from None
+        except NotServed:
+            use.shares = False
+            return await _call_alone(peer_id, use.connection, name, raw, remaining_s, timeout_s)
+        if code is not grpc.StatusCode.OK:
+            raise status_error(peer_id, use.connection, name, code, details, timeout_s)
+        return reply
+
     @contextlib.asynccontextmanager
     async def _using(self, contact: Contact, lane: int, timeout_s: float | None) -> AsyncIterator[Connection]:
-        link, connection = await self._connect(contact, lane, timeout_s)
-        use = self._uses[id(connection)]
-        use.calls += 1
+        link, use = await self._enter(contact, lane, timeout_s)
         try:
-            yield connection
-        except DeadlineExceeded:
-            raise
-        except NetworkError:
-            if link.connection is connection and not _alive(connection):
-                link.connection = None
-                use.dropped = True
+            yield use.connection
+        except NetworkError as error:
+            self._failed(link, use, error)
             raise
         finally:
-            link.used_s = asyncio.get_running_loop().time()
-            use.calls -= 1
-            if use.dropped and not use.calls:
-                await self._discard(connection)
+            await self._leave(link, use)
 
-    async def _connect(self, contact: Contact, lane: int, timeout_s: float | None) -> tuple[_Link, Connection]:
+    async def _enter(self, contact: Contact, lane: int, timeout_s: float | None) -> tuple[_Link, _Use]:
+        """Every call enters, and leaves: what nobody is in may be closed."""
+        link = self._links.get((contact.peer_id, lane))
+        if link is None or link.connection is None or self._closed or not _alive(link.connection):
+            link = await self._connect(contact, lane, timeout_s)
+        assert link.connection is not None
+        use = self._uses[id(link.connection)]
+        use.calls += 1
+        return link, use
+
+    def _failed(self, link: _Link, use: _Use, error: NetworkError) -> None:
+        """A connection that broke is dropped; one whose call was merely too slow is not."""
+        if not isinstance(error, DeadlineExceeded) and link.connection is use.connection and not _alive(use.connection):
+            link.connection = None
+            use.dropped = True
+
+    async def _leave(self, link: _Link, use: _Use) -> None:
+        link.used_s = asyncio.get_running_loop().time()
+        use.calls -= 1
+        if use.dropped and not use.calls:
+            await self._discard(use.connection)
+
+    async def _connect(self, contact: Contact, lane: int, timeout_s: float | None) -> _Link:
         if self._closed:
             raise UsageError("this node is closed")
         if contact.peer_id == self._own:
@@ -194,7 +237,7 @@ class Channels:
             await self._make_room()
             link = self._links.setdefault((contact.peer_id, lane), _Link(contact.peer_id, lane, used_s=started_s))
         if link.connection is not None and _alive(link.connection):
-            return link, link.connection
+            return link
         dial_s = self._config.dial_timeout_s if timeout_s is None else min(timeout_s, self._config.dial_timeout_s)
         try:
             async with asyncio.timeout(dial_s):
@@ -202,7 +245,8 @@ class Channels:
         except TimeoutError:
             raise DeadlineExceeded(f"cannot reach peer {contact.peer_id} within {dial_s:.3g} s: another call is still connecting") from None
         try:
-            return link, await self._dial(link, contact, asked_s, started_s + dial_s - loop.time())
+            await self._dial(link, contact, asked_s, started_s + dial_s - loop.time())
+            return link
         finally:
             link.lock.release()
 
@@ -263,120 +307,20 @@ class Channels:
             await self._discard(connection)
 
     async def _discard(self, connection: Connection) -> None:
-        self._uses.pop(id(connection), None)
+        use = self._uses.pop(id(connection), None)
+        if use is not None and use.stream is not None:
+            use.stream.close()
         if len(self._good) > 8 * self._config.connections_max:
             self._good.clear()
         await connection.channel.close()
 
 
-class _CallerStream:
-    """The caller's end of a stream."""
-
-    def __init__(
-        self,
-        method: StreamMethod,
-        peer_id: PeerId,
-        connection: Connection,
-        call: aio.StreamStreamCall[Any, Any],
-        timeout_s: float | None,
-    ) -> None:
-        self.peer_id = peer_id
-        self._method = method
-        self._connection = connection
-        self._call = call
-        self._timeout_s = timeout_s
-        self._connected = False
-        self._finished = False
-
-    async def send(self, message: bytes) -> None:
-        check_outgoing(self._method, message)
-        if self._finished:
-            raise UsageError("this stream was finished; it takes no more messages")
-        await self._write(message)
-
-    async def receive(self) -> bytes | None:
-        with _mapped(self.peer_id, self._connection, self._method.name, self._timeout_s):
-            message = await self._call.read()
-        if message is aio.EOF:
-            await self._raise_unless_ok()
-            return None
-        check_incoming(self._method, message)
-        return message  # type: ignore[no-any-return, unused-ignore]
-
-    async def finish(self) -> None:
-        if self._finished:
-            return
-        self._finished = True
-        await self._write(END_OF_STREAM)
-        with _mapped(self.peer_id, self._connection, self._method.name, self._timeout_s), contextlib.suppress(asyncio.InvalidStateError):
-            await self._call.done_writing()
-
-    def cancel(self) -> None:
-        self._call.cancel()
-
-    async def _write(self, message: bytes) -> None:
-        with _mapped(self.peer_id, self._connection, self._method.name, self._timeout_s):
-            if not self._connected:
-                await self._call.wait_for_connection()
-                self._connected = True
-            if self._call.done():
-                await self._raise_unless_ok()
-                raise NetworkError(f"peer {self.peer_id} finished {self._method.name} without taking all that was sent")
-            try:
-                # As `call.write` does; but when a write fails, that one hides the status that says why behind "Internal error from Core".
-                await self._call._cython_call.send_serialized_message(message)
-            except aio.InternalError:
-                await self._raise_after_failed_write()
-            except asyncio.CancelledError:
-                self._call.cancel()
-                raise
-
-    async def _raise_after_failed_write(self) -> NoReturn:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_STATUS_S_MAX):
-                await self._raise_unless_ok()
-        raise NetworkError(f"peer {self.peer_id} finished {self._method.name} without taking all that was sent")
-
-    async def _raise_unless_ok(self) -> None:
-        code = await self._call.code()
-        if code is not grpc.StatusCode.OK:
-            raise status_error(self.peer_id, self._connection, self._method.name, code, await self._call.details() or "", self._timeout_s)
+async def _call_alone(peer_id: PeerId, connection: Connection, name: str, raw: bytes, remaining_s: float, timeout_s: float) -> bytes:
+    with mapped(peer_id, connection, name, timeout_s):
+        reply: bytes = await connection.channel.unary_unary(name)(raw, timeout=remaining_s)
+        return reply
 
 
 def _alive(connection: Connection) -> bool:
     """A channel that fell back from READY has lost its connection; gRPC would dial it again with a backoff of its own."""
     return connection.channel.get_state() is grpc.ChannelConnectivity.READY
-
-
-@contextlib.contextmanager
-def _mapped(peer_id: PeerId, connection: Connection, name: str, timeout_s: float | None) -> Any:
-    """gRPC's errors become ours."""
-    try:
-        yield
-    except aio.AioRpcError as error:
-        raise status_error(peer_id, connection, name, error.code(), error.details() or "", timeout_s) from None
-    except aio.BaseError as error:
-        raise NetworkError(f"{name} to peer {peer_id} at {connection.address.multiaddr} failed: {error}") from None
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        raise NetworkError(f"the connection to peer {peer_id} was closed here while {name} was in progress") from None
-
-
-def status_error(
-    peer_id: PeerId, connection: Connection, name: str, code: grpc.StatusCode, details: str, timeout_s: float | None
-) -> SwarmError:
-    """The error of ours for a status that a call ended with."""
-    status = grpc.StatusCode
-    where = connection.address.multiaddr
-    if code is status.DEADLINE_EXCEEDED:
-        limit = f" within {timeout_s:.3g} s" if timeout_s is not None else ""
-        return DeadlineExceeded(f"peer {peer_id} at {where} did not answer {name}{limit}")
-    if code is status.UNAVAILABLE:
-        return NetworkError(f"the connection to peer {peer_id} at {where} broke during {name}: {explain(details)}")
-    if code in (status.CANCELLED, status.ABORTED):
-        return NetworkError(f"peer {peer_id} broke off {name}: {details or 'no reason given'}")
-    if code is status.UNIMPLEMENTED:
-        return PeerError(f"peer {peer_id} does not serve {name}: it runs another version, or not this service")
-    return PeerError(f"peer {peer_id} refused {name}: {details or code.name.lower()}")

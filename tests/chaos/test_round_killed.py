@@ -29,7 +29,8 @@ from swarm.clock import SystemClock
 from swarm.identity import Identity
 from swarm.ids import Address, Contact
 from swarm.net.channels import Channels
-from swarm.net.rpc import Handlers, Server
+from swarm.net.rpc import Handlers
+from swarm.net.server import Server
 
 
 async def main() -> None:

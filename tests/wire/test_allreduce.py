@@ -25,7 +25,8 @@ from swarm.compression import find
 from swarm.identity import Identity
 from swarm.ids import Address, Contact
 from swarm.net.channels import Channels
-from swarm.net.rpc import Handlers, Server, Stream
+from swarm.net.rpc import Handlers, Stream
+from swarm.net.server import Server
 from swarm.wire.reduce_pb2 import ExchangeChunk, ExchangeHeader, ExchangeOpen, Vote, VoteRequest
 
 SMALL = RoundConfig(part_bytes=16 << 10)

@@ -15,7 +15,8 @@ from swarm.errors import DeadlineExceeded, NetworkError, UsageError
 from swarm.identity import Identity
 from swarm.ids import Address, Contact, PeerId
 from swarm.net.channels import Channels, ChannelsConfig
-from swarm.net.rpc import Handlers, Method, Server
+from swarm.net.rpc import Handlers, Method
+from swarm.net.server import Server
 from swarm.wire import peer_pb2
 
 ECHO = Method(name="/swarm.Test/Echo", request=peer_pb2.Hello, reply=peer_pb2.Hello, request_bytes_max=1000, reply_bytes_max=2000)

@@ -14,7 +14,8 @@ from swarm.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
 from swarm.identity import Identity
 from swarm.ids import Address, Contact
 from swarm.net.channels import Channels
-from swarm.net.rpc import Handlers, Server, Stream, StreamMethod
+from swarm.net.rpc import Handlers, Stream, StreamMethod
+from swarm.net.server import Server
 
 TALK = StreamMethod(name="/swarm.Test/Talk", message_bytes_max=1 << 20)
 

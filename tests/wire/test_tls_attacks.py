@@ -16,7 +16,8 @@ from swarm.identity import Identity
 from swarm.ids import Address, Contact, PeerId
 from swarm.net import certificate as tls
 from swarm.net.channels import Channels
-from swarm.net.rpc import Handlers, Method, Server
+from swarm.net.rpc import Handlers, Method
+from swarm.net.server import Server
 from swarm.wire import peer_pb2
 
 WHO = Method(name="/swarm.Test/WhoAmI", request=peer_pb2.Contact, reply=peer_pb2.Contact)

@@ -1,0 +1,224 @@
+"""The DHT, a process a peer on loopback: stores and gets from all peers at once, and one operation alone, ours beside hivemind."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from benchmarks.allreduce import HIVEMIND, Setting
+from benchmarks.contenders import READY_TIMEOUT_S, Contender, Round
+from benchmarks.environments import OWN_PYTHON
+from benchmarks.launch import Launch
+from benchmarks.results import Aim, Row, Series
+from benchmarks.turns import Tally, take_turns
+
+SIZES = (8, 16)
+TIMES_FASTER = {8: 3.0, 16: 5.0}
+HALF = 0.5
+OPERATIONS = {8: 100, 16: 30}  # stores, and as many gets, of each peer in a round
+CONCURRENCY = 16
+ALONE = 25
+KEYS_FOR_ALONE = 128  # of all writers together: enough for ALONE that the reader does not hold
+WARM_UP = 2
+START_AHEAD_S = 0.1
+ORDER_TIMEOUT_S = 90.0
+JOIN_S_MAX = 5.0
+JOIN_POLL_S = 0.2
+LIMIT = "processor time: all peers share the cores"
+ALONE_LIMIT = "one round trip"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What every peer does in a round."""
+
+    peers: int
+    operations: int  # stores, and as many gets
+    concurrency: int = CONCURRENCY  # operations that a peer has in flight
+    alone: int = ALONE  # operations of one peer while the others rest
+    # gets of what the reader does not hold: fewer, since a hivemind peer keeps all that it has read, and runs out of such keys
+    far_operations: int
+    bulk: bool = False  # all keys in one call of the contender's bulk operation; without bulk: `concurrency` calls of one key each
+
+
+class Peers:
+    """A contender: processes that know `store` and `get`."""
+
+    def __init__(self, name: str, *, python: Path, module: str, load: Load) -> None:
+        self._name, self._load = name, load
+        self._launch = Launch(
+            name, python=python, module=f"benchmarks.workers.{module}", configurations=[{"peers": load.peers}] * load.peers
+        )
+        self._batches = (f"{uuid.uuid4().hex[:8]}.{number}" for number in itertools.count())
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def __enter__(self) -> Peers:
+        self._launch.__enter__()
+        try:
+            self._launch.hear("ready", READY_TIMEOUT_S)
+            self._wait_joined()
+        except BaseException:
+            self._launch.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._launch.__exit__(kind, error, trace)
+
+    def round(self) -> Round:
+        """Stores from all, a pause in which everybody has finished, gets from all, and gets of what the readers do not hold; then one peer
+        alone.
+        """
+        load, batch = self._load, next(self._batches)
+        before_s = self._launch.processor_s()
+        stores = self._together("store", "own", batch)
+        gets = self._together("get", "any", batch)
+        processor_s = self._launch.processor_s() - before_s
+        far_gets = self._together("get", "elsewhere", batch, load.far_operations)
+        phases = {"stores": stores.seconds, "gets": gets.seconds, "gets elsewhere": far_gets.seconds}
+        wrong = [*stores.wrong, *gets.wrong, *far_gets.wrong]
+        if load.alone:
+            one_store = self._alone("store", "own", next(self._batches), rank=0)
+            batch = next(self._batches)
+            self._together("store", "own", batch, KEYS_FOR_ALONE // load.peers)
+            one_get = self._alone("get", "elsewhere", batch, rank=load.peers - 1, stored=KEYS_FOR_ALONE // load.peers)
+            phases |= {"one store": one_store.seconds, "one get": one_get.seconds}
+            wrong += [*one_store.wrong, *one_get.wrong]
+        return Round(
+            ok=not wrong,
+            reason="; ".join(dict.fromkeys(wrong)),
+            whole_s=stores.seconds + gets.seconds,
+            processor_s=processor_s,
+            phases=phases,
+        )
+
+    def _wait_joined(self) -> None:
+        """Until every peer knows every other; not longer than JOIN_S_MAX: hivemind's peers meet the last ones in the warm-up."""
+        deadline_s = time.monotonic() + JOIN_S_MAX
+        while True:
+            self._launch.tell("known")
+            known = [answer["peers"] for answer in self._launch.hear("known", READY_TIMEOUT_S)]
+            if min(known) >= self._load.peers - 1 or time.monotonic() > deadline_s:
+                return
+            time.sleep(JOIN_POLL_S)
+
+    def _together(self, what: str, which: str, batch: str, count: int | None = None) -> _Phase:
+        """All peers at once; seconds from the aligned start to the slowest peer's end."""
+        load, at_s = self._load, time.monotonic() + START_AHEAD_S
+        count = load.operations if count is None else count
+        order = {"how": "bulk" if load.bulk else "together", "at_s": at_s, "concurrency": load.concurrency}
+        for rank, worker in enumerate(self._launch.workers):
+            worker.tell(self._order(what, which, batch, rank, count) | order)
+        done = self._launch.hear("done", ORDER_TIMEOUT_S)
+        return _Phase(max(report["end_s"] for report in done) - at_s, _faults(done, count))
+
+    def _alone(self, what: str, which: str, batch: str, *, rank: int, stored: int = 0) -> _Phase:
+        """One peer, one operation after the other, while the others only serve; the median of their seconds."""
+        worker = self._launch.workers[rank]
+        worker.tell(self._order(what, which, batch, rank, self._load.alone) | {"how": "alone", "stored": stored})
+        done = worker.hear("done", time.monotonic() + ORDER_TIMEOUT_S)
+        return _Phase(statistics.median(done["seconds"]), _faults([done], self._load.alone))
+
+    def _order(self, what: str, which: str, batch: str, rank: int, count: int) -> dict[str, Any]:
+        return {
+            "do": what,
+            "which": which,
+            "batch": batch,
+            "rank": rank,
+            "count": count,
+            "peers": self._load.peers,
+            "stored": self._load.operations,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Phase:
+    seconds: float
+    wrong: list[str]
+
+
+def _faults(done: Sequence[dict[str, Any]], count: int) -> list[str]:
+    found = [f"{report['wrong']} operations: {reason}" for report in done for reason in report["reasons"]]
+    return found + [f"{report['performed']} operations, not {count}" for report in done if report["performed"] != count]
+
+
+def rows(setting: Setting, *, peers: int) -> list[Row]:
+    """The rows of one size; all contenders are open at the same time."""
+    load = Load(peers=peers, operations=OPERATIONS[peers], far_operations=OPERATIONS[peers] // 2)
+
+    def own() -> Contender:
+        return Peers("swarm", python=OWN_PYTHON, module="swarm_dht", load=load)
+
+    def theirs(*, bulk: bool) -> Contender:
+        assert setting.hivemind is not None
+        return Peers(
+            _peer_name(bulk), python=setting.hivemind, module="hivemind_dht", load=replace(load, bulk=bulk, alone=0 if bulk else ALONE)
+        )
+
+    names, makers = ["swarm"], [own]
+    if setting.hivemind is not None:
+        names += [_peer_name(False), _peer_name(True)]
+        makers += [partial(theirs, bulk=False), partial(theirs, bulk=True)]
+    setting.say(f"DHT, {peers} peers: {', '.join(names)}")
+    plan = replace(setting.plan, warm_up=WARM_UP)  # connections are made in the first rounds
+    tallies = take_turns(makers, names, plan, setting.say)
+    single, bulk = (tallies[1], tallies[2]) if len(tallies) == 3 else (None, None)
+    return _rows(load, tallies[0], single, bulk)
+
+
+def _peer_name(bulk: bool) -> str:
+    return f"{HIVEMIND} ({'store_many and get_many' if bulk else 'a call a key'})"
+
+
+def _rows(load: Load, own: Tally, single: Tally | None, bulk: Tally | None) -> list[Row]:
+    faster = Aim(of="ours / peer", sense="at least", value=TIMES_FASTER[load.peers])
+    half = Aim(of="ours / peer", sense="at most", value=HALF)
+    title = f"DHT, {load.peers} peers"
+    crowd = f"{title}, {load.operations} keys each, {load.concurrency} operations in flight each"
+
+    def row(identifier: str, quantity: str, phases: tuple[str, ...], peer: Tally | None, aim: Aim | None) -> Row:
+        one = phases[0].startswith("one ")
+        return Row(
+            identifier=f"dht-{load.peers}-{identifier}",
+            workload=title + ", the others idle" if one else crowd,
+            quantity=quantity,
+            ours=_series(own, load, phases),
+            peer=None if peer is None else _series(peer, load, phases),
+            aim=aim if peer is not None else None,
+            shown="ours / peer",
+            limit=ALONE_LIMIT if one else LIMIT,
+            notes=tuple(tally.spending() for tally in (own, peer) if tally is not None) if identifier == "all" else (),
+        )
+
+    both, far = ("stores", "gets"), ("stores", "gets elsewhere")
+    return [
+        row("all", "stores, then gets of others' keys, from all at once", both, single, faster),
+        row("all-bulk", "the same; the peer takes all keys of a process in one call", both, bulk, faster),
+        row("far", "stores, then gets of others' keys that the reader does not hold", far, single, faster),
+        row("stores", "stores from all at once", ("stores",), single, None),
+        row("gets", "gets of others' keys from all at once; a hivemind replica reads its own copy alone", ("gets",), single, None),
+        row("gets-far", "gets of keys that the reader does not hold, from all at once", ("gets elsewhere",), single, None),
+        row("one-store", "one store", ("one store",), single, half),
+        row("one-get", "one get of a key that the reader does not hold", ("one get",), single, half),
+    ]
+
+
+def _series(tally: Tally, load: Load, phases: tuple[str, ...]) -> Series:
+    """Operations a second over these phases together; of a lone operation its seconds."""
+    words = " and ".join(phases)
+    if phases[0].startswith("one "):
+        return tally.series(words, lambda outcome: outcome.phases.get(phases[0]))
+    performed = {"stores": load.operations, "gets": load.operations, "gets elsewhere": load.far_operations}
+    operations = load.peers * sum(performed[phase] for phase in phases)
+    return tally.series(words, lambda outcome: operations / sum(outcome.phases[phase] for phase in phases), unit="operations/s")

@@ -1,0 +1,74 @@
+"""A peer of hivemind's DHT. Everything that is timed runs inside its DHT process, where it is fastest. Runs in hivemind's environment."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import hivemind  # type: ignore[import-not-found,unused-ignore]
+
+from benchmarks.conversation import Conversation
+from benchmarks.dht_load import TTL_S, alone, in_bulk, together, value, wanted
+
+
+def main() -> None:
+    talk = Conversation()
+    settings = talk.configuration
+    if settings["rank"] == 0:
+        dht = hivemind.DHT(start=True)
+        talk.publish("address", str(dht.get_visible_maddrs()[0]))
+    else:
+        dht = hivemind.DHT(initial_peers=[talk.published("address")], start=True)
+    talk.say("ready")
+    while True:
+        order = talk.hear()
+        if order["do"] == "known":
+            talk.say("known", peers=dht.run_coroutine(known))
+        elif order["do"] in ("store", "get"):
+            talk.say("done", **dht.run_coroutine(functools.partial(perform, order=order)))
+
+
+async def known(_dht: Any, node: Any) -> int:
+    return len(node.protocol.routing_table.uid_to_peer_id)
+
+
+async def perform(_dht: Any, node: Any, order: dict[str, Any]) -> dict[str, Any]:
+    """One order; runs in the DHT's process, beside the node."""
+    expiration = hivemind.utils.get_dht_time() + TTL_S
+
+    async def store(key: str) -> str:
+        return "" if await node.store(key, value(key), expiration) else "a store was not accepted"
+
+    async def get(key: str) -> str:
+        return fault(key, await node.get(key))
+
+    async def store_many(keys: Sequence[str]) -> list[str]:
+        accepted = await node.store_many(list(keys), [value(key) for key in keys], expiration)
+        return ["" if accepted[key] else "a store was not accepted" for key in keys]
+
+    async def get_many(keys: Sequence[str]) -> list[str]:
+        found = await node.get_many(list(keys))
+        return [fault(key, found[key]) for key in keys]
+
+    def held(key: str) -> bool:
+        place = hivemind.dht.routing.DHTID.generate(source=key)
+        return node.protocol.storage.get(place) is not None or node.protocol.cache.get(place) is not None
+
+    keys = wanted(order, held)
+    one, many = (store, store_many) if order["do"] == "store" else (get, get_many)
+    if order["how"] == "alone":
+        return await alone(keys, one)
+    if order["how"] == "bulk":
+        return await in_bulk(keys, many, at_s=order["at_s"])
+    return await together(keys, one, at_s=order["at_s"], concurrency=order["concurrency"])
+
+
+def fault(key: str, found: Any) -> str:
+    if found is None:
+        return "a stored value was not found"
+    return "" if found.value == value(key) else "a wrong value was found"
+
+
+if __name__ == "__main__":
+    main()

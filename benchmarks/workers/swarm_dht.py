@@ -1,0 +1,58 @@
+"""A peer of our DHT. Everything that is timed runs on its network loop, as hivemind's runs in its DHT process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import swarm
+from benchmarks.conversation import Conversation
+from benchmarks.dht_load import TTL_S, alone, together, value, wanted
+from swarm.dht.service import DhtService
+from swarm.ids import Key
+
+TIMEOUT_S = 60.0
+
+
+def main() -> None:
+    talk = Conversation()
+    settings = talk.configuration
+    bootstrap = [] if settings["rank"] == 0 else [talk.published("address")]
+    with swarm.Node(bootstrap=bootstrap, listen="127.0.0.1:0") as node:
+        if settings["rank"] == 0:
+            talk.publish("address", node.addresses[0])
+        service = node.dht.service
+        wanted = min(service.config.replicas, settings["peers"])
+        talk.say("ready")
+        while True:
+            order = talk.hear()
+            if order["do"] == "known":
+                talk.say("known", peers=len(service.overlay.table))
+            elif order["do"] in ("store", "get"):
+                talk.say("done", **node.network.run(perform(service, order, wanted)))
+
+
+async def perform(service: DhtService, order: dict[str, Any], replicas: int) -> dict[str, Any]:
+    """One order. A store counts as right when as many replicas hold it as there should be."""
+
+    async def store(key: str) -> str:
+        result = await service.store(Key.parse(key), value(key), ttl_s=TTL_S, timeout_s=TIMEOUT_S)
+        return "" if result.ok and result.replicas >= replicas else f"a store reached {result.replicas} replicas, not {replicas}"
+
+    async def get(key: str) -> str:
+        found = await service.get(Key.parse(key), timeout_s=TIMEOUT_S)
+        if found is None:
+            return "a stored value was not found"
+        return "" if not isinstance(found, dict) and found.value == value(key) else "a wrong value was found"
+
+    def held(key: str) -> bool:
+        return bool(service.storage.records(Key.parse(key), service.overlay.now_us))
+
+    keys = wanted(order, held)
+    work = store if order["do"] == "store" else get
+    if order["how"] == "alone":
+        return await alone(keys, work)
+    return await together(keys, work, at_s=order["at_s"], concurrency=order["concurrency"])
+
+
+if __name__ == "__main__":
+    main()

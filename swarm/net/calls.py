@@ -1,0 +1,279 @@
+"""Small calls on one stream: a unary gRPC call costs both ends together about 0.5 ms of processor time, most of it for the call and not for
+its bytes.
+
+On every control connection the caller keeps one stream open. Calls that are made while a message is on its way travel together in the
+next one, and so do their answers, so that the busier a connection is, the less a call costs on it (docs/decisions/0012). Each call keeps
+what a call of its own would have: a number, a status, cancellation, and the limits of `Server`. Large requests, and methods with large
+replies, have calls of their own: on this stream everything behind them would wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+from grpc import aio
+
+from swarm.errors import PeerError
+from swarm.wire.calls_pb2 import Answer, AnswerBatch, Call, CallBatch
+
+CALLS_NAME = "/swarm.Node/Calls"
+SHARED_REQUEST_BYTES_MAX = 64 << 10
+SHARED_REPLY_BYTES_MAX = 4 << 20
+_BATCH_BYTES = 256 << 10  # a message is full when it has as many; one answer alone may have more
+_BATCH_CALLS_MAX = 256
+_BATCH_CANCELLED_MAX = 1024
+_METHOD_CHARACTERS_MAX = 200
+_UNSENT_MAX = 1024  # answers that wait for a caller that reads slowly, before no more of its calls are read
+
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_UNKNOWN = grpc.StatusCode.UNKNOWN
+_NOT_SERVED = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+Outcome = tuple[grpc.StatusCode, str, bytes]  # status, why it failed, the reply
+
+
+class NotServed(Exception):
+    """The other end does not take shared calls, or no more streams of them: nothing was handled, each call has to go by itself."""
+
+
+class ClosedHere(Exception):
+    """This end closed the stream while the call was in progress."""
+
+
+class CallStream:
+    """The caller's end, for one connection. `run` has to be running for the calls to go; `close` ends it."""
+
+    def __init__(self, channel: aio.Channel) -> None:
+        self.ended = False
+        self._call = channel.stream_stream(CALLS_NAME)()
+        self._waiting: dict[int, asyncio.Future[Outcome]] = {}
+        self._unsent: deque[Call] = deque()
+        self._cancelled: deque[int] = deque()
+        self._wake = asyncio.Event()
+        self._last = 0
+        self._heard = False
+
+    async def call(self, method: str, request: bytes, timeout_s: float) -> Outcome:
+        """The outcome, which is DEADLINE_EXCEEDED when none came in `timeout_s`. NotServed, ClosedHere. Cancelled: so is the handler."""
+        loop = asyncio.get_running_loop()
+        self._last += 1
+        number = self._last
+        answer: asyncio.Future[Outcome] = loop.create_future()
+        self._waiting[number] = answer
+        self._unsent.append(Call(number=number, method=method, request=request))
+        self._wake.set()
+        timer = loop.call_later(timeout_s, _expire, answer)
+        try:
+            return await answer
+        finally:
+            timer.cancel()
+            if self._waiting.pop(number, None) is not None:  # nobody answered it
+                self._cancelled.append(number)
+                self._wake.set()
+
+    async def run(self) -> None:
+        """Sends and receives until the stream ends, however it does."""
+        outcome: Outcome | None = (grpc.StatusCode.CANCELLED, "the peer takes no more calls on this connection", b"")
+        try:
+            async with asyncio.TaskGroup() as group:
+                writer = group.create_task(self._write())
+                try:
+                    await self._read()
+                finally:
+                    writer.cancel()
+        except* aio.AioRpcError as errors:
+            error = errors.exceptions[0]
+            assert isinstance(error, aio.AioRpcError)
+            outcome = (error.code(), error.details() or "", b"")
+        except* (aio.BaseError, asyncio.InvalidStateError) as errors:
+            outcome = (grpc.StatusCode.UNAVAILABLE, str(errors.exceptions[0]), b"")
+        except* DecodeError:
+            outcome = (grpc.StatusCode.FAILED_PRECONDITION, "its answers are not a swarm.wire.AnswerBatch", b"")
+        finally:
+            self.close(outcome)
+
+    def close(self, outcome: Outcome | None = None) -> None:
+        """End the stream; calls in progress end with this outcome, or raise ClosedHere when there is none. Idempotent."""
+        if self.ended:
+            return
+        self.ended = True
+        self._call.cancel()
+        for answer in self._waiting.values():
+            if answer.done():
+                continue
+            if outcome is None:
+                answer.set_exception(ClosedHere())
+            elif outcome[0] in _NOT_SERVED and not self._heard:
+                answer.set_exception(NotServed())
+            else:
+                answer.set_result(outcome)
+        self._waiting.clear()
+        self._unsent.clear()
+
+    async def _read(self) -> None:
+        while True:
+            raw = await self._call.read()
+            if raw is aio.EOF:
+                return
+            self._heard = True
+            for answer in AnswerBatch.FromString(raw).answers:
+                waiting = self._waiting.pop(answer.number, None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result((_CODES.get(answer.status, _UNKNOWN), answer.details, answer.reply))
+
+    async def _write(self) -> None:
+        """A write that fails ends nothing: the reader is about to learn why."""
+        await self._call.wait_for_connection()
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._unsent or self._cancelled:
+                batch = self._next_batch()
+                try:
+                    await self._call._cython_call.send_serialized_message(batch.SerializeToString())
+                except aio.InternalError:
+                    return
+
+    def _next_batch(self) -> CallBatch:
+        batch, size_bytes = CallBatch(), 0
+        while self._unsent and size_bytes < _BATCH_BYTES and len(batch.calls) < _BATCH_CALLS_MAX:
+            call = self._unsent.popleft()
+            if call.number in self._waiting:  # else it was given up before it was sent
+                batch.calls.append(call)
+                size_bytes += len(call.request)
+        while self._cancelled and len(batch.cancelled) < _BATCH_CANCELLED_MAX:
+            batch.cancelled.append(self._cancelled.popleft())
+        return batch
+
+
+def _expire(answer: asyncio.Future[Outcome]) -> None:
+    if not answer.done():
+        answer.set_result((grpc.StatusCode.DEADLINE_EXCEEDED, "", b""))
+
+
+class ServedCalls:
+    """The callee's end. `handle(method, request)` is the RPC boundary: it raises nothing. `enter` and `leave` count calls: one is open
+    until its answer was sent, so that a caller that reads nothing cannot make answers pile up.
+    """
+
+    def __init__(
+        self,
+        context: aio.ServicerContext[Any, Any],
+        handle: Callable[[str, bytes], Awaitable[Outcome]],
+        enter: Callable[[], str | None],
+        leave: Callable[[], None],
+    ) -> None:
+        self._context = context
+        self._handle = handle
+        self._enter = enter
+        self._leave = leave
+        self._open: dict[int, asyncio.Task[None]] = {}
+        self._unsent: deque[tuple[Answer, bool]] = deque()  # with whether the call was counted in
+        self._wake = asyncio.Event()
+        self._room = asyncio.Event()
+        self._stopping = False
+        self._finished = asyncio.Event()
+
+    def stop(self) -> None:
+        """Take no more calls, and end the stream when the last of those that are open was answered."""
+        self._stopping = True
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Until the caller ends the stream. PeerError when it breaks the protocol."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                reader = group.create_task(self._read(group))
+                writer = group.create_task(self._write())
+                await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
+                for task in (reader, writer, *self._open.values()):
+                    task.cancel()
+        except* PeerError as errors:
+            raise errors.exceptions[0] from None
+        except* aio.BaseError:
+            pass  # the connection broke; the caller sees it too
+        finally:
+            for _, counted in self._unsent:
+                if counted:
+                    self._leave()
+
+    async def _read(self, group: asyncio.TaskGroup) -> None:
+        while True:
+            raw = await self._context.read()
+            if raw is aio.EOF:
+                return
+            try:
+                batch = CallBatch.FromString(raw)
+            except DecodeError:
+                raise PeerError("a message of shared calls is not a swarm.wire.CallBatch") from None
+            if len(batch.calls) > _BATCH_CALLS_MAX or len(batch.cancelled) > _BATCH_CANCELLED_MAX:
+                raise PeerError(f"at most {_BATCH_CALLS_MAX} calls share a message, not {len(batch.calls)}")
+            for call in batch.calls:
+                self._take(call, group)
+            for number in batch.cancelled:
+                task = self._open.get(number)
+                if task is not None:
+                    task.cancel()
+            while len(self._unsent) >= _UNSENT_MAX:
+                self._room.clear()
+                await self._room.wait()
+
+    def _take(self, call: Call, group: asyncio.TaskGroup) -> None:
+        if call.number in self._open:
+            raise PeerError(f"call {call.number} is open already")
+        if len(call.method) > _METHOD_CHARACTERS_MAX:
+            raise PeerError(f"the name of a method has at most {_METHOD_CHARACTERS_MAX} characters")
+        if len(call.request) > SHARED_REQUEST_BYTES_MAX:
+            raise PeerError(f"a shared call's request has at most {SHARED_REQUEST_BYTES_MAX} bytes, not {len(call.request)}")
+        if self._stopping:
+            self._put(call.number, (grpc.StatusCode.CANCELLED, "the peer is closing", b""), counted=False)
+            return
+        refusal = self._enter()
+        if refusal is not None:
+            self._put(call.number, (grpc.StatusCode.RESOURCE_EXHAUSTED, refusal, b""), counted=False)
+            return
+        task = self._open[call.number] = group.create_task(self._perform(call))
+        task.add_done_callback(functools.partial(self._performed, call.number))
+
+    async def _perform(self, call: Call) -> None:
+        outcome = await self._handle(call.method, call.request)
+        if len(outcome[2]) > SHARED_REPLY_BYTES_MAX:
+            text = f"the reply has more than {SHARED_REPLY_BYTES_MAX} bytes: {call.method} wants a call of its own"
+            outcome = (grpc.StatusCode.OUT_OF_RANGE, text, b"")
+        self._put(call.number, outcome, counted=True)
+
+    def _performed(self, number: int, task: asyncio.Task[None]) -> None:
+        """A task that is cancelled before it has begun runs no line of its coroutine, so its call is counted out here."""
+        del self._open[number]
+        if task.cancelled():
+            self._leave()
+        self._wake.set()
+
+    def _put(self, number: int, outcome: Outcome, *, counted: bool) -> None:
+        code, details, reply = outcome
+        self._unsent.append((Answer(number=number, status=code.value[0], details=details, reply=reply), counted))
+        self._wake.set()
+
+    async def _write(self) -> None:
+        while not self._stopping or self._open or self._unsent:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._unsent:
+                batch, counted, size_bytes = AnswerBatch(), 0, 0
+                while self._unsent and size_bytes < _BATCH_BYTES and len(batch.answers) < _BATCH_CALLS_MAX:
+                    answer, was_counted = self._unsent.popleft()
+                    batch.answers.append(answer)
+                    counted += was_counted
+                    size_bytes += len(answer.reply) + len(answer.details)
+                try:
+                    await self._context.write(batch.SerializeToString())
+                finally:
+                    for _ in range(counted):
+                        self._leave()
+                self._room.set()

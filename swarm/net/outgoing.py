@@ -1,0 +1,129 @@
+"""What a caller gets back: its end of a stream, and gRPC's statuses as errors of ours."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any, NoReturn
+
+import grpc
+from grpc import aio
+
+from swarm.errors import DeadlineExceeded, NetworkError, PeerError, SwarmError, UsageError
+from swarm.ids import PeerId
+from swarm.net.dial import Connection, explain
+from swarm.net.rpc import END_OF_STREAM, StreamMethod, check_incoming, check_outgoing
+
+_STATUS_S_MAX = 1.0  # a call whose write failed has ended; its status is on the way
+
+
+class CallerStream:
+    """The caller's end of a stream."""
+
+    def __init__(
+        self,
+        method: StreamMethod,
+        peer_id: PeerId,
+        connection: Connection,
+        call: aio.StreamStreamCall[Any, Any],
+        timeout_s: float | None,
+    ) -> None:
+        self.peer_id = peer_id
+        self._method = method
+        self._connection = connection
+        self._call = call
+        self._timeout_s = timeout_s
+        self._connected = False
+        self._finished = False
+
+    async def send(self, message: bytes) -> None:
+        check_outgoing(self._method, message)
+        if self._finished:
+            raise UsageError("this stream was finished; it takes no more messages")
+        await self._write(message)
+
+    async def receive(self) -> bytes | None:
+        with mapped(self.peer_id, self._connection, self._method.name, self._timeout_s):
+            message = await self._call.read()
+        if message is aio.EOF:
+            await self._raise_unless_ok()
+            return None
+        check_incoming(self._method, message)
+        return message  # type: ignore[no-any-return, unused-ignore]
+
+    async def finish(self) -> None:
+        if self._finished:
+            return
+        self._finished = True
+        await self._write(END_OF_STREAM)
+        with mapped(self.peer_id, self._connection, self._method.name, self._timeout_s), contextlib.suppress(asyncio.InvalidStateError):
+            await self._call.done_writing()
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+    async def _write(self, message: bytes) -> None:
+        with mapped(self.peer_id, self._connection, self._method.name, self._timeout_s):
+            if not self._connected:
+                await self._call.wait_for_connection()
+                self._connected = True
+            if self._call.done():
+                await self._raise_unless_ok()
+                raise NetworkError(f"peer {self.peer_id} finished {self._method.name} without taking all that was sent")
+            try:
+                # As `call.write` does; but when a write fails, that one hides the status that says why behind "Internal error from Core".
+                await self._call._cython_call.send_serialized_message(message)
+            except aio.InternalError:
+                await self._raise_after_failed_write()
+            except asyncio.CancelledError:
+                self._call.cancel()
+                raise
+
+    async def _raise_after_failed_write(self) -> NoReturn:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STATUS_S_MAX):
+                await self._raise_unless_ok()
+        raise NetworkError(f"peer {self.peer_id} finished {self._method.name} without taking all that was sent")
+
+    async def _raise_unless_ok(self) -> None:
+        code = await self._call.code()
+        if code is not grpc.StatusCode.OK:
+            raise status_error(self.peer_id, self._connection, self._method.name, code, await self._call.details() or "", self._timeout_s)
+
+
+@contextlib.contextmanager
+def mapped(peer_id: PeerId, connection: Connection, name: str, timeout_s: float | None) -> Any:
+    """gRPC's errors become ours."""
+    try:
+        yield
+    except aio.AioRpcError as error:
+        raise status_error(peer_id, connection, name, error.code(), error.details() or "", timeout_s) from None
+    except aio.BaseError as error:
+        raise NetworkError(f"{name} to peer {peer_id} at {connection.address.multiaddr} failed: {error}") from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise closed_here(peer_id, name) from None
+
+
+def closed_here(peer_id: PeerId, name: str) -> NetworkError:
+    return NetworkError(f"the connection to peer {peer_id} was closed here while {name} was in progress")
+
+
+def status_error(
+    peer_id: PeerId, connection: Connection, name: str, code: grpc.StatusCode, details: str, timeout_s: float | None
+) -> SwarmError:
+    """The error of ours for a status that a call ended with."""
+    status = grpc.StatusCode
+    where = connection.address.multiaddr
+    if code is status.DEADLINE_EXCEEDED:
+        limit = f" within {timeout_s:.3g} s" if timeout_s is not None else ""
+        return DeadlineExceeded(f"peer {peer_id} at {where} did not answer {name}{limit}")
+    if code is status.UNAVAILABLE:
+        return NetworkError(f"the connection to peer {peer_id} at {where} broke during {name}: {explain(details)}")
+    if code in (status.CANCELLED, status.ABORTED):
+        return NetworkError(f"peer {peer_id} broke off {name}: {details or 'no reason given'}")
+    if code is status.UNIMPLEMENTED:
+        return PeerError(f"peer {peer_id} does not serve {name}: it runs another version, or not this service")
+    return PeerError(f"peer {peer_id} refused {name}: {details or code.name.lower()}")

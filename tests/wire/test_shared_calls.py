@@ -1,0 +1,284 @@
+"""Small calls on one stream: they share messages, and none of them can harm another, the callee or its count of open calls."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from swarm.errors import NetworkError, PeerError
+from swarm.identity import Identity
+from swarm.ids import Address, Contact, PeerId
+from swarm.net import calls, server
+from swarm.net.calls import CALLS_NAME
+from swarm.net.channels import Channels
+from swarm.net.rpc import Handlers, Method
+from swarm.net.server import Server
+from swarm.wire import peer_pb2
+from swarm.wire.calls_pb2 import AnswerBatch, Call, CallBatch
+
+ECHO = Method(name="/swarm.Test/Echo", request=peer_pb2.Hello, reply=peer_pb2.Hello)
+SLOW = Method(name="/swarm.Test/Slow", request=peer_pb2.Hello, reply=peer_pb2.Hello)
+
+
+class Pair:
+    """A server that echoes, also slowly, and a caller."""
+
+    def __init__(self, server: Server, contact: Contact, channels: Channels) -> None:
+        self.server, self.contact, self.channels = server, contact, channels
+        self.entered, self.release, self.cancelled = asyncio.Event(), asyncio.Event(), 0
+
+    async def call(self, method: Method[peer_pb2.Hello, peer_pb2.Hello], agent: str, timeout_s: float = 5.0) -> str:
+        return (await self.channels.call(self.contact, method, peer_pb2.Hello(agent=agent), timeout_s=timeout_s)).agent
+
+    async def echo(self, peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
+        return request
+
+    async def slow(self, peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
+        self.entered.set()
+        try:
+            await self.release.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return request
+
+    async def raw_stream(self) -> Any:
+        """A stream of shared calls as a stranger may write it."""
+        await self.call(ECHO, "connect")
+        link = next(iter(self.channels._links.values()))
+        assert link.connection is not None
+        return link.connection.channel.stream_stream(CALLS_NAME)()
+
+    @property
+    def open_calls(self) -> int:
+        assert self.server._open_calls == self.server._calls.total()
+        return self.server._open_calls
+
+
+@asynccontextmanager
+async def pair(server: Server | None = None) -> AsyncIterator[Pair]:
+    identity, handlers, server = Identity.generate(), Handlers(), server or Server()
+    port = await server.start(identity, handlers, "127.0.0.1", 0)
+    two = Pair(server, Contact(identity.peer_id, (Address("127.0.0.1", port),)), Channels(Identity.generate()))
+    handlers.unary(ECHO, two.echo)
+    handlers.unary(SLOW, two.slow)
+    try:
+        yield two
+    finally:
+        await two.channels.close()
+        await server.stop(0)
+
+
+async def to_its_end(stream: Any) -> None:
+    while await stream.read() is not grpc.aio.EOF:
+        pass
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110 - the server's counts have no event
+        await asyncio.sleep(0.005)
+
+
+def test_calls_made_together_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    original = calls.CallStream._next_batch
+
+    def next_batch(stream: calls.CallStream) -> CallBatch:
+        batch = original(stream)
+        sizes.append(len(batch.calls))
+        return batch
+
+    monkeypatch.setattr(calls.CallStream, "_next_batch", next_batch)
+
+    async def scenario() -> None:
+        async with pair() as two:
+            await two.call(ECHO, "connect")
+            sizes.clear()
+            async with asyncio.TaskGroup() as group:
+                answers = [group.create_task(two.call(ECHO, str(number))) for number in range(250)]
+            assert [answer.result() for answer in answers] == [str(number) for number in range(250)]
+            assert sum(sizes) == 250
+            assert len(sizes) < 25
+            assert max(sizes) <= calls._BATCH_CALLS_MAX
+            assert two.open_calls == 0
+
+    run(scenario)
+
+
+def test_a_slow_call_holds_no_other_up() -> None:
+    async def scenario() -> None:
+        async with pair() as two, asyncio.TaskGroup() as group:
+            slow = group.create_task(two.call(SLOW, "slow"))
+            await two.entered.wait()
+            assert await two.call(ECHO, "quick") == "quick"
+            assert two.open_calls == 1
+            two.release.set()
+            assert await slow == "slow"
+            await until(lambda: two.open_calls == 0)
+
+    run(scenario)
+
+
+def test_a_large_request_has_a_call_of_its_own() -> None:
+    async def scenario() -> None:
+        async with pair() as two:
+            text = "x" * (calls.SHARED_REQUEST_BYTES_MAX + 1)
+            assert await two.call(ECHO, text) == text
+
+    run(scenario)
+
+
+def test_a_call_that_is_cancelled_before_it_begins_is_counted_out() -> None:
+    async def scenario() -> None:
+        async with pair() as two:
+            stream = await two.raw_stream()
+            await stream.write(CallBatch(calls=[Call(number=7, method=SLOW.name)], cancelled=[7, 8]).SerializeToString())
+            await stream.write(CallBatch(calls=[Call(number=9, method=ECHO.name)]).SerializeToString())
+            answers = AnswerBatch.FromString(await stream.read()).answers
+            assert [answer.number for answer in answers] == [9]
+            await until(lambda: two.open_calls == 0)
+            stream.cancel()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        (b"\xff\xff", "is not a swarm.wire.CallBatch"),
+        (CallBatch(calls=[Call(number=1, method=SLOW.name)] * 2).SerializeToString(), "call 1 is open already"),
+        (CallBatch(calls=[Call(number=number) for number in range(257)]).SerializeToString(), "at most 256 calls share a message"),
+        (CallBatch(calls=[Call(method="x" * 201)]).SerializeToString(), "at most 200 characters"),
+        (CallBatch(calls=[Call(request=bytes(calls.SHARED_REQUEST_BYTES_MAX + 1))]).SerializeToString(), "request has at most"),
+    ],
+)
+def test_a_stream_that_breaks_the_protocol_is_refused_and_nothing_stays_open(message: bytes, text: str) -> None:
+    async def scenario() -> None:
+        async with pair() as two:
+            stream = await two.raw_stream()
+            await stream.write(message)
+            with pytest.raises(grpc.aio.AioRpcError, match=text) as caught:
+                await to_its_end(stream)
+            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            await until(lambda: two.open_calls == 0)
+            assert await two.call(ECHO, "still there") == "still there"
+
+    run(scenario)
+
+
+def test_a_caller_that_goes_away_takes_its_calls_along() -> None:
+    async def scenario() -> None:
+        async with pair() as two:
+            stream = await two.raw_stream()
+            await stream.write(CallBatch(calls=[Call(number=number, method=SLOW.name) for number in range(5)]).SerializeToString())
+            await until(lambda: two.open_calls == 5)
+            stream.cancel()
+            await until(lambda: two.open_calls == 0)
+            assert two.cancelled == 5
+
+    run(scenario)
+
+
+def test_without_room_for_a_stream_calls_go_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        monkeypatch.setattr(server, "_STREAMS_PER_PEER_MAX", 0)
+        async with pair() as two:
+            async with asyncio.TaskGroup() as group:
+                answers = [group.create_task(two.call(ECHO, str(number))) for number in range(20)]
+            assert [answer.result() for answer in answers] == [str(number) for number in range(20)]
+            assert not next(iter(two.channels._uses.values())).shares
+
+    run(scenario)
+
+
+def test_a_server_that_stops_answers_what_is_open_and_refuses_the_rest() -> None:
+    async def scenario() -> None:
+        async with pair() as two, asyncio.TaskGroup() as group:
+            slow = group.create_task(two.call(SLOW, "slow"))
+            await two.entered.wait()
+            stopping = group.create_task(two.server.stop(5.0))
+            await until(lambda: all(stream._stopping for stream in two.server._streams))
+            with pytest.raises(NetworkError):
+                await two.call(ECHO, "late")
+            two.release.set()
+            assert await slow == "slow"
+            await stopping
+
+    run(scenario)
+
+
+def test_an_idle_server_stops_at_once() -> None:
+    async def scenario() -> None:
+        async with pair() as two:
+            await two.call(ECHO, "x")
+            async with asyncio.timeout(1.0):
+                await two.server.stop(10.0)
+
+    run(scenario)
+
+
+class Unread:
+    """What a handler sees of a caller that sends and sends and reads nothing: no write ever ends."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = [CallBatch(calls=[Call(number=100 * batch + call) for call in range(100)]) for batch in range(batches)]
+
+    async def read(self) -> bytes:
+        await asyncio.sleep(0)
+        if not self.batches:
+            await asyncio.Event().wait()
+        return self.batches.pop(0).SerializeToString()
+
+    async def write(self, message: bytes) -> None:
+        await asyncio.Event().wait()
+
+
+def test_a_call_is_open_until_its_answer_was_sent_and_a_caller_that_does_not_read_is_not_read_either() -> None:
+    async def scenario() -> None:
+        context, open_calls = Unread(batches=50), 0
+
+        def enter() -> str | None:
+            nonlocal open_calls
+            if open_calls == 50:
+                return "too many"
+            open_calls += 1
+            return None
+
+        def leave() -> None:
+            nonlocal open_calls
+            open_calls -= 1
+
+        async def handle(name: str, request: bytes) -> calls.Outcome:
+            return grpc.StatusCode.OK, "", b"x"
+
+        served = calls.ServedCalls(context, handle, enter, leave)  # type: ignore[arg-type]
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(served.run())
+            await until(lambda: len(served._unsent) >= calls._UNSENT_MAX)
+            await asyncio.sleep(0.02)
+            assert open_calls == 50
+            assert len(served._unsent) < calls._UNSENT_MAX + 2 * calls._BATCH_CALLS_MAX
+            assert len(context.batches) > 30
+            task.cancel()
+        assert open_calls == 0
+
+    run(scenario)
+
+
+def test_nonsense_from_the_callee_ends_the_calls_as_its_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with pair() as two:
+            monkeypatch.setattr(calls.AnswerBatch, "SerializeToString", lambda self: b"\xff\xff", raising=False)
+            with pytest.raises(PeerError, match=r"not a swarm\.wire\.AnswerBatch"):
+                await two.call(ECHO, "x")
+
+    run(scenario)
