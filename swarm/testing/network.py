@@ -123,6 +123,11 @@ class SimulatedNetwork:
         self.peers[peer.peer_id] = peer
         return peer
 
+    @property
+    def keeps_books(self) -> bool:
+        """Whether peer books outlive a restart."""
+        return self._disk is not None
+
     def _book(self, index: int, contact: Contact, clock: VirtualClock) -> PeerBook:
         return PeerBook(contact.peer_id, clock.swarm_s, self._disk / f"peer-{index}.json" if self._disk else None)
 

@@ -1,0 +1,120 @@
+"""A simulated swarm of production DHT peers: joined one by one, or put together as a network that has run for long would be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarm.dht.config import DhtConfig
+from swarm.dht.service import DhtService
+from swarm.ids import Contact
+from swarm.testing.chance import Chance
+from swarm.testing.network import SimulatedNetwork, SimulatedPeer
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One peer with its DHT service, which a restart replaces."""
+
+    peer: SimulatedPeer
+    service: DhtService
+
+
+def service_of(peer: SimulatedPeer, config: DhtConfig | None = None) -> DhtService:
+    """The production service on a simulated peer."""
+    return DhtService(
+        own=lambda: peer.contact,
+        identity=peer.identity,
+        caller=peer.caller,
+        handlers=peer.handlers,
+        book=peer.book,
+        clock=peer.clock,
+        supervisor=peer.supervisor,
+        config=config or DhtConfig(),
+        rng=Chance(peer.network.seed, "service", peer.index),
+    )
+
+
+class DhtSwarm:
+    """All members, dead ones included."""
+
+    def __init__(self, network: SimulatedNetwork, config: DhtConfig | None = None) -> None:
+        self.network = network
+        self.config = config or DhtConfig()
+        self.members: list[Member] = []
+
+    @property
+    def live(self) -> list[Member]:
+        return [member for member in self.members if member.peer.up]
+
+    def add(self, *, skew_s: float = 0.0, drift: float = 0.0) -> Member:
+        """A new peer that knows nobody yet."""
+        peer = self.network.peer(skew_s=skew_s, drift=drift)
+        member = Member(peer, service_of(peer, self.config))
+        self.members.append(member)
+        return member
+
+    async def grow(self, count: int) -> None:
+        """Peers that join one after the other, each through one that is there."""
+        for _ in range(count):
+            there = self.live
+            member = self.add()
+            if there:
+                await member.service.join([self.network.rng.choice(there).peer.contact])
+
+    async def restart(self, member: Member, bootstrap: Sequence[Contact] = ()) -> None:
+        """The process starts again, its storage and table empty. Without `bootstrap` it finds its way by its peer book alone."""
+        self.network.restart(member.peer)
+        member.service = service_of(member.peer, self.config)
+        if bootstrap:
+            await member.service.join(bootstrap)
+
+
+def acquaint(member: Member, everybody: Overview, chance: Chance) -> None:
+    """Fill a peer's routing table as a long-running network would have it: in every bucket live peers of its range, chosen evenly. The table
+    itself is asked with `met`, as on the wire, and need not be told more contacts than it keeps.
+    """
+    table, now_s = member.service.overlay.table, member.service.clock.monotonic_s()
+    for contact in everybody.around(member, table.config.bucket_max, table.config.depth_step, chance):
+        table.met(contact, now_s - 20.0 * chance.random())
+
+
+class Overview:
+    """Everybody's place, sorted: the oracle for who is nearest."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._sorted = sorted(((member.peer.peer_id.dht_id, member.peer.contact) for member in members), key=lambda item: item[0])
+
+    def nearest(self, dht_id: int, count: int) -> list[Contact]:
+        """By brute force."""
+        return [contact for _, contact in sorted(self._sorted, key=lambda item: item[0] ^ dht_id)[:count]]
+
+    def around(self, member: Member, bucket_max: int, depth_step: int, chance: Chance) -> list[Contact]:
+        """Whom the buckets of a full table would hold, given the table's rule for splitting them."""
+        own = member.peer.peer_id.dht_id
+        found: list[Contact] = []
+        pending = [(0, len(self._sorted), 0)]  # a range of the sorted places, and how many first bits its members share
+        while pending:
+            low, high, depth = pending.pop()
+            if high - low <= bucket_max:
+                found.extend(contact for _, contact in self._sorted[low:high] if contact.peer_id != member.peer.peer_id)
+                continue
+            shift = 256 - depth
+            holds_own = self._sorted[low][0] >> shift == own >> shift
+            if not holds_own and depth % depth_step == 0:
+                found.extend(self._sorted[low + place][1] for place in chance.sample(range(high - low), bucket_max))
+                continue
+            middle = self._split(low, high, shift - 1)
+            pending += [(low, middle, depth + 1), (middle, high, depth + 1)]
+        chance.shuffle(found)
+        return found
+
+    def _split(self, low: int, high: int, bit: int) -> int:
+        """Where the bit becomes 1 in a sorted range whose higher bits are all equal."""
+        while low < high:
+            middle = (low + high) // 2
+            if self._sorted[middle][0] >> bit & 1:
+                high = middle
+            else:
+                low = middle + 1
+        return low
