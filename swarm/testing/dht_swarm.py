@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from swarm.dht.config import DhtConfig
+from swarm.dht.routing import ID_BITS, RoutingConfig
 from swarm.dht.service import DhtService
-from swarm.ids import Contact
+from swarm.ids import Contact, PeerId
 from swarm.testing.chance import Chance
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 
@@ -62,6 +63,14 @@ class DhtSwarm:
             if there:
                 await member.service.join([self.network.rng.choice(there).peer.contact])
 
+    def settle(self, count: int, strangers: Sequence[SimulatedPeer] = ()) -> Overview:
+        """`count` new peers that know each other, and `strangers`, as if the swarm had run for long. No message is sent."""
+        made = [self.add() for _ in range(count)]
+        everybody = Overview([member.peer.contact for member in self.members] + [peer.contact for peer in strangers])
+        for member in made:
+            acquaint(member.service, everybody, self.network.rng)
+        return everybody
+
     async def restart(self, member: Member, bootstrap: Sequence[Contact] = ()) -> None:
         """The process starts again, its storage and table empty. Without `bootstrap` it finds its way by its peer book alone."""
         self.network.restart(member.peer)
@@ -70,46 +79,46 @@ class DhtSwarm:
             await member.service.join(bootstrap)
 
 
-def acquaint(member: Member, everybody: Overview, chance: Chance) -> None:
+def acquaint(service: DhtService, everybody: Overview, chance: Chance) -> None:
     """Fill a peer's routing table as a long-running network would have it: in every bucket live peers of its range, chosen evenly. The table
     itself is asked with `met`, as on the wire, and need not be told more contacts than it keeps.
     """
-    table, now_s = member.service.overlay.table, member.service.clock.monotonic_s()
-    for contact in everybody.around(member, table.config.bucket_max, table.config.depth_step, chance):
+    table, now_s = service.overlay.table, service.clock.monotonic_s()
+    for contact in everybody.around(service.peer_id, table.config, chance):
         table.met(contact, now_s - 20.0 * chance.random())
 
 
 class Overview:
     """Everybody's place, sorted: the oracle for who is nearest."""
 
-    def __init__(self, members: Sequence[Member]) -> None:
-        self._sorted = sorted(((member.peer.peer_id.dht_id, member.peer.contact) for member in members), key=lambda item: item[0])
+    def __init__(self, contacts: Iterable[Contact]) -> None:
+        self._sorted = sorted(((contact.peer_id.dht_id, contact) for contact in contacts), key=lambda item: item[0])
 
     def nearest(self, dht_id: int, count: int) -> list[Contact]:
         """By brute force."""
         return [contact for _, contact in sorted(self._sorted, key=lambda item: item[0] ^ dht_id)[:count]]
 
-    def around(self, member: Member, bucket_max: int, depth_step: int, chance: Chance) -> list[Contact]:
+    def around(self, peer_id: PeerId, config: RoutingConfig, chance: Chance) -> list[Contact]:
         """Whom the buckets of a full table would hold, given the table's rule for splitting them."""
-        own = member.peer.peer_id.dht_id
+        own = peer_id.dht_id
         found: list[Contact] = []
         pending = [(0, len(self._sorted), 0)]  # a range of the sorted places, and how many first bits its members share
         while pending:
             low, high, depth = pending.pop()
-            if high - low <= bucket_max:
-                found.extend(contact for _, contact in self._sorted[low:high] if contact.peer_id != member.peer.peer_id)
+            if high - low <= config.bucket_max:
+                found.extend(contact for _, contact in self._sorted[low:high] if contact.peer_id != peer_id)
                 continue
-            shift = 256 - depth
+            shift = ID_BITS - depth
             holds_own = self._sorted[low][0] >> shift == own >> shift
-            if not holds_own and depth % depth_step == 0:
-                found.extend(self._sorted[low + place][1] for place in chance.sample(range(high - low), bucket_max))
+            if not holds_own and depth % config.depth_step == 0:
+                found.extend(self._sorted[low + place][1] for place in chance.sample(range(high - low), config.bucket_max))
                 continue
-            middle = self._split(low, high, shift - 1)
+            middle = self._first_set(low, high, shift - 1)
             pending += [(low, middle, depth + 1), (middle, high, depth + 1)]
         chance.shuffle(found)
         return found
 
-    def _split(self, low: int, high: int, bit: int) -> int:
+    def _first_set(self, low: int, high: int, bit: int) -> int:
         """Where the bit becomes 1 in a sorted range whose higher bits are all equal."""
         while low < high:
             middle = (low + high) // 2

@@ -112,10 +112,14 @@ class SimulatedNetwork:
         self._sides: dict[PeerId, int] = {}
         self._cuts: list[Cut] = []
 
-    def peer(self, *, dialable: bool = True, skew_s: float = 0.0, drift: float = 0.0) -> SimulatedPeer:
-        """Add a peer. `dialable=False`: it has no address, so that nobody can call it. `skew_s`, `drift`: how wrong its clock is."""
+    def peer(
+        self, *, dialable: bool = True, skew_s: float = 0.0, drift: float = 0.0, identity: SeededIdentity | None = None
+    ) -> SimulatedPeer:
+        """Add a peer. `dialable=False`: it has no address, so that nobody can call it. `skew_s`, `drift`: how wrong its clock is.
+        `identity`: one that was sought out; by default the seed and the number of the peer make it.
+        """
         index = len(self.peers)
-        identity = SeededIdentity(f"{self.seed}/{index}")
+        identity = identity or SeededIdentity(f"{self.seed}/{index}")
         addresses = (Address(f"10.{index >> 16 & 255}.{index >> 8 & 255}.{index & 255}", 4000),) if dialable else ()
         clock = VirtualClock(skew_s, drift)
         contact = Contact(identity.peer_id, addresses)

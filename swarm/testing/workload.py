@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swarm.errors import SwarmError
+from swarm.errors import SwarmError, UsageError
 from swarm.ids import Key
 from swarm.testing.chance import Chance
 from swarm.testing.checkers import Authorship, Deadlines, Expiry, Ledger, Violations, Write
@@ -74,8 +74,13 @@ class Workload:
         write = self.ledger.begin(key, subkey, member.peer.peer_id, _now_s(), expires_s)
         number = self.deadlines.begin(f"store of entry {write.number} by {member.peer.index}", _now_s() + _TIMEOUT_S)
         self.tally.stores += 1
-        result = await member.service.store(key, write.number, ttl_s=ttl_s, subkey=subkey, timeout_s=_TIMEOUT_S)
-        self.deadlines.end(number, _now_s())
+        try:
+            result = await member.service.store(key, write.number, ttl_s=ttl_s, subkey=subkey, timeout_s=_TIMEOUT_S)
+        except UsageError:  # its clock was ahead when it wrote before, and is not any more
+            self.tally.stores_failed += 1
+            return
+        finally:
+            self.deadlines.end(number, _now_s())
         # One replica alone may die the next moment: what counts as stored is held by two at least, when there are two.
         if result.replicas >= min(2, len(self._swarm.live)) and member.peer.up:
             write.acknowledged_s = _now_s()
