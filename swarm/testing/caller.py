@@ -122,9 +122,8 @@ class SimulatedCaller:
             raise UsageError("a peer does not call itself")
         network = self._own.network
         target = network.peers.get(contact.peer_id)
-        if target is not None and (contact.addresses == target.contact.addresses or set(contact.addresses) & set(target.contact.addresses)):
-            if contact.addresses:
-                return target
+        if target is not None and any(address in target.contact.addresses for address in contact.addresses):
+            return target
         if contact.addresses and network.config.dead_are_silent:
             return None
         raise NetworkError(f"peer {contact.peer_id} cannot be reached: nobody of that name listens there")
@@ -170,7 +169,7 @@ class SimulatedCaller:
         if failure is not None:
             stream.fail(failure)
         else:
-            await stream.finish()
+            stream.end()
 
 
 def _expire(exchange: _Exchange, contact: Contact, name: str, timeout_s: float) -> None:

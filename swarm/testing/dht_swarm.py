@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from swarm.dht.config import DhtConfig
 from swarm.dht.routing import ID_BITS, RoutingConfig
 from swarm.dht.service import DhtService
 from swarm.ids import Contact, PeerId
+from swarm.net.rpc import Handlers, StreamHandler, UnaryHandler
 from swarm.testing.chance import Chance
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 
@@ -86,6 +87,29 @@ def acquaint(service: DhtService, everybody: Overview, chance: Chance) -> None:
     table, now_s = service.overlay.table, service.clock.monotonic_s()
     for contact in everybody.around(service.peer_id, table.config, chance):
         table.met(contact, now_s - 20.0 * chance.random())
+
+
+class _Sleeper(Handlers):
+    """The handlers of a peer whose service is made when somebody first calls it."""
+
+    def __init__(self, wake: Callable[[], object]) -> None:
+        super().__init__()
+        self._wake: Callable[[], object] | None = wake
+
+    def find(self, name: str) -> UnaryHandler | StreamHandler | None:
+        if self._wake is not None:
+            wake, self._wake = self._wake, None
+            wake()
+        return super().find(name)
+
+
+def settle_lazily(network: SimulatedNetwork, count: int, config: DhtConfig | None = None) -> Overview:
+    """As `DhtSwarm.settle`, for swarms so large that only those peers are made which somebody calls: ten thousand tables are gigabytes."""
+    peers = [network.peer() for _ in range(count)]
+    everybody = Overview(peer.contact for peer in peers)
+    for peer in peers:
+        peer.handlers = _Sleeper(lambda peer=peer: acquaint(service_of(peer, config), everybody, peer.chance))
+    return everybody
 
 
 class Overview:

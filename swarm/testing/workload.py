@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from swarm.dht.records import encode_value
 from swarm.errors import SwarmError, UsageError
 from swarm.ids import Key
 from swarm.testing.chance import Chance
 from swarm.testing.checkers import Authorship, Deadlines, Expiry, Ledger, Violations, Write
 from swarm.testing.dht_swarm import DhtSwarm, Member
+from swarm.testing.virtual_loop import EPOCH_UNIX_S
 
 _TIMEOUT_S = 10.0
 _GRACE_S = 2.0  # an entry this close to its expiration may be seen or not: clocks differ
@@ -142,8 +144,20 @@ class Workload:
             for write in missing or []:
                 if not write.lost:
                     text = f"{member.peer.index} does not find entry {write.number} under {key} in a healed swarm"
-                    self._violations.add(_now_s(), f"{text}, {write.expires_s - _now_s():.0f} s before its expiration")
+                    left = f"{_now_s() - write.begun_s:.0f} s after its writing, {write.expires_s - _now_s():.0f} s before its expiration"
+                    self._violations.add(_now_s(), f"{text}, {left}; {self._holders(write)}")
         return asked
+
+    def _holders(self, write: Write) -> str:
+        """Who holds it, and where they stand among the live peers by distance: the replicas are 0 to 4."""
+        live = sorted(self._swarm.live, key=lambda member: member.peer.peer_id.dht_id ^ write.key.dht_id)
+        now_us = int((EPOCH_UNIX_S + _now_s()) * 1e6)
+        ranks = [
+            f"peer {member.peer.index} (nearest but {rank})"
+            for rank, member in enumerate(live)
+            if any(record.value == encode_value(write.number) for record in member.service.storage.records(write.key, now_us))
+        ]
+        return f"written by {self._swarm.network.peers[write.writer].index}, held by " + (", ".join(ranks) or "nobody")
 
 
 def _now_s() -> float:
