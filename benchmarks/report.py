@@ -31,6 +31,10 @@ def figure(value: float | None, unit: str) -> str:
         return f"{value / 1e6:.0f} MB"
     if unit == "":
         return f"{value:g}"
+    if unit == "%":
+        return f"{value:.4g} %"
+    if unit in ("hops", "messages/h", "kB/h"):
+        return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
     return f"{value:.3g} {unit}"
 
 
@@ -86,7 +90,7 @@ def merge(book: Mapping[str, Any], rows: Iterable[Row], *, run: str, about: Mapp
 
 def _order(item: tuple[str, Any]) -> tuple[int, int, str]:
     identifier = item[0]
-    sections = ("allreduce", "group", "trainer", "start")
+    sections = ("allreduce", "group", "trainer", "start", "simulated")
     section, _, rest = identifier.partition("-")
     size = rest.partition("-")[0]
     return (sections.index(section) if section in sections else len(sections), int(size) if size.isdecimal() else 0, identifier)

@@ -248,9 +248,7 @@ class OneSwarm:
     def parts(self, members: Sequence[Member]) -> int:
         """Into how many islands the tables fall: 1 is whole. An island: peers that all reach each other."""
         by_id = {member.peer.peer_id: number for number, member in enumerate(members)}
-        known = [
-            [by_id[contact.peer_id] for contact in member.service.overlay.table if contact.peer_id in by_id] for member in members
-        ]
+        known = [[by_id[contact.peer_id] for contact in member.service.overlay.table if contact.peer_id in by_id] for member in members]
         knowing: list[list[int]] = [[] for _ in members]
         for number, others in enumerate(known):
             for other in others:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -81,8 +82,8 @@ class DhtSwarm:
 
 
 def acquaint(service: DhtService, everybody: Overview, chance: Chance) -> None:
-    """Fill a peer's routing table as a long-running network would have it: in every bucket live peers of its range, chosen evenly. The table
-    itself is asked with `met`, as on the wire, and need not be told more contacts than it keeps.
+    """Fill a peer's routing table as a long-running network would have it: in every bucket live peers of its range, chosen evenly. The
+    table itself is asked with `met`, as on the wire, and need not be told more contacts than it keeps.
     """
     table, now_s = service.overlay.table, service.clock.monotonic_s()
     for contact in everybody.around(service.peer_id, table.config, chance):
@@ -103,13 +104,24 @@ class _Sleeper(Handlers):
         return super().find(name)
 
 
-def settle_lazily(network: SimulatedNetwork, count: int, config: DhtConfig | None = None) -> Overview:
-    """As `DhtSwarm.settle`, for swarms so large that only those peers are made which somebody calls: ten thousand tables are gigabytes."""
-    peers = [network.peer() for _ in range(count)]
-    everybody = Overview(peer.contact for peer in peers)
-    for peer in peers:
-        peer.handlers = _Sleeper(lambda peer=peer: acquaint(service_of(peer, config), everybody, peer.chance))
-    return everybody
+class LazySwarm:
+    """As `DhtSwarm.settle`, for swarms so large that only those services are made which are needed: ten thousand tables are gigabytes."""
+
+    def __init__(self, network: SimulatedNetwork, count: int, config: DhtConfig | None = None) -> None:
+        self.peers = [network.peer() for _ in range(count)]
+        self.everybody = Overview(peer.contact for peer in self.peers)
+        self._config = config
+        self._services: dict[int, DhtService] = {}
+        for peer in self.peers:
+            peer.handlers = _Sleeper(functools.partial(self.service, peer))
+
+    def service(self, peer: SimulatedPeer) -> DhtService:
+        """A peer's service, made when first asked for, by the scenario or by a caller on the network."""
+        service = self._services.get(peer.index)
+        if service is None:
+            service = self._services[peer.index] = service_of(peer, self._config)
+            acquaint(service, self.everybody, peer.chance)
+        return service
 
 
 class Overview:

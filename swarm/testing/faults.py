@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from swarm.testing.chance import Chance
 from swarm.testing.dht_swarm import DhtSwarm, Member
 
-
 CHURN_S = 600.0
 
 

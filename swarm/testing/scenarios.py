@@ -198,7 +198,9 @@ class _Run:
         report.bytes_sent = sum(peer.bytes_sent for peer in self._network.peers.values())
         report.wall_s = time.monotonic() - self._started_s
         report.digest, report.largest, report.unlucky = self._network.digest, self._limits.largest, self._survival.unlucky
-        self._say(f"{report.virtual_s / 3600:.2f} h: {report.messages} messages, {self._violations.count} violations, {report.wall_s:.0f} s")
+        self._say(
+            f"{report.virtual_s / 3600:.2f} h: {report.messages} messages, {self._violations.count} violations, {report.wall_s:.0f} s"
+        )
 
     def _finish(self) -> Report:
         self._progress()

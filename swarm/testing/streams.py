@@ -34,9 +34,7 @@ class _Pipe:
 class SimulatedStream:
     """One end of a stream: the interface of `swarm.net.rpc.Stream`."""
 
-    def __init__(
-        self, own: SimulatedPeer, other: SimulatedPeer, method: StreamMethod, pipes: tuple[_Pipe, _Pipe], *, opened: bool
-    ) -> None:
+    def __init__(self, own: SimulatedPeer, other: SimulatedPeer, method: StreamMethod, pipes: tuple[_Pipe, _Pipe], *, opened: bool) -> None:
         """`opened`: this is the end of who opened the stream; the other one finishes by its handler's return."""
         self.own = own
         self.peer_id: PeerId = other.peer_id

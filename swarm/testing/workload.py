@@ -52,7 +52,9 @@ class Workload:
         self._swarm = swarm
         self._chance = chance
         self._config = config
-        self._keys = [Key("public", f"thing-{number}") if number % 3 else Key("run.sim", f"thing-{number}") for number in range(config.keys)]
+        self._keys = [
+            Key("public", f"thing-{number}") if number % 3 else Key("run.sim", f"thing-{number}") for number in range(config.keys)
+        ]
 
     async def run(self, until_s: float, group: asyncio.TaskGroup) -> None:
         """Begin operations until then; each runs in a task of its own."""

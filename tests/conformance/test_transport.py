@@ -51,9 +51,7 @@ async def real() -> AsyncIterator[Transport]:
     port = await server.start(identity, handlers, "127.0.0.1", 0)
     channels = Channels(own)
     try:
-        yield Transport(
-            channels, own.peer_id, handlers, Contact(identity.peer_id, (Address("127.0.0.1", port),)), lambda: server.stop(0.0)
-        )
+        yield Transport(channels, own.peer_id, handlers, Contact(identity.peer_id, (Address("127.0.0.1", port),)), lambda: server.stop(0.0))
     finally:
         await channels.close()
         await server.stop(0.0)
