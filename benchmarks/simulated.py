@@ -114,12 +114,19 @@ def churn_reads(peers: int, keys: int, seed: int = 1) -> tuple[int, int, int]:
     return _simulate(seed, scenario, replace(_LINK, dead_are_silent=True))
 
 
-def heal(peers: int, split_s: float, heal_s_max: float, seed: int = 1) -> float | None:
-    """The swarm is cut in halves for `split_s`; both write. How long after the cut has healed until the tables are one swarm's and 50 reads
-    in a row, by peers of one half, find what the other wrote. None: not within `heal_s_max`.
-    """
+@dataclass(frozen=True, slots=True)
+class Healing:
+    """Seconds after a cut's end; None: not within the time that was given."""
 
-    async def scenario(network: SimulatedNetwork) -> float | None:
+    tables_s: float | None  # until everybody is reached from everybody by routing tables
+    reads_s: float | None  # until each of 50 values written on one side has been found from the other
+    missing: int  # of those, not found
+
+
+def heal(peers: int, split_s: float, heal_s_max: float, seed: int = 1) -> Healing:
+    """The swarm is cut in halves for `split_s`; then both write, and the cut ends."""
+
+    async def scenario(network: SimulatedNetwork) -> Healing:
         swarm, chance, loop = DhtSwarm(network), Chance(seed, "heal"), asyncio.get_running_loop()
         swarm.settle(peers)
         members = list(swarm.members)
@@ -127,21 +134,23 @@ def heal(peers: int, split_s: float, heal_s_max: float, seed: int = 1) -> float 
         halves = members[: peers // 2], members[peers // 2 :]
         network.partition(*([member.peer for member in half] for half in halves))
         await asyncio.sleep(split_s)
-        written: list[list[Key]] = []
+        missing: list[tuple[Member, Key, int]] = []
         for side, half in enumerate(halves):
-            written.append([Key("public", f"side-{side}-{number}") for number in range(25)])
-            for number, key in enumerate(written[side]):
+            for number in range(25):
+                key = Key("public", f"side-{side}-{number}")
                 await chance.choice(half).service.store(key, number, ttl_s=_TTL_S)
+                missing.append((chance.choice(halves[1 - side]), key, number))
         network.heal()
         healed_s, one = loop.time(), OneSwarm(Violations())
-        while loop.time() < healed_s + heal_s_max:
-            began_s = loop.time()
-            if one.parts(members) == 1:
-                asked = [(chance.choice(halves[1 - side]), key, number) for side in (0, 1) for number, key in enumerate(written[side])]
-                if all([await _reads(member, key, number) for member, key, number in asked]):
-                    return began_s - healed_s
+        tables_s = reads_s = None
+        while loop.time() < healed_s + heal_s_max and reads_s is None:
+            if tables_s is None and one.parts(members) == 1:
+                tables_s = loop.time() - healed_s
+            missing = [asked for asked in missing if not await _reads(*asked)]
+            if not missing and tables_s is not None:
+                reads_s = loop.time() - healed_s
             await asyncio.sleep(5.0)
-        return None
+        return Healing(tables_s, reads_s, len(missing))
 
     return _simulate(seed, scenario)
 
@@ -236,7 +245,7 @@ def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
         yield [_hops_row(peers, hops(peers, plan.lookups))]
     for peers in plan.heal_peers:
         say(f"simulated, {peers} peers: healing of a split of {plan.split_s:.0f} s")
-        yield [_heal_row(peers, plan, heal(peers, plan.split_s, plan.heal_s_max))]
+        yield _heal_rows(peers, plan, heal(peers, plan.split_s, plan.heal_s_max))
     for peers in plan.churn_peers:
         say(f"simulated, {peers} peers: reads while {CHURN_SHARE:.0%} of them are replaced in ten minutes")
         yield [_churn_row(peers, *churn_reads(peers, plan.churn_keys))]
@@ -263,19 +272,23 @@ def _hops_row(peers: int, found: list[float]) -> Row:
     )
 
 
-def _heal_row(peers: int, plan: Plan, healed_s: float | None) -> Row:
-    return _row(
-        f"{peers}-heal",
-        f"simulated swarm of {peers:,} peers, cut in halves for {plan.split_s:.0f} s",
-        "from the cut's end until tables and records are one swarm's",
-        Series(
-            name="swarm: healing",
+def _heal_rows(peers: int, plan: Plan, healing: Healing) -> list[Row]:
+    def row(identifier: str, quantity: str, found_s: float | None, reason: str) -> Row:
+        series = Series(
+            name=f"swarm: healing, {identifier}",
             unit="s",
-            samples=() if healed_s is None else (healed_s,),
-            failed=int(healed_s is None),
-            reasons=() if healed_s is not None else (f"not whole after {plan.heal_s_max:.0f} s",),
-        ),
-    )
+            samples=() if found_s is None else (found_s,),
+            failed=int(found_s is None),
+            reasons=() if found_s is not None else (f"{reason} after {plan.heal_s_max:.0f} s",),
+        )
+        title = f"simulated swarm of {peers:,} peers, cut in halves for {plan.split_s:.0f} s"
+        return _row(f"{peers}-heal-{identifier}", title, quantity, series)
+
+    missing = f"{healing.missing} of 50 values not found"
+    return [
+        row("tables", "from the cut's end until everybody is reached from everybody", healing.tables_s, "in parts"),
+        row("reads", "from the cut's end until all that one side wrote is found from the other", healing.reads_s, missing),
+    ]
 
 
 def _churn_row(peers: int, found: int, reads: int, lost: int) -> Row:

@@ -62,7 +62,7 @@ class Faults:
             peers = [member.peer for member in self._swarm.members]
             self._chance.shuffle(peers)
             self._network.partition(peers[: 1 + self._chance.below(len(peers) - 1)])
-            self._later(lasting_s, lambda: self._network.partition())
+            self._later(lasting_s, self._network.partition)
         elif kind == "one-way":
             peers = [member.peer for member in self._swarm.members]
             sources, targets = self._chance.sample(peers, len(peers) // 3), self._chance.sample(peers, len(peers) // 3)

@@ -83,10 +83,10 @@ class Report:
 
     def lines(self) -> list[str]:
         """For people."""
-        tally, rate = self.tally, self.messages / max(self.wall_s, 1e-9)
+        tally, speed = self.tally, f"{self.messages} messages ({self.messages / max(self.wall_s, 1e-9):.0f}/s)"
         largest = sorted(self.largest.items(), key=lambda item: -item[1])[:8]
         return [
-            f"{self.virtual_s / 3600:.2f} virtual hours in {self.wall_s:.0f} s, {self.messages} messages ({rate:.0f}/s), digest {self.digest}",
+            f"{self.virtual_s / 3600:.2f} virtual hours in {self.wall_s:.0f} s, {speed}, digest {self.digest}",
             "faults: " + (", ".join(f"{count} × {kind}" for kind, count in sorted(self.faults.items())) or "none"),
             f"stores {tally.stores} ({tally.stores_failed} with fewer than two replicas), deletions {tally.deletions}, "
             f"reads of living entries {tally.reads} ({tally.reads_complete} complete, {tally.reads_failed} unanswered)",

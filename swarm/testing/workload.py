@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -99,10 +100,8 @@ class Workload:
         self.ledger.replace(write.owner, _now_s())
         number = self.deadlines.begin(f"deletion of entry {write.number} by {member.peer.index}", _now_s() + _TIMEOUT_S)
         self.tally.deletions += 1
-        try:
+        with contextlib.suppress(SwarmError):  # nobody answered the read that a deletion without memory begins with
             await member.service.delete(write.key, subkey=write.subkey, timeout_s=_TIMEOUT_S)
-        except SwarmError:
-            pass  # nobody answered the read that a deletion without memory begins with
         self.deadlines.end(number, _now_s())
 
     async def read(self, member: Member) -> None:

@@ -90,6 +90,12 @@ async def echo(caller: PeerId, request: Hello) -> Hello:
     return Hello(agent=f"{caller} {request.agent}")
 
 
+async def ask(two: Transport, timeout_s: float) -> bytes | None:
+    async with two.caller.open_stream(two.contact, TALK, timeout_s=timeout_s) as stream:
+        await stream.send(b"x")
+        return await stream.receive()
+
+
 async def talk_echo(stream: Stream) -> None:
     while (message := await stream.receive()) is not None:
         await stream.send(message)
@@ -308,9 +314,7 @@ def test_a_stream_that_is_refused_says_why(run: Run) -> None:
                 await stream.receive()
         two.handlers.remove(TALK.name)
         with pytest.raises(PeerError, match=f"does not serve {TALK.name}"):
-            async with two.caller.open_stream(two.contact, TALK, timeout_s=10) as stream:
-                await stream.send(b"x")
-                await stream.receive()
+            await ask(two, 10)
 
     run(scenario)
 
@@ -359,8 +363,6 @@ def test_a_stream_ends_by_its_deadline(run: Run) -> None:
     async def scenario(two: Transport) -> None:
         two.handlers.stream(TALK, silent)
         with pytest.raises(DeadlineExceeded):
-            async with two.caller.open_stream(two.contact, TALK, timeout_s=0.3) as stream:
-                await stream.send(b"x")
-                await stream.receive()
+            await ask(two, 0.3)
 
     run(scenario)
