@@ -47,7 +47,7 @@ class Plan:
     split_s: float = 600.0
     heal_s_max: float = 900.0
     hostile_peers: int = 500
-    hostile_share: float = 0.2
+    identities_tried: int = 20_000  # by an attacker who wants to be near a key
 
 
 def hops(peers: int, lookups: int, seed: int = 1) -> list[float]:
@@ -169,11 +169,11 @@ class Attack:
 ATTACKS = (
     Attack("20 % of the peers name only one another (eclipse)", "eclipse", 0.2),
     Attack("20 % of the peers name invented contacts, new ones in every answer", "endless", 0.2, endless=True),
-    Attack("20 identities sought out of 20,000 to be nearest to the key", "near-key", 0.04, near=True),
+    Attack("20 identities sought out of 20,000 so that they are nearest to the key", "near-key", 0.04, near=True),
 )
 
 
-def attacked_reads(attack: Attack, peers: int, keys: int = 40, seed: int = 1) -> tuple[int, int]:
+def attacked_reads(attack: Attack, peers: int, keys: int = 40, *, tried: int = 20_000, seed: int = 1) -> tuple[int, int]:
     """Honest peers store and read while hostile ones, who are in their tables, swallow what they are given: (reads that found the value,
     reads).
     """
@@ -182,7 +182,7 @@ def attacked_reads(attack: Attack, peers: int, keys: int = 40, seed: int = 1) ->
         swarm, chance = DhtSwarm(network), Chance(seed, "attack")
         names = [Key("public", f"thing-{number}") for number in range(1 if attack.near else keys)]
         count = round(peers * attack.share)
-        sought = near(names[0].dht_id, count, 20_000, seed) if attack.near else [None] * count
+        sought = near(names[0].dht_id, count, tried, seed) if attack.near else [None] * count
         strangers = [network.peer(identity=identity) for identity in sought]
         contacts: Contacts = invented(chance) if attack.endless else fellows(strangers)
         hostile = [Hostile(stranger, contacts) for stranger in strangers]
@@ -251,7 +251,7 @@ def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
         yield [_churn_row(peers, *churn_reads(peers, plan.churn_keys))]
     for attack in ATTACKS:
         say(f"simulated, {plan.hostile_peers} peers: {attack.title}")
-        yield [_attack_row(attack, plan.hostile_peers, *attacked_reads(attack, plan.hostile_peers))]
+        yield [_attack_row(attack, plan.hostile_peers, *attacked_reads(attack, plan.hostile_peers, tried=plan.identities_tried))]
     for peers in plan.rest_peers:
         say(f"simulated, {peers} peers: traffic at rest")
         yield _rest_rows(peers, plan, *at_rest(peers, plan.rest_warm_up_s, plan.rest_s))

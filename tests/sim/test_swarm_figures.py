@@ -73,6 +73,7 @@ def test_every_figure_becomes_a_row() -> None:
         split_s=120.0,
         heal_s_max=120.0,
         hostile_peers=40,
+        identities_tried=300,
     )
     rows = [row for section in simulated.rows(lambda text: None, plan) for row in section]
     values = {row.identifier: row.ours.median for row in rows}
