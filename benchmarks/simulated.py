@@ -39,10 +39,10 @@ class Plan:
     hops_peers: tuple[int, ...] = (100, 1_000, 10_000)
     lookups: int = 100
     rest_peers: tuple[int, ...] = (100, 1_000)
-    rest_warm_up_s: float = 600.0
-    rest_s: float = 900.0
+    rest_warm_up_s: float = 300.0
+    rest_s: float = 600.0
     churn_peers: tuple[int, ...] = (100, 1_000)
-    churn_keys: int = 500
+    churn_keys: int = 300
     heal_peers: tuple[int, ...] = (100, 1_000)
     split_s: float = 600.0
     heal_s_max: float = 900.0

@@ -15,6 +15,10 @@ from swarm.testing.chance import Chance
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 
 
+_KNOWN_S = 7200.0  # in a swarm that has run for long, peers have known each other for so long, and up to twice that
+_HEARD_S = 10.0  # and have heard of each other so long ago, and up to twice that
+
+
 @dataclass(slots=True, eq=False)
 class Member:
     """One peer with its DHT service, which a restart replaces."""
@@ -83,11 +87,13 @@ class DhtSwarm:
 
 def acquaint(service: DhtService, everybody: Overview, chance: Chance) -> None:
     """Fill a peer's routing table as a long-running network would have it: in every bucket live peers of its range, chosen evenly. The
-    table itself is asked with `met`, as on the wire, and need not be told more contacts than it keeps.
+    table itself is asked with `met`, as on the wire, and need not be told more contacts than it keeps: met hours ago, and again of late.
     """
     table, now_s = service.overlay.table, service.clock.monotonic_s()
-    for contact in everybody.around(service.peer_id, table.config, chance):
-        table.met(contact, now_s - 20.0 * chance.random())
+    contacts = everybody.around(service.peer_id, table.config, chance)
+    for last_s in (_KNOWN_S, _HEARD_S):
+        for contact in contacts:
+            table.met(contact, now_s - last_s * (1.0 + chance.random()))
 
 
 class _Sleeper(Handlers):
