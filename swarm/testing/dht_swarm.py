@@ -14,7 +14,6 @@ from swarm.net.rpc import Handlers, StreamHandler, UnaryHandler
 from swarm.testing.chance import Chance
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 
-
 _KNOWN_S = 7200.0  # in a swarm that has run for long, peers have known each other for so long, and up to twice that
 _HEARD_S = 10.0  # and have heard of each other so long ago, and up to twice that
 

@@ -322,12 +322,13 @@ def test_a_stream_that_is_refused_says_why(run: Run) -> None:
 def test_a_stream_left_early_is_broken_not_ended_for_its_handler(run: Run) -> None:
     async def scenario(two: Transport) -> None:
         seen: list[object] = []
-        ended = asyncio.Event()
+        arrived, ended = asyncio.Event(), asyncio.Event()
 
         async def handler(stream: Stream) -> None:
             try:
                 while (message := await stream.receive()) is not None:
                     seen.append(message)
+                    arrived.set()
                 seen.append("the end")
             finally:
                 ended.set()
@@ -335,8 +336,7 @@ def test_a_stream_left_early_is_broken_not_ended_for_its_handler(run: Run) -> No
         two.handlers.stream(TALK, handler)
         async with two.caller.open_stream(two.contact, TALK, timeout_s=10) as stream:
             await stream.send(b"x")
-            while not seen:  # noqa: ASYNC110 - the handler has no way to say so
-                await asyncio.sleep(0.01)
+            await arrived.wait()
         await ended.wait()
         assert seen == [b"x"], "a stream that its caller left is not one that it finished"
 
