@@ -3,16 +3,17 @@
 # make check   format, lint, types, import layers, generated files
 # make bench   the figures in docs/benchmarks.md, against their peers (about ten minutes; a quiet machine)
 # make chaos   real processes killed and frozen, the long form
+# make sim     a simulated swarm, hours long, with everything going wrong: make sim SEED=7 [PEERS=200 HOURS=2 SCENARIO=storm]
 # make proto   regenerate swarm/wire from proto/
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: help demo test check format proto bench bench-quick chaos install install-dev clean
+.PHONY: help demo test check format proto bench bench-quick chaos sim install install-dev clean
 
 help:
-	@sed -n 's/^# //p' Makefile | head -6
+	@sed -n 's/^# //p' Makefile | head -7
 
 # The stamps hold what was installed: a change of pyproject.toml or constraints.txt installs again.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -38,6 +39,14 @@ test: install-dev
 
 chaos: install-dev
 	$(BIN)/python -m pytest -m "chaos" $(ARGS)
+
+SEED ?= 1
+PEERS ?= 200
+HOURS ?= 2
+SCENARIO ?= storm
+
+sim: install-dev
+	@$(BIN)/python -m swarm.testing.scenarios --seed $(SEED) --peers $(PEERS) --hours $(HOURS) --scenario $(SCENARIO) $(ARGS)
 
 check: install-dev
 	$(BIN)/ruff format --check .

@@ -14,14 +14,15 @@ from types import FrameType
 import click
 from rich.console import Console
 
-from benchmarks import allreduce, dht, groups, quick, report, trainers
+from benchmarks import allreduce, dht, groups, quick, report, simulated, trainers
 from benchmarks.allreduce import Setting
 from benchmarks.environments import NoEnvironment, hivemind_python, machine, memory_copy_bytes_per_s
 from benchmarks.launch import ROOT
 from benchmarks.results import Row
 from benchmarks.turns import Plan
 
-SECTIONS = ("allreduce", "groups", "trainers", "dht")
+SECTIONS = ("allreduce", "groups", "trainers", "dht", "simulated")
+COMPARED = frozenset({"allreduce", "groups", "trainers", "dht"})  # with hivemind, whose environment they need
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
@@ -45,7 +46,7 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
 @click.option("--docs", default=ROOT / "docs", type=click.Path(path_type=Path, file_okay=False), help="Where the figures and the page are.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on standard output; progress goes to standard error.")
 def main(only: tuple[str, ...], sizes: str, passes: int, rounds: int, no_hivemind: bool, is_quick: bool, docs: Path, as_json: bool) -> None:
-    """Measure swarm beside hivemind, gloo and a bare transport on this machine."""
+    """Measure swarm beside hivemind, gloo and a bare transport on this machine, and the DHT in simulated swarms."""
     signal.signal(signal.SIGTERM, _stop)
     console = Console(stderr=True, highlight=False)
     started_s, under = time.monotonic(), machine()
@@ -54,12 +55,12 @@ def main(only: tuple[str, ...], sizes: str, passes: int, rounds: int, no_hivemin
         console.print(f"[{time.monotonic() - started_s:4.0f} s] {text}", markup=False, soft_wrap=True)
 
     run = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    keep = not is_quick and not no_hivemind
+    keep = not is_quick and not (no_hivemind and COMPARED & set(only or SECTIONS))
     if is_quick:
         sections: Iterable[list[Row]] = [quick.rows(say)]
     else:
         try:
-            hivemind = None if no_hivemind else hivemind_python(say)
+            hivemind = None if no_hivemind or not COMPARED & set(only or SECTIONS) else hivemind_python(say)
         except NoEnvironment as problem:
             raise click.ClickException(str(problem)) from problem
         plan = Plan(passes=passes, rounds=rounds)
@@ -89,7 +90,8 @@ def main(only: tuple[str, ...], sizes: str, passes: int, rounds: int, no_hivemin
 def _measure(
     sections: tuple[str, ...], sizes: list[int], plan: Plan, hivemind: Path | None, say: Callable[[str], None]
 ) -> Iterator[list[Row]]:
-    setting = Setting(plan=plan, hivemind=hivemind, copy_bytes_per_s=memory_copy_bytes_per_s(), say=say)
+    copy_bytes_per_s = memory_copy_bytes_per_s() if COMPARED & set(sections) else 1.0
+    setting = Setting(plan=plan, hivemind=hivemind, copy_bytes_per_s=copy_bytes_per_s, say=say)
     if "allreduce" in sections:
         for size in sizes:
             yield allreduce.rows(setting, vector_mib=size)
@@ -100,6 +102,8 @@ def _measure(
     if "dht" in sections:
         for peers in dht.SIZES:
             yield dht.rows(setting, peers=peers)
+    if "simulated" in sections:
+        yield from simulated.rows(say)
 
 
 def _command(arguments: list[str]) -> str:

@@ -31,6 +31,10 @@ def figure(value: float | None, unit: str) -> str:
         return f"{value / 1e6:.0f} MB"
     if unit == "":
         return f"{value:g}"
+    if unit == "%":
+        return f"{value:.4g} %"
+    if unit in ("hops", "messages/h", "kB/h"):
+        return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
     return f"{value:.3g} {unit}"
 
 
@@ -86,7 +90,7 @@ def merge(book: Mapping[str, Any], rows: Iterable[Row], *, run: str, about: Mapp
 
 def _order(item: tuple[str, Any]) -> tuple[int, int, str]:
     identifier = item[0]
-    sections = ("allreduce", "group", "trainer", "start", "dht")
+    sections = ("allreduce", "group", "trainer", "start", "dht", "simulated")
     section, _, rest = identifier.partition("-")
     size = rest.partition("-")[0]
     return (sections.index(section) if section in sections else len(sections), int(size) if size.isdecimal() else 0, identifier)
@@ -148,7 +152,8 @@ def page(book: Mapping[str, Any]) -> str:
         "Written by `make bench` from `benchmarks.json`; not by hand. Figures are medians; a ratio compares medians of one run on one",
         "machine, the contenders taken in turn after a warm-up, each launch in processes of its own. Every averaged vector is compared",
         "with the known mean: a round in which an element on any peer is wrong, or a peer is missing, counts as failed and is in no",
-        "median. `OMP_NUM_THREADS=1` everywhere. Loopback.",
+        "median. `OMP_NUM_THREADS=1` everywhere. Loopback. Rows of simulated swarms are of the production DHT in virtual time:",
+        "properties of the protocol and of a seed, not of the machine.",
         "",
     ]
     for number, name in enumerate(runs, 1):

@@ -1,4 +1,4 @@
-"""A simulated network: real services, real protobuf messages, no sockets; delay, loss, crashes and partitions from one seed.
+"""A simulated network: real services, real protobuf messages, no sockets; every adversity of a real one, from one seed.
 
     network = SimulatedNetwork(seed=7)
     one, two = network.peer(), network.peer()          # each has .identity .contact .caller .handlers .book .clock .supervisor
@@ -6,49 +6,56 @@
     reply = await one.caller.call(two.contact, PING, request, timeout_s=3)
 
 Use it inside `run_virtual`. A service takes `peer.caller` and `peer.handlers` where it takes `Channels` and `Handlers` on a real
-network. What travels is serialized and parsed again, and held to the method's limits, so that a message that could not be sent in
-earnest cannot be sent here. Errors are those of the real transport: NetworkError (crashed, nobody there), DeadlineExceeded (silence:
-lost, frozen, cut off), PeerError (the handler refused). What a handler raises beside that reaches its caller as PeerError("internal
-error") and is kept in `network.errors`: a scenario ends with `assert not network.errors`, and with `await network.close()`. Every
-message is counted, and adds a line to `network.trace`, whose digest is the same for the same seed.
+network; `tests/conformance` holds both to the same behaviour. What travels is serialized and parsed again, and held to the method's
+limits, so that a message that could not be sent in earnest cannot be sent here. Errors are those of the real transport: NetworkError
+(crashed, nobody there), DeadlineExceeded (silence: lost, frozen, cut off), PeerError (the handler refused). What a handler raises
+beside that reaches its caller as PeerError("internal error") and is kept in `network.errors`: a scenario ends with
+`assert not network.errors`, and with `await network.close()`.
+
+Messages are delayed, reordered, lost and delivered twice as `LinkConfig` says, which may be exchanged while the simulation runs; links
+are cut (`partition`, or `cut` in one direction only) and healed; peers crash, restart, freeze, and have wrong clocks. Every message is
+counted and adds a line to `network.trace`. `network.digest` is over all lines, those of one moment sorted: it is the same for the
+same seed. Each peer draws its chances from a source of its own, so that what happens at the same moment elsewhere changes nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
-import random
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from pathlib import Path
 
-from swarm.errors import DeadlineExceeded, NetworkError, PeerError, SwarmError, UsageError
+from swarm.errors import NetworkError, PeerError, SwarmError
 from swarm.ids import Address, Contact, PeerId
-from swarm.net.rpc import Handlers, Method, ReplyT, RequestT, Stream, StreamHandler, StreamMethod, UnaryHandler
+from swarm.net.rpc import Handlers
 from swarm.peerbook import PeerBook
 from swarm.runtime.supervise import Supervisor
+from swarm.testing.caller import SimulatedCaller
+from swarm.testing.chance import Chance
 from swarm.testing.identities import SeededIdentity
-from swarm.testing.streams import SimulatedStream, stream_pair
 from swarm.testing.virtual_loop import VirtualClock
 
-T = TypeVar("T")
+__all__ = ["Cut", "LinkConfig", "SimulatedNetwork", "SimulatedPeer"]
 
 _TRACE_MAX = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkConfig:
-    """How messages travel. The default is a quiet link of about 20 ms one way."""
+    """How messages travel. The default is a quiet link of about 20 ms one way. Loss, duplication and reordering are for unary calls:
+    streams lose, repeat and reorder nothing, as TCP.
+    """
 
     delay_s: float = 0.02  # one way; 0: messages arrive at once, in order
     jitter: float = 0.25  # each message's delay is delay_s times 1 ± this, evenly
-    loss: float = (
-        0.0  # chance that a unary request or reply is lost: its caller hears nothing until its timeout (streams lose nothing, as TCP)
-    )
+    loss: float = 0.0  # chance that a request or reply is lost: its caller hears nothing until its timeout
+    duplication: float = 0.0  # chance that a request or reply arrives twice: the handler runs twice, its first answer counts
+    reorder: float = 0.0  # chance that a message is overtaken by others: it takes up to reorder_s longer
+    reorder_s: float = 1.0
     bandwidth: float = 0.0  # bytes a second added to the delay by size; 0: no limit
+    dead_are_silent: bool = False  # what calls to a crashed peer, or to an address where nobody is, meet: a refusal at once, or nothing
 
 
 @dataclass(slots=True, eq=False)
@@ -61,10 +68,12 @@ class SimulatedPeer:
     contact: Contact
     clock: VirtualClock
     book: PeerBook
+    chance: Chance
     handlers: Handlers = field(default_factory=Handlers)
     supervisor: Supervisor = field(default_factory=Supervisor)
     up: bool = True  # False: crashed; calls to it fail at once
     frozen: bool = False  # alive for the kernel, silent for its peers (SIGSTOP, a cut cable): calls to it wait for their timeout
+    handling: dict[asyncio.Task[object], None] = field(default_factory=dict)  # calls of others in progress here, in order of arrival
     messages_sent: int = 0
     bytes_sent: int = 0
 
@@ -77,192 +86,192 @@ class SimulatedPeer:
         return SimulatedCaller(self)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """Nothing that `sources` send reaches `targets`; the other direction works."""
+
+    sources: frozenset[int]  # by index
+    targets: frozenset[int]
+
+
 class SimulatedNetwork:
     """All peers and what lies between them. Everything random comes from `seed`."""
 
-    def __init__(self, seed: int, config: LinkConfig | None = None) -> None:
+    def __init__(self, seed: int, config: LinkConfig | None = None, *, disk: Path | None = None) -> None:
+        """`disk`: a folder for the peers' peer books, which then outlive a restart."""
         self.config = config or LinkConfig()
-        self.rng = random.Random(seed)
+        self.rng = Chance(seed, "network")
         self.seed = seed
         self.peers: dict[PeerId, SimulatedPeer] = {}
         self.errors: list[BaseException] = []
         self.trace: deque[str] = deque(maxlen=_TRACE_MAX)
+        self._disk = disk
         self._digest = hashlib.blake2b(digest_size=16)
+        self._moment_s = -1.0
+        self._moment: list[str] = []  # lines of this moment, not in the digest yet
         self._sides: dict[PeerId, int] = {}
+        self._cuts: list[Cut] = []
 
-    def peer(self, *, dialable: bool = True, skew_s: float = 0.0) -> SimulatedPeer:
-        """Add a peer. `dialable=False`: it has no address, so that nobody can call it. `skew_s`: how wrong its clock is."""
+    def peer(
+        self, *, dialable: bool = True, skew_s: float = 0.0, drift: float = 0.0, identity: SeededIdentity | None = None
+    ) -> SimulatedPeer:
+        """Add a peer. `dialable=False`: it has no address, so that nobody can call it. `skew_s`, `drift`: how wrong its clock is.
+        `identity`: one that was sought out; by default the seed and the number of the peer make it.
+        """
         index = len(self.peers)
-        identity = SeededIdentity(f"{self.seed}/{index}")
+        identity = identity or SeededIdentity(f"{self.seed}/{index}")
         addresses = (Address(f"10.{index >> 16 & 255}.{index >> 8 & 255}.{index & 255}", 4000),) if dialable else ()
-        clock = VirtualClock(skew_s)
-        book = PeerBook(identity.peer_id, clock.swarm_s)
-        peer = SimulatedPeer(self, index, identity, Contact(identity.peer_id, addresses), clock, book)
+        clock = VirtualClock(skew_s, drift)
+        contact = Contact(identity.peer_id, addresses)
+        peer = SimulatedPeer(self, index, identity, contact, clock, self._book(index, contact, clock), Chance(self.seed, "peer", index))
         self.peers[peer.peer_id] = peer
         return peer
 
+    @property
+    def keeps_books(self) -> bool:
+        """Whether peer books outlive a restart."""
+        return self._disk is not None
+
+    def _book(self, index: int, contact: Contact, clock: VirtualClock) -> PeerBook:
+        return PeerBook(contact.peer_id, clock.swarm_s, self._disk / f"peer-{index}.json" if self._disk else None)
+
     async def crash(self, peer: SimulatedPeer) -> None:
-        """The process dies: its background tasks end, its handlers are gone, its calls and the calls to it fail."""
+        """The process dies: its background tasks end, its handlers are gone, its calls and the calls to it fail. On `disk` stays its
+        peer book, as last saved; here as of now.
+        """
+        if not peer.up:
+            return
         peer.up = False
+        peer.book.save()
         self.note(peer, peer, "crash", "")
+        for task in peer.handling:
+            task.cancel()
         await peer.supervisor.close()
 
     def restart(self, peer: SimulatedPeer) -> None:
-        """The same identity and address, with nothing remembered: the scenario makes the peer's services again."""
-        peer.up, peer.handlers, peer.supervisor = True, Handlers(), Supervisor()
-        peer.book = PeerBook(peer.peer_id, peer.clock.swarm_s)
+        """The same identity and address, with nothing remembered but the peer book on `disk`: the scenario makes the services again."""
+        peer.up, peer.handlers, peer.supervisor, peer.handling = True, Handlers(), Supervisor(), {}
+        peer.clock.offset_s = 0.0
+        peer.book = self._book(peer.index, peer.contact, peer.clock)
         self.note(peer, peer, "restart", "")
 
     async def close(self) -> None:
         """End every peer's background tasks."""
         for peer in self.peers.values():
+            for task in peer.handling:
+                task.cancel()
             await peer.supervisor.close()
 
     def partition(self, *sides: Iterable[SimulatedPeer]) -> None:
         """Cut the network: peers hear only their own side. Those not named form one more side."""
         self._sides = {peer.peer_id: number for number, side in enumerate(sides, 1) for peer in side}
 
-    def heal(self) -> None:
-        self._sides = {}
+    def cut(self, sources: Iterable[SimulatedPeer], targets: Iterable[SimulatedPeer]) -> Cut:
+        """Cut one direction: what `sources` send does not reach `targets`, silently. A call in either direction thus times out, but one
+        that `targets` make is handled. `heal(cut)` ends it.
+        """
+        made = Cut(frozenset(peer.index for peer in sources), frozenset(peer.index for peer in targets))
+        self._cuts.append(made)
+        return made
+
+    def heal(self, cut: Cut | None = None) -> None:
+        """End one cut, or without an argument the partition and every cut."""
+        if cut is None:
+            self._sides, self._cuts = {}, []
+        else:
+            self._cuts = [other for other in self._cuts if other is not cut]
 
     @property
     def digest(self) -> str:
         """Of everything that happened so far: equal for equal seeds."""
-        return self._digest.hexdigest()
+        digest = self._digest.copy()
+        digest.update("\n".join(sorted(self._moment)).encode())
+        return digest.hexdigest()
 
     def note(self, source: SimulatedPeer, target: SimulatedPeer, what: str, outcome: str) -> None:
-        line = f"{asyncio.get_running_loop().time():.6f} {source.index}->{target.index} {what} {outcome}"
+        """A line of the trace."""
+        now_s = asyncio.get_running_loop().time()
+        line = f"{now_s:.6f} {source.index}->{target.index} {what} {outcome}"
         self.trace.append(line)
-        self._digest.update(line.encode())
+        if now_s != self._moment_s:
+            if len(self._moment) > 1:
+                self._moment.sort()
+            self._digest.update("\n".join(self._moment).encode())
+            self._moment.clear()
+            self._moment_s = now_s
+        self._moment.append(line)
 
-    def delay_s(self, size_bytes: int) -> float:
+    def delay_s(self, source: SimulatedPeer, size_bytes: int) -> float:
         config = self.config
-        spread = 1.0 + config.jitter * (2.0 * self.rng.random() - 1.0)
+        spread = 1.0 + config.jitter * (2.0 * source.chance.random() - 1.0)
         return config.delay_s * spread + (size_bytes / config.bandwidth if config.bandwidth else 0.0)
 
     def silent_between(self, source: SimulatedPeer, target: SimulatedPeer) -> bool:
         """Whether nothing that `source` sends reaches `target`, and nobody says so."""
-        return source.frozen or target.frozen or self._sides.get(source.peer_id, 0) != self._sides.get(target.peer_id, 0)
+        if source.frozen or target.frozen:
+            return True
+        if self._sides and self._sides.get(source.peer_id, 0) != self._sides.get(target.peer_id, 0):
+            return True
+        return any(source.index in cut.sources and target.index in cut.targets for cut in self._cuts)
 
-    async def travel(self, source: SimulatedPeer, target: SimulatedPeer, what: str, size_bytes: int) -> None:
-        """Let a message travel. Waits for ever when it is lost; NetworkError when nobody is there any more."""
+    def send(
+        self, source: SimulatedPeer, target: SimulatedPeer, what: str, size_bytes: int, arrive: Callable[[NetworkError | None], None]
+    ) -> None:
+        """Let a message travel: `arrive(None)` is called when it is there, twice when it is duplicated, never when it is lost, with an
+        error when nobody is there any more.
+        """
+        config, random = self.config, source.chance.random
         source.messages_sent += 1
         source.bytes_sent += size_bytes
-        lost = self.rng.random() < self.config.loss
-        delay_s = self.delay_s(size_bytes)
+        delay_s = self.delay_s(source, size_bytes)
+        if config.loss and random() < config.loss:
+            arrive = _nothing
+        if config.reorder and random() < config.reorder:
+            delay_s += config.reorder_s * random()
+        loop = asyncio.get_running_loop()
+        if config.duplication and random() < config.duplication:
+            again_s = delay_s + max(config.delay_s, 0.001) * 4.0 * random()
+            loop.call_later(again_s, self._arrived, source, target, what, size_bytes, arrive)
         if delay_s:
-            await asyncio.sleep(delay_s)
+            loop.call_later(delay_s, self._arrived, source, target, what, size_bytes, arrive)
+        else:
+            self._arrived(source, target, what, size_bytes, arrive)
+
+    def _arrived(
+        self, source: SimulatedPeer, target: SimulatedPeer, what: str, size_bytes: int, arrive: Callable[[NetworkError | None], None]
+    ) -> None:
         if not source.up or not target.up:
             self.note(source, target, what, "down")
-            down = target if source.up else source
-            raise NetworkError(f"peer {down.peer_id.short} cannot be reached: crashed in the simulation")
-        if lost or self.silent_between(source, target):
+            if not (source.up and self.config.dead_are_silent):
+                down = target if source.up else source
+                arrive(NetworkError(f"peer {down.peer_id} cannot be reached: crashed in the simulation"))
+        elif arrive is _nothing or self.silent_between(source, target):
             self.note(source, target, what, "lost")
-            await asyncio.get_running_loop().create_future()
-        self.note(source, target, what, str(size_bytes))
-
-    async def handle(self, target: SimulatedPeer, what: str, work: Awaitable[T]) -> tuple[T | None, SwarmError | None]:
-        """Run a handler: what it returned, or the error that its caller gets. Ends with the caller, as a handler of gRPC does."""
-        task = asyncio.get_running_loop().create_task(_awaited(work))
-        try:
-            await asyncio.wait({task})
-        finally:
-            task.cancel()
-        if task.cancelled():
-            return None, NetworkError(f"peer {target.peer_id.short} broke off {what}")
-        error = task.exception()
-        if error is None:
-            return task.result(), None
-        if isinstance(error, PeerError | UsageError):
-            return None, self.refusal(target, what, str(error))
-        if isinstance(error, SwarmError):
-            return None, NetworkError(f"peer {target.peer_id.short} broke off {what}: {error}")
-        self.errors.append(error)
-        return None, self.refusal(target, what, "internal error")
-
-    def refusal(self, target: SimulatedPeer, what: str, reason: str) -> PeerError:
-        return PeerError(f"peer {target.peer_id.short} refused {what}: {reason}")
-
-
-def _checked(payload: bytes, size_max: int, what: str) -> bytes:
-    if len(payload) > size_max:
-        raise UsageError(f"{what} has {len(payload)} bytes, more than the {size_max} allowed")
-    return payload
-
-
-class SimulatedCaller:
-    """A simulated peer's client side: the interface of `swarm.net.channels.Channels`."""
-
-    def __init__(self, own: SimulatedPeer) -> None:
-        self._own = own
-
-    async def call(self, contact: Contact, method: Method[RequestT, ReplyT], request: RequestT, *, timeout_s: float) -> ReplyT:
-        try:
-            async with asyncio.timeout(timeout_s) as timeout:
-                return await self._call(contact, method, request)
-        except TimeoutError as error:
-            if not timeout.expired():
-                raise
-            raise DeadlineExceeded(f"peer {contact.peer_id.short} did not answer {method.name} within {timeout_s:g} s") from error
-
-    async def _call(self, contact: Contact, method: Method[RequestT, ReplyT], request: RequestT) -> ReplyT:
-        own, network = self._own, self._own.network
-        target = self._reach(contact)
-        payload = _checked(request.SerializeToString(), method.request_bytes_max, f"a request of {method.name}")
-        await network.travel(own, target, method.name, len(payload))
-        answer: bytes = b""
-        failure: SwarmError | None = network.refusal(target, method.name, f"{method.name} is not offered")
-        found = target.handlers.find(method.name)
-        if isinstance(found, UnaryHandler):
-            reply, failure = await network.handle(target, method.name, found.function(own.peer_id, method.request.FromString(payload)))
-            if reply is not None:
-                answer = _checked(reply.SerializeToString(), method.reply_bytes_max, f"a reply of {method.name}")
-        await network.travel(target, own, method.name, len(answer))
-        if failure is not None:
-            raise failure
-        return method.reply.FromString(answer)
-
-    def _reach(self, contact: Contact) -> SimulatedPeer:
-        target = self._own.network.peers.get(contact.peer_id)
-        if target is None or contact.addresses != target.contact.addresses or not contact.addresses:
-            raise NetworkError(f"peer {contact.peer_id.short} cannot be reached: nobody of that name listens there")
-        return target
-
-    @asynccontextmanager
-    async def open_stream(
-        self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, lane: int = 0
-    ) -> AsyncIterator[SimulatedStream]:
-        """A stream to the peer's handler; leaving the context cancels what is unfinished. `timeout_s` bounds its whole life; lanes
-        share a link.
-        """
-        target = self._reach(contact)
-        try:
-            async with asyncio.timeout(timeout_s) as timeout:
-                await self._own.network.travel(self._own, target, method.name, 0)
-                found = target.handlers.find(method.name)
-                if not isinstance(found, StreamHandler):
-                    raise self._own.network.refusal(target, method.name, f"{method.name} is not offered")
-                near, far = stream_pair(self._own, target, method)
-                task = target.supervisor.spawn(method.name, functools.partial(self._serve, found.function, far))
-                try:
-                    yield near
-                finally:
-                    near.cancel()
-                    task.cancel()
-        except TimeoutError as error:
-            if not timeout.expired():
-                raise
-            raise DeadlineExceeded(
-                f"the stream {method.name} with peer {contact.peer_id.short} did not end within {timeout_s} s"
-            ) from error
-
-    async def _serve(self, handler: Callable[[Stream], Awaitable[None]], stream: SimulatedStream) -> None:
-        _, failure = await self._own.network.handle(stream.own, stream.method.name, handler(stream))
-        if failure is not None:
-            stream.fail(failure)
         else:
-            await stream.finish()
+            self.note(source, target, what, str(size_bytes))
+            arrive(None)
+
+    async def travel(self, source: SimulatedPeer, target: SimulatedPeer, what: str, size_bytes: int) -> None:
+        """`send`, awaited: waits for ever when the message is lost; NetworkError when nobody is there any more."""
+        arrived: asyncio.Future[NetworkError | None] = asyncio.get_running_loop().create_future()
+        self.send(source, target, what, size_bytes, lambda error: None if arrived.done() else arrived.set_result(error))
+        error = await arrived
+        if error is not None:
+            raise error
+
+    def outcome(self, target: SimulatedPeer, what: str, error: BaseException | None) -> SwarmError | None:
+        """What the caller gets when `target`'s handler ends with `error`; a bug is kept in `errors`."""
+        if error is None:
+            return None
+        if isinstance(error, asyncio.CancelledError):
+            return NetworkError(f"peer {target.peer_id} broke off {what}")
+        if isinstance(error, PeerError | ValueError) and isinstance(error, SwarmError):  # PeerError or UsageError
+            return PeerError(f"peer {target.peer_id} refused {what}: {error}")
+        if isinstance(error, SwarmError):
+            return NetworkError(f"peer {target.peer_id} broke off {what}: {error}")
+        self.errors.append(error)
+        return PeerError(f"peer {target.peer_id} refused {what}: internal error")
 
 
-async def _awaited(work: Awaitable[T]) -> T:
-    return await work
+def _nothing(error: NetworkError | None) -> None:
+    """Where lost messages arrive."""

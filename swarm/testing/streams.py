@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING
 
-from swarm.errors import NetworkError, SwarmError
+from swarm.errors import NetworkError, SwarmError, UsageError
 from swarm.ids import PeerId
 from swarm.net.rpc import StreamMethod, check_outgoing
 
@@ -34,23 +34,34 @@ class _Pipe:
 class SimulatedStream:
     """One end of a stream: the interface of `swarm.net.rpc.Stream`."""
 
-    def __init__(self, own: SimulatedPeer, other: SimulatedPeer, method: StreamMethod, pipes: tuple[_Pipe, _Pipe]) -> None:
+    def __init__(self, own: SimulatedPeer, other: SimulatedPeer, method: StreamMethod, pipes: tuple[_Pipe, _Pipe], *, opened: bool) -> None:
+        """`opened`: this is the end of who opened the stream; the other one finishes by its handler's return."""
         self.own = own
         self.peer_id: PeerId = other.peer_id
         self.method = method
         self._other = other
         self._out, self._in = pipes
+        self._opened = opened
+        self._finished = False
 
     async def send(self, message: bytes) -> None:
         """Send one message; waits while the other end is behind. NetworkError when the stream is broken or cancelled."""
         check_outgoing(self.method, message)
+        if self._finished:
+            raise UsageError("this stream was finished; it takes no more messages")
         while len(self._out.messages) >= _QUEUED_MAX and self._out.error is None:
             await self._wait(self._out, None)
         self._put(bytes(message))
 
     async def finish(self) -> None:
+        """No more messages from the end that opened the stream. Idempotent; does nothing at the other end."""
+        if self._opened:
+            self.end()
+
+    def end(self) -> None:
         """No more messages from this end."""
-        if self._out.error is None:
+        if not self._finished and self._out.error is None:
+            self._finished = True
             self._put(None)
 
     def _put(self, message: bytes | None) -> None:
@@ -60,7 +71,7 @@ class SimulatedStream:
         self.own.messages_sent += 1
         self.own.bytes_sent += size_bytes
         now_s = asyncio.get_running_loop().time()
-        self._out.last_arrival_s = max(self._out.last_arrival_s, now_s + network.delay_s(size_bytes))
+        self._out.last_arrival_s = max(self._out.last_arrival_s, now_s + network.delay_s(self.own, size_bytes))
         self._out.messages.append((self._out.last_arrival_s, message))
         self._out.wake()
         network.note(self.own, self._other, self.method.name, f"stream {size_bytes}")
@@ -112,4 +123,7 @@ class SimulatedStream:
 def stream_pair(caller: SimulatedPeer, target: SimulatedPeer, method: StreamMethod) -> tuple[SimulatedStream, SimulatedStream]:
     """The caller's end and the handler's end of a new stream."""
     forth, back = _Pipe(), _Pipe()
-    return SimulatedStream(caller, target, method, (forth, back)), SimulatedStream(target, caller, method, (back, forth))
+    return (
+        SimulatedStream(caller, target, method, (forth, back), opened=True),
+        SimulatedStream(target, caller, method, (back, forth), opened=False),
+    )

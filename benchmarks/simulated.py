@@ -1,0 +1,334 @@
+"""The DHT in simulated swarms of 100 to 10,000 peers: hops, traffic at rest, reads under churn, healing of a split, an eclipse.
+
+The production services run on virtual time (`swarm.testing`); the figures are properties of the protocol, the same on every machine.
+A swarm begins as if it had run for long: every table is full of live peers drawn from the seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import math
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from benchmarks.results import Aim, Row, Series
+from swarm.dht.records import Entry
+from swarm.errors import SwarmError
+from swarm.ids import Key
+from swarm.testing.chance import Chance
+from swarm.testing.checkers import OneSwarm, Violations
+from swarm.testing.dht_swarm import DhtSwarm, LazySwarm, Member
+from swarm.testing.hostile import Contacts, Hostile, fellows, invented, near
+from swarm.testing.network import LinkConfig, SimulatedNetwork
+from swarm.testing.virtual_loop import run_virtual
+
+Say = Callable[[str], None]
+T = TypeVar("T")
+CHURN_S = 600.0
+CHURN_SHARE = 0.2
+_TTL_S = 3600.0
+_LINK = LinkConfig(delay_s=0.04, jitter=0.5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How much is measured. The default is for the page; tests take less."""
+
+    hops_peers: tuple[int, ...] = (100, 1_000, 10_000)
+    lookups: int = 100
+    rest_peers: tuple[int, ...] = (100, 1_000)
+    rest_warm_up_s: float = 300.0
+    rest_s: float = 600.0
+    churn_peers: tuple[int, ...] = (100, 1_000)
+    churn_keys: int = 300
+    heal_peers: tuple[int, ...] = (100, 1_000)
+    split_s: float = 600.0
+    heal_s_max: float = 900.0
+    hostile_peers: int = 500
+    identities_tried: int = 20_000  # by an attacker who wants to be near a key
+
+
+def hops(peers: int, lookups: int, seed: int = 1) -> list[float]:
+    """Reads of keys that nobody wrote, by peers drawn from the seed: how many calls follow one upon the other. All messages take the
+    same time here, so that a read's duration tells.
+    """
+
+    async def scenario(network: SimulatedNetwork) -> list[float]:
+        swarm = LazySwarm(network, peers)
+        chance, loop = Chance(seed, "hops"), asyncio.get_running_loop()
+        found = []
+        for number in range(lookups):
+            service = swarm.service(chance.choice(swarm.peers))
+            begun_s = loop.time()
+            await service.get(Key("public", f"hops-{number}"))
+            found.append(round((loop.time() - begun_s) / (2 * 0.05), 3))
+        return found
+
+    return _simulate(seed, scenario, LinkConfig(delay_s=0.05, jitter=0.0))
+
+
+def at_rest(peers: int, warm_up_s: float, measured_s: float, seed: int = 1) -> tuple[float, float]:
+    """Messages and bytes that a peer sends in an hour in which nobody asks for anything: requests and replies, without TLS and TCP."""
+
+    async def scenario(network: SimulatedNetwork) -> tuple[float, float]:
+        DhtSwarm(network).settle(peers)
+        await asyncio.sleep(warm_up_s)
+        before = _sent(network)
+        await asyncio.sleep(measured_s)
+        messages, size_bytes = (after - earlier for after, earlier in zip(_sent(network), before, strict=True))
+        return messages / peers / measured_s * 3600.0, size_bytes / peers / measured_s * 3600.0
+
+    return _simulate(seed, scenario)
+
+
+def churn_reads(peers: int, keys: int, seed: int = 1) -> tuple[int, int, int]:
+    """A fifth of the peers crash within ten minutes, one after the other, and as many newcomers join through three of those that live.
+    Meanwhile keys that were stored before are read, by peers drawn from the seed. (reads that found the value, reads, keys that no live
+    peer held in the end.) Nothing is renewed: what is found is what the replicas keep among themselves.
+    """
+
+    async def scenario(network: SimulatedNetwork) -> tuple[int, int, int]:
+        swarm, chance = DhtSwarm(network), Chance(seed, "churn")
+        swarm.settle(peers)
+        names = await _store(swarm, keys, chance)
+        found = reads = 0
+        gone = round(peers * CHURN_SHARE)
+        async with asyncio.TaskGroup() as joining:
+            for _ in range(gone):
+                await asyncio.sleep(CHURN_S / gone)
+                leaver = chance.choice(swarm.members)
+                swarm.members.remove(leaver)
+                await network.crash(leaver.peer)
+                bootstrap = [member.peer.contact for member in chance.sample(swarm.members, 3)]
+                joining.create_task(swarm.add().service.join(bootstrap))
+                for _ in range(max(1, 2 * keys // gone)):
+                    number = chance.below(keys)
+                    found += await _reads(chance.choice(swarm.members[: peers - gone]), names[number], number)
+                    reads += 1
+        live = [member.service for member in swarm.members]
+        lost = sum(not any(service.storage.records(name, service.overlay.now_us) for service in live) for name in names)
+        return found, reads, lost
+
+    return _simulate(seed, scenario, replace(_LINK, dead_are_silent=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Healing:
+    """Seconds after a cut's end; None: not within the time that was given."""
+
+    tables_s: float | None  # until everybody is reached from everybody by routing tables
+    reads_s: float | None  # until each of 50 values written on one side has been found from the other
+    missing: int  # of those, not found
+
+
+def heal(peers: int, split_s: float, heal_s_max: float, seed: int = 1) -> Healing:
+    """The swarm is cut in halves for `split_s`; then both write, and the cut ends."""
+
+    async def scenario(network: SimulatedNetwork) -> Healing:
+        swarm, chance, loop = DhtSwarm(network), Chance(seed, "heal"), asyncio.get_running_loop()
+        swarm.settle(peers)
+        members = list(swarm.members)
+        chance.shuffle(members)
+        halves = members[: peers // 2], members[peers // 2 :]
+        network.partition(*([member.peer for member in half] for half in halves))
+        await asyncio.sleep(split_s)
+        missing: list[tuple[Member, Key, int]] = []
+        for side, half in enumerate(halves):
+            for number in range(25):
+                key = Key("public", f"side-{side}-{number}")
+                await chance.choice(half).service.store(key, number, ttl_s=_TTL_S)
+                missing.append((chance.choice(halves[1 - side]), key, number))
+        network.heal()
+        healed_s, one = loop.time(), OneSwarm(Violations())
+        tables_s = reads_s = None
+        while loop.time() < healed_s + heal_s_max and reads_s is None:
+            if tables_s is None and one.parts(members) == 1:
+                tables_s = loop.time() - healed_s
+            missing = [asked for asked in missing if not await _reads(*asked)]
+            if not missing and tables_s is not None:
+                reads_s = loop.time() - healed_s
+            await asyncio.sleep(5.0)
+        return Healing(tables_s, reads_s, len(missing))
+
+    return _simulate(seed, scenario)
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """Who attacks, and what they name when asked for contacts."""
+
+    title: str
+    identifier: str
+    share: float  # of all peers
+    near: bool = False  # the attackers' identities are sought out to be the nearest to the keys that are read
+    endless: bool = False  # they name peers that do not exist, new ones every time
+
+
+ATTACKS = (
+    Attack("20 % of the peers name only one another (eclipse)", "eclipse", 0.2),
+    Attack("20 % of the peers name invented contacts, new ones in every answer", "endless", 0.2, endless=True),
+    Attack("20 identities sought out of 20,000 so that they are nearest to the key", "near-key", 0.04, near=True),
+)
+
+
+def attacked_reads(attack: Attack, peers: int, keys: int = 40, *, tried: int = 20_000, seed: int = 1) -> tuple[int, int]:
+    """Honest peers store and read while hostile ones, who are in their tables, swallow what they are given: (reads that found the value,
+    reads).
+    """
+
+    async def scenario(network: SimulatedNetwork) -> tuple[int, int]:
+        swarm, chance = DhtSwarm(network), Chance(seed, "attack")
+        names = [Key("public", f"thing-{number}") for number in range(1 if attack.near else keys)]
+        count = round(peers * attack.share)
+        sought = near(names[0].dht_id, count, tried, seed) if attack.near else [None] * count
+        strangers = [network.peer(identity=identity) for identity in sought]
+        contacts: Contacts = invented(chance) if attack.endless else fellows(strangers)
+        hostile = [Hostile(stranger, contacts) for stranger in strangers]
+        swarm.settle(peers - count, strangers)
+        async with asyncio.TaskGroup() as group:
+            for attacker in hostile:
+                victims = chance.sample([member.peer.contact for member in swarm.members], min(50, len(swarm.members)))
+                group.create_task(attacker.push_in(victims))
+        for number, name in enumerate(names):
+            await chance.choice(swarm.members).service.store(name, number, ttl_s=_TTL_S)
+        asked = [number % len(names) for number in range(5 * keys)]
+        found = [await _reads(chance.choice(swarm.members), names[number], number) for number in asked]
+        return sum(found), len(found)
+
+    return _simulate(seed, scenario, replace(_LINK, dead_are_silent=True))
+
+
+async def _store(swarm: DhtSwarm, keys: int, chance: Chance) -> list[Key]:
+    names = [Key("public", f"thing-{number}") for number in range(keys)]
+    for number, name in enumerate(names):
+        await chance.choice(swarm.members).service.store(name, number, ttl_s=_TTL_S)
+    return names
+
+
+async def _reads(member: Member, key: Key, value: int) -> bool:
+    """Does this peer find the value?"""
+    try:
+        entry = await member.service.get(key)
+    except SwarmError:
+        return False
+    return isinstance(entry, Entry) and entry.value == value
+
+
+def _sent(network: SimulatedNetwork) -> tuple[int, int]:
+    return sum(peer.messages_sent for peer in network.peers.values()), sum(peer.bytes_sent for peer in network.peers.values())
+
+
+def _simulate(seed: int, scenario: Callable[[SimulatedNetwork], Coroutine[Any, Any, T]], link: LinkConfig = _LINK) -> T:
+    async def main() -> T:
+        network = SimulatedNetwork(seed, link)
+        result = await scenario(network)
+        if network.errors:
+            raise network.errors[0]
+        await network.close()
+        return result
+
+    gc.disable()  # a hundred thousand messages a minute leave little in cycles; walking a thousand tables again and again costs a fifth
+    try:
+        return run_virtual(main())
+    finally:
+        gc.enable()
+        gc.collect()
+
+
+def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
+    """Every figure of the section, as soon as it is there."""
+    plan = plan or Plan()
+    for peers in plan.hops_peers:
+        say(f"simulated, {peers} peers: hops of {plan.lookups} reads")
+        yield [_hops_row(peers, hops(peers, plan.lookups))]
+    for peers in plan.heal_peers:
+        say(f"simulated, {peers} peers: healing of a split of {plan.split_s:.0f} s")
+        yield _heal_rows(peers, plan, heal(peers, plan.split_s, plan.heal_s_max))
+    for peers in plan.churn_peers:
+        say(f"simulated, {peers} peers: reads while {CHURN_SHARE:.0%} of them are replaced in ten minutes")
+        yield [_churn_row(peers, *churn_reads(peers, plan.churn_keys))]
+    for attack in ATTACKS:
+        say(f"simulated, {plan.hostile_peers} peers: {attack.title}")
+        yield [_attack_row(attack, plan.hostile_peers, *attacked_reads(attack, plan.hostile_peers, tried=plan.identities_tried))]
+    for peers in plan.rest_peers:
+        say(f"simulated, {peers} peers: traffic at rest")
+        yield _rest_rows(peers, plan, *at_rest(peers, plan.rest_warm_up_s, plan.rest_s))
+
+
+def _row(identifier: str, workload: str, quantity: str, series: Series, aim: Aim | None = None, notes: tuple[str, ...] = ()) -> Row:
+    return Row(identifier=f"simulated-{identifier}", workload=workload, quantity=quantity, ours=series, peer=None, aim=aim, notes=notes)
+
+
+def _hops_row(peers: int, found: list[float]) -> Row:
+    return _row(
+        f"{peers}-hops",
+        f"simulated swarm of {peers:,} peers, a read",
+        "calls that follow one upon the other, the longest of all reads",
+        Series(name="swarm: hops, longest", unit="hops", samples=(max(found),)),
+        Aim(of="ours", sense="at most", value=round(math.log2(peers) / 2 + 2, 1)),
+        (f"hops of {len(found)} reads: mean {sum(found) / len(found):.2f}, most {max(found):g}",),
+    )
+
+
+def _heal_rows(peers: int, plan: Plan, healing: Healing) -> list[Row]:
+    def row(identifier: str, quantity: str, found_s: float | None, reason: str) -> Row:
+        series = Series(
+            name=f"swarm: healing, {identifier}",
+            unit="s",
+            samples=() if found_s is None else (found_s,),
+            failed=int(found_s is None),
+            reasons=() if found_s is not None else (f"{reason} after {plan.heal_s_max:.0f} s",),
+        )
+        title = f"simulated swarm of {peers:,} peers, cut in halves for {plan.split_s:.0f} s"
+        return _row(f"{peers}-heal-{identifier}", title, quantity, series)
+
+    missing = f"{healing.missing} of 50 values not found"
+    return [
+        row("tables", "from the cut's end until everybody is reached from everybody", healing.tables_s, "in parts"),
+        row("reads", "from the cut's end until all that one side wrote is found from the other", healing.reads_s, missing),
+    ]
+
+
+def _churn_row(peers: int, found: int, reads: int, lost: int) -> Row:
+    return _row(
+        f"{peers}-churn",
+        f"simulated swarm of {peers:,} peers, 20 % replaced in ten minutes",
+        "reads that find what was stored before",
+        Series(name="swarm: reads that succeed", unit="%", samples=(100.0 * found / reads,)),
+        Aim(of="ours", sense="at least", value=99.5) if peers == 1_000 else None,
+        (f"{found} of {reads} reads; keys that no live peer holds in the end: {lost}",),
+    )
+
+
+def _attack_row(attack: Attack, peers: int, found: int, reads: int) -> Row:
+    return _row(
+        f"{peers}-{attack.identifier}",
+        f"simulated swarm of {peers:,} peers: {attack.title}",
+        "reads that still succeed",
+        Series(name="swarm: reads that succeed", unit="%", samples=(100.0 * found / reads,)),
+    )
+
+
+def _rest_rows(peers: int, plan: Plan, messages: float, size_bytes: float) -> list[Row]:
+    title = f"simulated swarm of {peers:,} peers at rest"
+    note = (
+        f"measured over {plan.rest_s:.0f} s after {plan.rest_warm_up_s:.0f} s; requests and replies, protobuf bytes without TLS and TCP",
+    )
+    return [
+        _row(
+            f"{peers}-rest-messages",
+            title,
+            "messages that a peer sends in an hour",
+            Series(name="swarm: messages", unit="messages/h", samples=(messages,)),
+            None,
+            note,
+        ),
+        _row(
+            f"{peers}-rest-bytes",
+            title,
+            "bytes that a peer sends in an hour",
+            Series(name="swarm: bytes", unit="kB/h", samples=(size_bytes / 1e3,)),
+        ),
+    ]

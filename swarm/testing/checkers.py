@@ -1,0 +1,276 @@
+"""What must hold in a simulated swarm whatever happens: small classes, one promise each.
+
+A scenario keeps a `Ledger` of what every writer wrote and feeds the checkers while it runs: what was read, what each peer holds and how
+large its tables are. A broken promise becomes a line of `violations`, with the virtual time. The checkers know everything (the ledger,
+every peer's storage, the true time), which no peer does.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from swarm.dht.records import Entry, decode_value
+from swarm.ids import Key, PeerId
+from swarm.testing.dht_swarm import Member
+from swarm.testing.virtual_loop import EPOCH_UNIX_S
+
+_VIOLATIONS_MAX = 50
+_CLOCK_SLACK_S = 1.0  # what a peer leaves uncorrected of its clock (0.5 s), and the way of a message
+
+
+@dataclass(slots=True, kw_only=True)
+class Write:
+    """One entry that a writer issued. Every value is written once, so that a value names its write. Times are the simulation's."""
+
+    number: int
+    key: Key
+    subkey: str | None
+    writer: PeerId
+    begun_s: float
+    expires_s: float
+    acknowledged_s: float | None = None  # None: still on its way, or no replica took it
+    replaced_s: float | None = None  # when a later write or a deletion by the same owner began: from then on either may be seen
+    last_plenty_s: float | None = None  # when two live peers were last seen to hold it
+    lost: bool = False  # found to be held by nobody
+
+    @property
+    def owner(self) -> tuple[Key, PeerId, str | None]:
+        return self.key, self.writer, self.subkey
+
+    def lives(self, now_s: float) -> bool:
+        """Must a reader find it?"""
+        return self.acknowledged_s is not None and self.replaced_s is None and now_s < self.expires_s
+
+
+class Ledger:
+    """All writes, by the number that is their value."""
+
+    def __init__(self) -> None:
+        self.writes: dict[int, Write] = {}
+        self._latest: dict[tuple[Key, PeerId, str | None], Write] = {}
+
+    def begin(self, key: Key, subkey: str | None, writer: PeerId, now_s: float, expires_s: float) -> Write:
+        """A write begins; the value to store is its number."""
+        write = Write(number=len(self.writes), key=key, subkey=subkey, writer=writer, begun_s=now_s, expires_s=expires_s)
+        self.writes[write.number] = write
+        self.replace(write.owner, now_s)
+        self._latest[write.owner] = write
+        return write
+
+    def replace(self, owner: tuple[Key, PeerId, str | None], now_s: float) -> None:
+        """The owner's entry is being deleted or replaced."""
+        old = self._latest.pop(owner, None)
+        if old is not None:
+            old.replaced_s = now_s
+
+    def owned(self, writer: PeerId) -> list[Write]:
+        """What this writer wrote last under each of its names."""
+        return [write for write in self._latest.values() if write.writer == writer]
+
+    def living(self, now_s: float) -> list[Write]:
+        """What must be found."""
+        for owner in [owner for owner, write in self._latest.items() if write.expires_s < now_s]:
+            del self._latest[owner]
+        return [write for write in self._latest.values() if write.lives(now_s)]
+
+
+class Violations:
+    """What went wrong; of more than fifty lines the first are kept."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.count = 0
+
+    def add(self, now_s: float, text: str) -> None:
+        self.count += 1
+        if len(self.lines) < _VIOLATIONS_MAX:
+            self.lines.append(f"{now_s:.1f} s: {text}")
+
+
+@dataclass(slots=True, eq=False)
+class Authorship:
+    """No entry is one that its writer did not write: nothing is forged, mixed up, or overwritten by somebody else."""
+
+    ledger: Ledger
+    violations: Violations
+
+    def entry(self, where: str, key: Key, writer: PeerId, subkey: str | None, value: Any, now_s: float) -> Write | None:
+        """An entry that a reader was given, or a replica holds: its write, or None when nobody made it."""
+        write = self.ledger.writes.get(value) if isinstance(value, int) else None
+        if write is None or write.owner != (key, writer, subkey):
+            self.violations.add(now_s, f"{where}: {writer.short} never wrote {value!r} under {key} {subkey or ''}")
+            return None
+        return write
+
+
+@dataclass(slots=True, eq=False)
+class Expiry:
+    """No entry outlives its time: readers get none that has expired, by their own clock or (within what clocks may err) by the true one."""
+
+    violations: Violations
+
+    def read(self, reader: Member, entry: Entry, write: Write, begun_s: float, begun_own_s: float) -> None:
+        if entry.expiration <= begun_own_s:
+            self.violations.add(begun_s, f"{reader.peer.index} read entry {write.number}, which had expired by its own clock")
+        late_s = begun_s - (entry.expiration - EPOCH_UNIX_S)
+        if late_s > abs(reader.peer.clock.error_s) + _CLOCK_SLACK_S:
+            self.violations.add(begun_s, f"{reader.peer.index} read entry {write.number} {late_s:.1f} s after its expiration")
+
+
+@dataclass(slots=True, eq=False)
+class Survival:
+    """No record dies before its time: while an acknowledged record lives, somebody live holds it; unless all who did went within
+    `repair_s`, which no protocol can survive (counted in `unlucky`).
+    """
+
+    ledger: Ledger
+    authorship: Authorship
+    violations: Violations
+    repair_s: float
+    unlucky: int = 0
+
+    def check(self, members: Sequence[Member], now_s: float) -> None:
+        """Look into every live peer's storage. To be called often, compared with `repair_s`."""
+        holders: collections.Counter[int] = collections.Counter()
+        for member in members:
+            storage, now_us = member.service.storage, int((EPOCH_UNIX_S + now_s) * 1e6)
+            for key in storage.keys():  # noqa: SIM118 - a method, not a mapping
+                for record in storage.records(key, now_us):
+                    if not record.deleted:
+                        value, where = decode_value(record.value), f"peer {member.peer.index} holds"
+                        write = self.authorship.entry(where, key, record.writer, record.subkey, value, now_s)
+                        if write is not None:
+                            holders[write.number] += 1
+        for write in self.ledger.living(now_s):
+            self._note(write, holders[write.number], now_s)
+
+    def _note(self, write: Write, holders: int, now_s: float) -> None:
+        if holders >= 2 or write.last_plenty_s is None:
+            write.last_plenty_s = now_s
+        if holders or write.lost or now_s < (write.acknowledged_s or 0.0) + _CLOCK_SLACK_S:
+            return
+        write.lost = True
+        alone_s = now_s - write.last_plenty_s
+        if alone_s < self.repair_s:
+            self.unlucky += 1
+        else:
+            text = f"entry {write.number} ({write.key}) is held by nobody, {write.expires_s - now_s:.0f} s before its expiration; "
+            self.violations.add(now_s, f"{text}{alone_s:.0f} s ago two peers had it")
+
+
+@dataclass(slots=True, eq=False)
+class Deadlines:
+    """Every operation ends by its deadline."""
+
+    violations: Violations
+    slack_s: float = 0.05  # of virtual time, in which nothing but timers takes any
+    pending: dict[int, tuple[str, float]] = field(default_factory=dict)
+    begun: int = 0
+
+    def begin(self, what: str, deadline_s: float) -> int:
+        self.begun += 1
+        self.pending[self.begun] = (what, deadline_s)
+        return self.begun
+
+    def end(self, number: int, now_s: float) -> None:
+        what, deadline_s = self.pending.pop(number)
+        if now_s > deadline_s + self.slack_s:
+            self.violations.add(now_s, f"{what} ended {now_s - deadline_s:.2f} s after its deadline")
+
+    def check(self, now_s: float) -> None:
+        """Has one been forgotten?"""
+        for number, (what, deadline_s) in list(self.pending.items()):
+            if now_s > deadline_s + self.slack_s:
+                self.violations.add(now_s, f"{what} has not ended {now_s - deadline_s:.2f} s after its deadline")
+                del self.pending[number]
+
+
+class Limits:
+    """Tables, caches and tasks stay under their limits: every collection that can be reached from a service, by attribute name.
+
+    `limits` names what has a limit of its own; anything else may have `default_max` entries: whatever grows without bound is found in a
+    run that is long enough, whether anybody thought of it or not. `largest` says how far each went.
+    """
+
+    def __init__(self, violations: Violations, limits: Mapping[str, int] | None = None, default_max: int = 10_000) -> None:
+        self.largest: dict[str, int] = {}
+        self._violations = violations
+        self._limits = dict(limits or {})
+        self._default_max = default_max
+
+    def check(self, members: Iterable[Member], now_s: float) -> None:
+        for member in members:
+            sizes = dict(sizes_of(member.service))
+            sizes["tasks"] = len(member.peer.supervisor.running)
+            sizes["calls in progress"] = len(member.peer.handling)
+            for name, size in sizes.items():
+                self.largest[name] = max(size, self.largest.get(name, 0))
+                size_max = self._limits.get(name, self._default_max)
+                if size > size_max:
+                    self._violations.add(now_s, f"peer {member.peer.index}: {name} has {size} entries, more than {size_max}")
+            storage = member.service.storage
+            if storage.size_bytes > storage.config.bytes_max:
+                self._violations.add(now_s, f"peer {member.peer.index} stores {storage.size_bytes} bytes")
+
+
+def sizes_of(root: object, depth_max: int = 4) -> Iterator[tuple[str, int]]:
+    """(path of attribute names, length) of every collection that belongs to `root`, in objects of this project, as deep as `depth_max`."""
+    pending: list[tuple[str, object, int]] = [("", root, 0)]
+    seen: set[int] = set()
+    while pending:
+        path, value, depth = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        for name in _attributes(value):
+            part = getattr(value, name, None)
+            where = f"{path}.{name}" if path else name
+            if isinstance(part, dict | list | set | collections.deque):
+                yield where, len(part)
+            elif depth < depth_max and type(part).__module__.startswith("swarm.") and not type(part).__module__.startswith("swarm.testing"):
+                pending.append((where, part, depth + 1))
+
+
+def _attributes(value: object) -> list[str]:
+    slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    return [*getattr(value, "__dict__", {}), *slots]
+
+
+class OneSwarm:
+    """A healed swarm is one: everybody live is reached from everybody live, by routing tables alone."""
+
+    def __init__(self, violations: Violations) -> None:
+        self._violations = violations
+
+    def parts(self, members: Sequence[Member]) -> int:
+        """Into how many islands the tables fall: 1 is whole. An island: peers that all reach each other."""
+        by_id = {member.peer.peer_id: number for number, member in enumerate(members)}
+        known = [[by_id[contact.peer_id] for contact in member.service.overlay.table if contact.peer_id in by_id] for member in members]
+        knowing: list[list[int]] = [[] for _ in members]
+        for number, others in enumerate(known):
+            for other in others:
+                knowing[other].append(number)
+        left, islands = set(range(len(members))), 0
+        while left:
+            start = min(left)
+            left -= _reached(start, known) & _reached(start, knowing)
+            islands += 1
+        return islands
+
+    def check(self, members: Sequence[Member], now_s: float) -> None:
+        islands = self.parts(members)
+        if islands > 1:
+            self._violations.add(now_s, f"the swarm of {len(members)} has fallen into {islands} parts")
+
+
+def _reached(start: int, edges: Sequence[Sequence[int]]) -> set[int]:
+    found, pending = {start}, [start]
+    while pending:
+        for other in edges[pending.pop()]:
+            if other not in found:
+                found.add(other)
+                pending.append(other)
+    return found

@@ -1,0 +1,233 @@
+"""Whole simulated swarms with everything going wrong, checked throughout: `make sim SEED=7`.
+
+    python -m swarm.testing.scenarios --seed 7 --peers 60 --hours 1 --scenario storm
+
+A scenario is a swarm of production DHT peers, a workload of many writers, a schedule of faults, and the checkers; all of it follows from
+the seed. It goes in rounds: faults for ten minutes, then peace, in which the swarm must heal within `settle_s`; then everything that
+was stored and lives must be found. A failure is `ScenarioFailed`, whose text ends with the line that replays it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import click
+
+from swarm.dht.config import DhtConfig
+from swarm.testing.chance import Chance
+from swarm.testing.checkers import Ledger, Limits, OneSwarm, Survival, Violations
+from swarm.testing.dht_swarm import DhtSwarm
+from swarm.testing.faults import FaultConfig, Faults
+from swarm.testing.network import LinkConfig, SimulatedNetwork
+from swarm.testing.virtual_loop import run_virtual
+from swarm.testing.workload import Tally, WorkConfig, Workload
+
+Say = Callable[[str], None]
+_WATCH_S = 20.0  # how often every storage and table is looked at
+_HEAL_POLL_S = 5.0
+_TABLES_MAX = 10_000
+
+# What may go wrong in each.
+SCENARIOS: dict[str, tuple[str, ...]] = {
+    "calm": (),
+    "churn": (),
+    "crash": ("crash",),
+    "split": ("split", "one-way"),
+    "loss": ("loss", "freeze"),
+    "clock": ("clock",),
+    "storm": ("crash", "freeze", "split", "one-way", "loss", "clock"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScenarioConfig:
+    """One scenario; equal ones go alike."""
+
+    seed: int = 1
+    peers: int = 40
+    hours: float = 0.5
+    name: str = "storm"
+    faults_s: float = 600.0  # of each round
+    settle_s: float = 300.0  # how long a healed swarm may take to be whole again
+    repair_s: float = 300.0  # records all of whose holders go within this may be lost
+    operations_per_s: float = 1.0
+    every_s: float = 30.0  # one fault in about so long
+
+    @property
+    def replay(self) -> str:
+        """The line that runs the same scenario again."""
+        return f"make sim SEED={self.seed} PEERS={self.peers} HOURS={self.hours:g} SCENARIO={self.name}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Report:
+    """What happened."""
+
+    digest: str = ""
+    messages: int = 0
+    bytes_sent: int = 0
+    virtual_s: float = 0.0
+    wall_s: float = 0.0
+    heal_s: list[float] = field(default_factory=list)  # of each round: from peace until the tables are one swarm's
+    audited: int = 0
+    unlucky: int = 0
+    tally: Tally = field(default_factory=Tally)
+    faults: dict[str, int] = field(default_factory=dict)
+    largest: dict[str, int] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """For people."""
+        tally, speed = self.tally, f"{self.messages} messages ({self.messages / max(self.wall_s, 1e-9):.0f}/s)"
+        largest = sorted(self.largest.items(), key=lambda item: -item[1])[:8]
+        return [
+            f"{self.virtual_s / 3600:.2f} virtual hours in {self.wall_s:.0f} s, {speed}, digest {self.digest}",
+            "faults: " + (", ".join(f"{count} × {kind}" for kind, count in sorted(self.faults.items())) or "none"),
+            f"stores {tally.stores} ({tally.stores_failed} with fewer than two replicas), deletions {tally.deletions}, "
+            f"reads of living entries {tally.reads} ({tally.reads_complete} complete, {tally.reads_failed} unanswered)",
+            f"keys audited after healing {self.audited}; records lost with all of their holders {self.unlucky}",
+            "healed after " + (", ".join(f"{seconds:.0f} s" for seconds in self.heal_s) or "–"),
+            "largest: " + ", ".join(f"{name} {size}" for name, size in largest),
+        ]
+
+
+class ScenarioFailed(AssertionError):
+    """Promises were broken; the text ends with the line that replays the run."""
+
+
+def run_scenario(config: ScenarioConfig, say: Say = lambda text: None) -> Report:
+    """Run one scenario in virtual time. ScenarioFailed says what was broken, and how to see it again."""
+    if config.name not in SCENARIOS:
+        raise ValueError(f"no scenario {config.name!r}: there are {', '.join(SCENARIOS)}")
+    with tempfile.TemporaryDirectory(prefix="swarm-sim-") as folder:
+        try:
+            return run_virtual(_Run(config, say, Path(folder)).main())
+        except ScenarioFailed:
+            raise
+        except BaseException as error:
+            error.add_note(f"replay: {config.replay}")
+            raise
+
+
+class _Run:
+    def __init__(self, config: ScenarioConfig, say: Say, disk: Path) -> None:
+        self._config = config
+        self._say = say
+        self._started_s = time.monotonic()
+        self._network = SimulatedNetwork(config.seed, LinkConfig(delay_s=0.04, jitter=0.5, loss=0.001), disk=disk)
+        self._swarm = DhtSwarm(self._network, DhtConfig())
+        self._violations = Violations()
+        self._ledger = Ledger()
+        work = WorkConfig(operations_per_s=config.operations_per_s, ttl_s=(120.0, 1800.0))
+        self._work = Workload(self._swarm, self._ledger, self._violations, Chance(config.seed, "work"), work)
+        self._survival = Survival(self._ledger, self._work.authorship, self._violations, config.repair_s)
+        self._limits = Limits(self._violations, default_max=_TABLES_MAX)
+        self._one = OneSwarm(self._violations)
+        self._report = Report(tally=self._work.tally)
+
+    async def main(self) -> Report:
+        config, loop = self._config, asyncio.get_running_loop()
+        self._say(f"{config.name}: {config.peers} peers join")
+        await self._swarm.grow(config.peers)
+        gc.collect()
+        gc.freeze()  # what is there now stays: the collector need not look at it again and again
+        try:
+            end_s = loop.time() + config.hours * 3600.0
+            number = 0
+            while loop.time() < end_s and self._violations.count == 0:
+                await self._round(number, min(loop.time() + config.faults_s, end_s))
+                number += 1
+            await self._network.close()
+        finally:
+            gc.unfreeze()
+        return self._finish()
+
+    async def _round(self, number: int, until_s: float) -> None:
+        config = self._config
+        async with asyncio.TaskGroup() as group:
+            fault_config = FaultConfig(every_s=config.every_s, churn_share=0.2 if config.name == "churn" else 0.0)
+            faults = Faults(self._swarm, Chance(config.seed, "faults", number), fault_config, group)
+            watching = group.create_task(self._watch())
+            group.create_task(self._work.run(until_s, group))
+            if fault_config.churn_share:
+                await faults.churn(until_s)
+            if SCENARIOS[config.name]:
+                await faults.run(until_s, SCENARIOS[config.name])
+            await asyncio.sleep(max(until_s - asyncio.get_running_loop().time(), 0.0))
+            await faults.calm()
+            await self._heal()
+            self._report.audited += await self._work.audit(self._swarm.live)
+            watching.cancel()
+        for kind, count in faults.counts.items():
+            self._report.faults[kind] = self._report.faults.get(kind, 0) + count
+        self._progress()
+
+    async def _heal(self) -> None:
+        """Peace: until the tables are one swarm's, at most `settle_s`; the rest of that time is for records to find their places."""
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        healed_s: float | None = None
+        while loop.time() < begun_s + self._config.settle_s:
+            if healed_s is None and self._one.parts(self._swarm.live) == 1:
+                healed_s = loop.time()
+                self._report.heal_s.append(healed_s - begun_s)
+            await asyncio.sleep(_HEAL_POLL_S)
+        self._one.check(self._swarm.live, loop.time())
+
+    async def _watch(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            live = self._swarm.live
+            self._survival.check(live, loop.time())
+            self._limits.check(live, loop.time())
+            self._work.deadlines.check(loop.time())
+            for error in self._network.errors:
+                self._violations.add(loop.time(), f"a handler failed: {error!r}")
+            self._network.errors.clear()
+
+    def _progress(self) -> None:
+        report = self._report
+        report.virtual_s = asyncio.get_running_loop().time()
+        report.messages = sum(peer.messages_sent for peer in self._network.peers.values())
+        report.bytes_sent = sum(peer.bytes_sent for peer in self._network.peers.values())
+        report.wall_s = time.monotonic() - self._started_s
+        report.digest, report.largest, report.unlucky = self._network.digest, self._limits.largest, self._survival.unlucky
+        self._say(
+            f"{report.virtual_s / 3600:.2f} h: {report.messages} messages, {self._violations.count} violations, {report.wall_s:.0f} s"
+        )
+
+    def _finish(self) -> Report:
+        self._progress()
+        if self._violations.count:
+            lines = [f"{self._violations.count} promises broken:", *self._violations.lines, *self._report.lines()]
+            raise ScenarioFailed("\n".join([*lines, f"replay: {self._config.replay}"]))
+        return replace(self._report)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--seed", default=1, show_default=True, help="Everything follows from it.")
+@click.option("--peers", default=200, show_default=True)
+@click.option("--hours", default=2.0, show_default=True, help="Of virtual time.")
+@click.option("--scenario", default="storm", show_default=True, type=click.Choice(sorted(SCENARIOS)))
+@click.option("--rate", "operations_per_s", default=1.0, show_default=True, help="Operations a virtual second.")
+def main(seed: int, peers: int, hours: float, scenario: str, operations_per_s: float) -> None:
+    """Run a simulated swarm with everything going wrong. Exit code 1 and a line to replay it when a promise is broken."""
+    config = ScenarioConfig(seed=seed, peers=peers, hours=hours, name=scenario, operations_per_s=operations_per_s)
+    click.echo(f"replay: {config.replay}")
+    try:
+        report = run_scenario(config, say=lambda text: click.echo(text, err=True))
+    except ScenarioFailed as failure:
+        click.echo(str(failure))
+        raise SystemExit(1) from None
+    for line in report.lines():
+        click.echo(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""What a scenario's peers do: many writers store, delete and read, and every answer is held against the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarm.dht.records import encode_value
+from swarm.errors import SwarmError, UsageError
+from swarm.ids import Key
+from swarm.testing.chance import Chance
+from swarm.testing.checkers import Authorship, Deadlines, Expiry, Ledger, Violations, Write
+from swarm.testing.dht_swarm import DhtSwarm, Member
+from swarm.testing.virtual_loop import EPOCH_UNIX_S
+
+_TIMEOUT_S = 10.0
+_GRACE_S = 2.0  # an entry this close to its expiration may be seen or not: clocks differ
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkConfig:
+    """How much is asked of the swarm."""
+
+    operations_per_s: float = 1.0
+    keys: int = 40
+    ttl_s: tuple[float, float] = (120.0, 900.0)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What came of it."""
+
+    stores: int = 0
+    stores_failed: int = 0
+    deletions: int = 0
+    reads: int = 0  # of keys of which a living entry was known
+    reads_complete: int = 0  # that found every living entry
+    reads_failed: int = 0  # nobody answered
+
+
+class Workload:
+    """Operations by peers drawn from the seed."""
+
+    def __init__(self, swarm: DhtSwarm, ledger: Ledger, violations: Violations, chance: Chance, config: WorkConfig) -> None:
+        self.ledger = ledger
+        self.tally = Tally()
+        self.authorship = Authorship(ledger, violations)
+        self.deadlines = Deadlines(violations)
+        self._expiry = Expiry(violations)
+        self._violations = violations
+        self._swarm = swarm
+        self._chance = chance
+        self._config = config
+        self._keys = [
+            Key("public", f"thing-{number}") if number % 3 else Key("run.sim", f"thing-{number}") for number in range(config.keys)
+        ]
+
+    async def run(self, until_s: float, group: asyncio.TaskGroup) -> None:
+        """Begin operations until then; each runs in a task of its own."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._chance.expovariate(self._config.operations_per_s))
+            if loop.time() >= until_s:
+                return
+            live = self._swarm.live
+            if live:
+                member, drawn = self._chance.choice(live), self._chance.random()
+                operation = self.store if drawn < 0.45 else self.delete if drawn < 0.55 else self.read
+                group.create_task(operation(member))
+
+    async def store(self, member: Member) -> None:
+        key = self._chance.choice(self._keys)
+        ttl_s = self._chance.uniform(*self._config.ttl_s)
+        subkey = str(member.peer.peer_id) if key.namespace.startswith("run.") else self._chance.choice([None, "a", "b"])
+        # What the entry says is by the writer's clock: within what that is wrong, it is the true time.
+        expires_s = _now_s() + ttl_s + min(member.peer.clock.error_s, 0.0)
+        write = self.ledger.begin(key, subkey, member.peer.peer_id, _now_s(), expires_s)
+        number = self.deadlines.begin(f"store of entry {write.number} by {member.peer.index}", _now_s() + _TIMEOUT_S)
+        self.tally.stores += 1
+        try:
+            result = await member.service.store(key, write.number, ttl_s=ttl_s, subkey=subkey, timeout_s=_TIMEOUT_S)
+        except UsageError:  # its clock was ahead when it wrote before, and is not any more
+            self.tally.stores_failed += 1
+            return
+        finally:
+            self.deadlines.end(number, _now_s())
+        # One replica alone may die the next moment: what counts as stored is held by two at least, when there are two.
+        if result.replicas >= min(2, len(self._swarm.live)) and member.peer.up:
+            write.acknowledged_s = _now_s()
+        else:
+            self.tally.stores_failed += 1
+
+    async def delete(self, member: Member) -> None:
+        owned = self.ledger.owned(member.peer.peer_id)
+        if not owned:
+            return
+        write = self._chance.choice(owned)
+        self.ledger.replace(write.owner, _now_s())
+        number = self.deadlines.begin(f"deletion of entry {write.number} by {member.peer.index}", _now_s() + _TIMEOUT_S)
+        self.tally.deletions += 1
+        with contextlib.suppress(SwarmError):  # nobody answered the read that a deletion without memory begins with
+            await member.service.delete(write.key, subkey=write.subkey, timeout_s=_TIMEOUT_S)
+        self.deadlines.end(number, _now_s())
+
+    async def read(self, member: Member) -> None:
+        key = self._chance.choice(self._keys)
+        missing = await self.missing(member, key)
+        if missing is None:
+            self.tally.reads_failed += 1
+
+    async def missing(self, member: Member, key: Key) -> list[Write] | None:
+        """Read a key and check every entry. Which living entries were not found; None when nobody answered."""
+        begun_s, begun_own_s = _now_s(), member.peer.clock.swarm_s()
+        wanted = [write for write in self.ledger.living(begun_s) if write.key == key and not write.lost]
+        number = self.deadlines.begin(f"read of {key} by {member.peer.index}", begun_s + _TIMEOUT_S)
+        try:
+            entries = await member.service.get_all(key, timeout_s=_TIMEOUT_S)
+        except SwarmError:
+            return None
+        finally:
+            self.deadlines.end(number, _now_s())
+        found = set()
+        for entry in entries:
+            write = self.authorship.entry(f"{member.peer.index} read", key, entry.writer, entry.subkey, entry.value, _now_s())
+            if write is not None:
+                self._expiry.read(member, entry, write, begun_s, begun_own_s)
+                found.add(write.number)
+        missing = [write for write in wanted if write.number not in found and write.lives(_now_s() + _GRACE_S)]
+        if wanted:
+            self.tally.reads += 1
+            self.tally.reads_complete += not missing
+        return missing
+
+    async def audit(self, readers: Sequence[Member]) -> int:
+        """Nothing is wrong any more: every living record must be found, by a peer drawn for each key. How many keys were read."""
+        asked = 0
+        for key in self._keys:
+            member = self._chance.choice(readers)
+            missing = await self.missing(member, key)
+            asked += 1
+            if missing is None:
+                self._violations.add(_now_s(), f"nobody answered {member.peer.index}, which reads {key} in a healed swarm")
+            for write in missing or []:
+                if not write.lost:
+                    text = f"{member.peer.index} does not find entry {write.number} under {key} in a healed swarm"
+                    left = f"{_now_s() - write.begun_s:.0f} s after its writing, {write.expires_s - _now_s():.0f} s before its expiration"
+                    self._violations.add(_now_s(), f"{text}, {left}; {self._holders(write)}")
+        return asked
+
+    def _holders(self, write: Write) -> str:
+        """Who holds it, and where they stand among the live peers by distance: the replicas are 0 to 4."""
+        live = sorted(self._swarm.live, key=lambda member: member.peer.peer_id.dht_id ^ write.key.dht_id)
+        now_us = int((EPOCH_UNIX_S + _now_s()) * 1e6)
+        ranks = [
+            f"peer {member.peer.index} (nearest but {rank})"
+            for rank, member in enumerate(live)
+            if any(record.value == encode_value(write.number) for record in member.service.storage.records(write.key, now_us))
+        ]
+        return f"written by {self._swarm.network.peers[write.writer].index}, held by " + (", ".join(ranks) or "nobody")
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

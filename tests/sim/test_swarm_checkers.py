@@ -1,0 +1,182 @@
+"""Each checker must be able to fail: what it promises is broken here on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from swarm.dht.records import Entry, Record, encode_value, signed
+from swarm.ids import Key
+from swarm.testing.checkers import Authorship, Deadlines, Expiry, Ledger, Limits, OneSwarm, Survival, Violations, Write, sizes_of
+from swarm.testing.dht_swarm import DhtSwarm, Member
+from swarm.testing.network import SimulatedNetwork
+from swarm.testing.virtual_loop import EPOCH_UNIX_S, run_virtual
+
+KEY = Key("public", "thing")
+
+
+def entry_of(write: Write, value: object, expiration: float) -> Entry:
+    return Entry(value=value, subkey=write.subkey, writer=write.writer, issued_at=expiration - 60, expiration=expiration)
+
+
+async def swarm_of(count: int) -> DhtSwarm:
+    swarm = DhtSwarm(SimulatedNetwork(seed=1))
+    await swarm.grow(count)
+    return swarm
+
+
+async def written(ledger: Ledger, member: Member, ttl_s: float = 600.0) -> Write:
+    now_s = asyncio.get_running_loop().time()
+    write = ledger.begin(KEY, None, member.peer.peer_id, now_s, now_s + ttl_s)
+    assert (await member.service.store(KEY, write.number, ttl_s=ttl_s)).ok
+    write.acknowledged_s = asyncio.get_running_loop().time()
+    return write
+
+
+def test_what_nobody_wrote_is_seen() -> None:
+    async def scenario() -> None:
+        swarm = await swarm_of(2)
+        ledger, violations = Ledger(), Violations()
+        authorship = Authorship(ledger, violations)
+        one, two = (member.peer.peer_id for member in swarm.members)
+        write = await written(ledger, swarm.members[0])
+        assert authorship.entry("read", KEY, one, None, write.number, 1.0) is write
+        assert not violations.lines
+        for writer, subkey, value in ((two, None, write.number), (one, "a", write.number), (one, None, 99), (one, None, "x")):
+            assert authorship.entry("read", KEY, writer, subkey, value, 1.0) is None
+        assert violations.count == 4
+        await swarm.network.close()
+
+    run_virtual(scenario())
+
+
+def test_what_outlives_its_time_is_seen() -> None:
+    async def scenario() -> None:
+        swarm = await swarm_of(1)
+        ledger, violations = Ledger(), Violations()
+        reader = swarm.members[0]
+        write = await written(ledger, reader)
+        expiry, now = Expiry(violations), reader.peer.clock.swarm_s()
+        begun_s = now - EPOCH_UNIX_S
+        expiry.read(reader, entry_of(write, 0, now + 1), write, begun_s, now)
+        assert not violations.count
+        expiry.read(reader, entry_of(write, 0, now - 0.1), write, begun_s, now)
+        assert violations.count == 1, "expired by its own clock, within what clocks may err"
+        expiry.read(reader, entry_of(write, 0, now - 30), write, begun_s, now - 60)
+        assert violations.count == 2, "its own clock said so, but nothing excuses that clock"
+        await swarm.network.close()
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize(("repair_s", "broken"), [(300.0, False), (50.0, True)])
+def test_what_dies_before_its_time_is_seen(repair_s: float, broken: bool) -> None:
+    async def scenario() -> None:
+        swarm = await swarm_of(8)
+        ledger, violations, loop = Ledger(), Violations(), asyncio.get_running_loop()
+        survival = Survival(ledger, Authorship(ledger, violations), violations, repair_s)
+        write = await written(ledger, swarm.members[0])
+        survival.check(swarm.live, loop.time())
+        holders = [member for member in swarm.members if member.service.storage.records(KEY, member.service.overlay.now_us)]
+        assert len(holders) == 5
+        assert write.last_plenty_s == loop.time()
+        for holder in holders:  # at once: no protocol survives that
+            await swarm.network.crash(holder.peer)
+        await asyncio.sleep(100.0)
+        for _ in range(2):
+            survival.check(swarm.live, loop.time())
+        assert (violations.count, survival.unlucky) == ((1, 0) if broken else (0, 1)), "told once"
+        await swarm.network.close()
+
+    run_virtual(scenario())
+
+
+def test_a_replica_that_holds_a_forgery_is_seen() -> None:
+    async def scenario() -> None:
+        swarm = await swarm_of(3)
+        ledger, violations, loop = Ledger(), Violations(), asyncio.get_running_loop()
+        survival = Survival(ledger, Authorship(ledger, violations), violations, 300.0)
+        await written(ledger, swarm.members[0])
+        member = swarm.members[1]
+        now_us = member.service.overlay.now_us
+        record = Record(
+            key=KEY, subkey=None, value=encode_value(77), issued_at_us=now_us, expiration_us=now_us + 10**8, writer=member.peer.peer_id
+        )
+        member.service.storage.store(signed(record, member.peer.identity), now_us)
+        survival.check(swarm.live, loop.time())
+        assert violations.count == 1
+        await swarm.network.close()
+
+    run_virtual(scenario())
+
+
+def test_late_and_forgotten_operations_are_seen() -> None:
+    violations = Violations()
+    deadlines = Deadlines(violations)
+    in_time, late, _ = (deadlines.begin(what, 10.0) for what in ("one", "two", "three"))
+    deadlines.end(in_time, 10.0)
+    deadlines.check(10.0)
+    assert not violations.lines
+    deadlines.end(late, 11.0)
+    deadlines.check(12.0)
+    deadlines.check(13.0)
+    assert [line.partition(" s: ")[2] for line in violations.lines] == [
+        "two ended 1.00 s after its deadline",
+        "three has not ended 2.00 s after its deadline",
+    ]
+
+
+def test_what_grows_is_seen_wherever_it_is() -> None:
+    async def scenario() -> None:
+        swarm = await swarm_of(3)
+        violations = Violations()
+        limits = Limits(violations, {"tasks": 50}, default_max=100)
+        limits.check(swarm.members, 0.0)
+        assert not violations.lines
+        assert any(name.endswith("table._by_peer") for name in limits.largest)
+        assert any("storage" in name for name, _ in sizes_of(swarm.members[0].service))
+        service = swarm.members[1].service
+        service.overlay.table._by_peer.update({member.peer.peer_id: None for member in swarm.members})  # type: ignore[misc]
+        service.__dict__["_forgotten"] = list(range(101))
+        limits.check(swarm.members, 1.0)
+        assert violations.lines == ["1.0 s: peer 1: _forgotten has 101 entries, more than 100"]
+        await swarm.network.close()
+
+    run_virtual(scenario())
+
+
+def test_islands_are_counted() -> None:
+    async def scenario() -> None:
+        swarm = await swarm_of(6)
+        one = OneSwarm(Violations())
+        assert one.parts(swarm.members) == 1
+        left = swarm.members[:3]
+        for member in left:
+            for other in swarm.members[3:]:
+                while other.peer.peer_id in member.service.overlay.table:
+                    member.service.overlay.table.failed(other.peer.peer_id, at_once=True)
+        assert one.parts(swarm.members) == 2, "three know nobody of the others, who know them"
+        one.check(swarm.members, 0.0)
+        assert one._violations.count == 1
+        await swarm.network.close()
+
+    run_virtual(scenario())
+
+
+def test_the_ledger_knows_what_must_be_found() -> None:
+    async def scenario() -> None:
+        swarm = await swarm_of(1)
+        ledger = Ledger()
+        first = await written(ledger, swarm.members[0], ttl_s=100.0)
+        assert ledger.living(50.0) == [first]
+        second = ledger.begin(KEY, None, first.writer, 60.0, 160.0)
+        assert ledger.living(61.0) == [], "the first is being replaced, the second not acknowledged"
+        second.acknowledged_s = 62.0
+        assert ledger.living(63.0) == [second]
+        assert ledger.owned(first.writer) == [second]
+        ledger.replace(second.owner, 70.0)
+        assert ledger.living(71.0) == []
+        await swarm.network.close()
+
+    run_virtual(scenario())

@@ -1,0 +1,95 @@
+"""The measurements of `benchmarks.simulated`, in small: that they run, count rightly, and stay within their bounds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from benchmarks import report, simulated
+from swarm.testing.chance import Chance
+from swarm.testing.dht_swarm import DhtSwarm, LazySwarm, Overview
+from swarm.testing.hostile import near
+from swarm.testing.network import SimulatedNetwork
+from swarm.testing.virtual_loop import run_virtual
+
+
+@pytest.mark.parametrize("peers", [100, 400])
+def test_hops_grow_with_the_logarithm(peers: int) -> None:
+    assert max(simulated.hops(peers, lookups=20)) <= math.log2(peers) / 2 + 2
+
+
+def test_a_settled_table_is_a_grown_one() -> None:
+    """The overview's tables obey the table's own rule: being told of everybody changes no bucket's range."""
+
+    async def scenario() -> None:
+        swarm = DhtSwarm(SimulatedNetwork(seed=2))
+        everybody = swarm.settle(300)
+        for member in swarm.members[:20]:
+            table = member.service.overlay.table
+            known, buckets = len(table), table.bucket_count
+            for other in swarm.members:
+                table.met(other.peer.contact, 1.0)
+            assert (len(table), table.bucket_count) == (known, buckets)
+        place = swarm.members[0].peer.peer_id.dht_id
+        assert everybody.nearest(place, 1) == [swarm.members[0].peer.contact]
+        await swarm.network.close()
+
+    run_virtual(scenario())
+
+
+def test_a_lazy_swarm_makes_who_is_asked() -> None:
+    async def scenario() -> None:
+        network = SimulatedNetwork(seed=3)
+        swarm = LazySwarm(network, 300)
+        await swarm.service(swarm.peers[7]).get(simulated.Key("public", "x"))
+        assert 5 < len(swarm._services) < 150
+        assert not network.errors
+        await network.close()
+
+    run_virtual(scenario())
+
+
+def test_identities_near_a_key_are_nearest() -> None:
+    sought = near(12345, 3, 200, "x")
+    assert len(sought) == 3
+    others = Overview([])
+    assert others.nearest(0, 5) == []
+    distances = [identity.peer_id.dht_id ^ 12345 for identity in sought]
+    assert distances == sorted(distances)
+    assert distances[-1] < 2**256 // 20
+
+
+def test_every_figure_becomes_a_row() -> None:
+    plan = simulated.Plan(
+        hops_peers=(30,),
+        lookups=5,
+        rest_peers=(20,),
+        rest_warm_up_s=10.0,
+        rest_s=60.0,
+        churn_peers=(30,),
+        churn_keys=10,
+        heal_peers=(30,),
+        split_s=120.0,
+        heal_s_max=120.0,
+        hostile_peers=40,
+        identities_tried=300,
+    )
+    rows = [row for section in simulated.rows(lambda text: None, plan) for row in section]
+    values = {row.identifier: row.ours.median for row in rows}
+    assert values["simulated-30-hops"] == 1.0
+    assert values["simulated-30-churn"] is not None
+    assert (values["simulated-30-heal-tables"] or 0.0) < 120.0
+    assert "simulated-30-heal-reads" in values
+    assert (values["simulated-20-rest-messages"] or 0) > 10
+    assert (values["simulated-40-eclipse"] or 0) > 50
+    cells = report.cells(report.as_record(rows[0], "run"))
+    assert cells[4] == "1 hops"
+    assert cells[6].startswith("≤ 4.5")
+
+
+def test_churn_reads_count_what_is_lost() -> None:
+    found, reads, lost = simulated.churn_reads(30, keys=20, seed=Chance(1).below(100))
+    assert reads >= 6
+    assert found <= reads
+    assert lost <= 20
