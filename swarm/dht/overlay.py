@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol, TypeVar
@@ -35,6 +36,9 @@ FIND = Method(name="/swarm.Dht/Find", request=DhtFindRequest, reply=DhtFindReply
 STORE = Method(name="/swarm.Dht/Store", request=DhtStoreRequest, reply=DhtStoreReply, request_bytes_max=1 << 20, reply_bytes_max=256 << 10)
 HOLDS = Method(name="/swarm.Dht/Holds", request=DhtHoldsRequest, reply=DhtHoldsReply, request_bytes_max=256 << 10, reply_bytes_max=64 << 10)
 
+_NOTE_S = 1.0  # the book hears of a peer that was met at most this often
+_NOTED_MAX = 2048
+
 DhtReplyT = TypeVar("DhtReplyT", DhtPingReply, DhtFindReply, DhtStoreReply, DhtHoldsReply)
 Ask = Callable[[Contact], Awaitable[Sequence[Contact] | None]]
 
@@ -63,6 +67,7 @@ class Overlay:
         self.neighbourhood = 0  # how often the peers nearest to us have changed
         self.changed_s = clock.monotonic_s()  # when they last did
         self._caller = caller
+        self._noted: OrderedDict[Contact, float] = OrderedDict()  # when the book was last told of them
         self._suspects: OrderedDict[PeerId, tuple[float, int]] = OrderedDict()  # peer -> (not before, failures in a row)
 
     @property
@@ -84,7 +89,12 @@ class Overlay:
         if contact.peer_id == self.own_id:
             return
         self._suspects.pop(contact.peer_id, None)
-        self.book.seen(contact, round_trip_s=round_trip_s)
+        now_s = self.clock.monotonic_s()
+        if self._noted.get(contact, -math.inf) <= now_s - _NOTE_S:  # in a storm of calls the book would be a tenth of the work
+            self._noted[contact] = now_s
+            if len(self._noted) > _NOTED_MAX:
+                self._noted.popitem(last=False)
+            self.book.seen(contact, round_trip_s=round_trip_s)
         self._enter(contact, proven=True)
 
     def heard(self, contact: Contact) -> None:

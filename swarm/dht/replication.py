@@ -25,6 +25,7 @@ _HOLDERS_ACTING = 2  # of a key's holders the nearest this many act at once when
 _RECENT_S = 60.0  # a peer met later than this may itself be waiting for the key
 _KEYS_AT_ONCE = 64  # looked at before others get their turn
 _CHECK_S = 15.0
+_MISPLACED_S = 120.0  # who holds a record but is no replica of its key offers it to those who are this often
 _LIFE_S_MIN = 60.0  # a record with less left to live, or issued later than this, is renewed by its writer soon or not at all
 _DEBTS_MAX = 64
 _PAID_MAX = 2048
@@ -192,11 +193,12 @@ class Replication:
             if number % _KEYS_AT_ONCE == 0:
                 await asyncio.sleep(0)
             compared_s = self._compared_s.setdefault(key, now_s - period_s * self._rng.uniform(0.0, 0.5))
-            if now_s - compared_s < period_s or not self._lasting(key):
+            if now_s - compared_s < min(period_s, _MISPLACED_S) or not self._lasting(key):
                 continue
             replicas = overlay.replicas(key.dht_id)
             rank = sum(contact.peer_id.dht_id ^ key.dht_id < overlay.own_id_number ^ key.dht_id for contact in replicas)
-            if now_s - compared_s < period_s * (1.0 + 0.25 * rank):
+            misplaced = rank >= overlay.config.replicas  # whoever stored it here could not reach the replicas then
+            if now_s - compared_s < (_MISPLACED_S if misplaced else period_s * (1.0 + 0.25 * rank)):
                 continue
             self._compared_s[key] = now_s
             for contact in replicas:

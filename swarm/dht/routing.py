@@ -175,14 +175,18 @@ class RoutingTable:
         config = self.config
         near = {contact.peer_id for contact in self.nearest(self.own_id, config.near_count)}
         due: list[tuple[bool, float, Contact]] = []
+        for peer_id in near:
+            node = self._by_peer[peer_id].nodes[peer_id]
+            if node.failures or now_s - node.seen_s >= config.near_silent_s:
+                due.append((False, node.seen_s, node.contact))
         for bucket in self._buckets:
             for peer_id, node in bucket.nodes.items():
-                known_s = node.seen_s - node.since_s
-                patience_s = min(max(known_s, config.far_silent_s_min), config.far_silent_s_max)
-                if peer_id in near:
-                    patience_s = config.near_silent_s
-                if node.failures or now_s - node.seen_s >= patience_s:
-                    due.append((peer_id not in near and not node.failures, node.seen_s, node.contact))
+                silent_s = now_s - node.seen_s
+                if silent_s < config.far_silent_s_min and not node.failures:
+                    continue  # most of them: a table has hundreds of peers, and this runs every few seconds
+                patience_s = min(max(node.seen_s - node.since_s, config.far_silent_s_min), config.far_silent_s_max)
+                if (node.failures or silent_s >= patience_s) and peer_id not in near:
+                    due.append((not node.failures, node.seen_s, node.contact))
         return [contact for *_, contact in sorted(due, key=lambda one: one[:2])]
 
     def touch(self, dht_id: int, now_s: float) -> None:

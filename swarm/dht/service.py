@@ -92,8 +92,7 @@ class DhtService:
         self._replica.serve(self.handlers)
         self._reader = Reader(self.overlay, self.storage, self._replica, self._replication, self.supervisor)
         self._upkeep = Upkeep(self.overlay, self._replication, self.supervisor, self.rng)
-        self._written: OrderedDict[tuple[Key, str | None], int] = OrderedDict()  # latest expiration of what this peer wrote
-        self._last_issued_us = 0
+        self._written: OrderedDict[tuple[Key, str | None], tuple[int, int]] = OrderedDict()  # (latest expiration, latest issue) of our own
         self._joins = 0
 
     @property
@@ -181,7 +180,7 @@ class DhtService:
         """Remove this peer's own entry: a tombstone takes its place until the entry would have expired."""
         subkey = self._subkey(key, subkey)
         deadline_s = self.clock.monotonic_s() + timeout_s
-        expiration_us = self._written.get((key, subkey), 0)
+        expiration_us, _ = self._written.get((key, subkey), (0, 0))
         now_us = self.overlay.now_us
         if expiration_us <= now_us:  # not written by this process, perhaps by one before it
             search = await self._reader.read(key, exhaustive=False, max_age_s=0.0, timeout_s=timeout_s / 2)
@@ -256,8 +255,13 @@ class DhtService:
         return subkey
 
     def _issue(self, key: Key, subkey: str | None, raw: bytes, ttl_us: int, *, deleted: bool = False) -> Record:
-        """A record of this peer's, later than all it issued before."""
-        issued_at_us = max(self.overlay.now_us, self._last_issued_us + 1)
+        """A record of this peer's, later than all that it issued for this entry before.
+
+        Should this machine's clock have been far ahead when it issued the last one, the swarm holds that against it until the time has
+        come: UsageError says so. Its other entries are not concerned.
+        """
+        expired_us, issued_us = self._written.get((key, subkey), (0, 0))
+        issued_at_us = max(self.overlay.now_us, issued_us + 1)
         expiration_us = issued_at_us + min(max(ttl_us, 1), TTL_MAX_US)
         record = Record(
             key=key, subkey=subkey, value=raw, issued_at_us=issued_at_us, expiration_us=expiration_us, writer=self.peer_id, deleted=deleted
@@ -269,8 +273,8 @@ class DhtService:
             raise UsageError(f"a subkey is text that can be encoded as UTF-8: {error}") from error
         if refusal:
             raise UsageError(f"cannot store under {key}: {refusal}")
-        self._last_issued_us = issued_at_us
-        self._written[key, subkey] = max(expiration_us, self._written.pop((key, subkey), 0))
+        self._written[key, subkey] = (max(expiration_us, expired_us), issued_at_us)
+        self._written.move_to_end((key, subkey))
         if len(self._written) > _WRITTEN_MAX:
             self._written.popitem(last=False)
         return record

@@ -15,7 +15,8 @@ from swarm.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
 from swarm.identity import Identity
 from swarm.ids import Address, Contact, PeerId
 from swarm.net.channels import Channels
-from swarm.net.rpc import Handlers, Method, Server, Stream, StreamMethod
+from swarm.net.rpc import Handlers, Method, Stream, StreamMethod
+from swarm.net.server import Server
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.virtual_loop import run_virtual
 from swarm.wire.peer_pb2 import Hello

@@ -79,7 +79,7 @@ def play(scenario: Callable[[SimulatedNetwork], Awaitable[None]], *, seed: int, 
     async def run() -> None:
         try:
             await scenario(network)
-            assert not network.errors
+            assert not network.errors, network.errors
         finally:
             await network.close()
 

@@ -67,7 +67,7 @@ class Swallower:
         return DhtStoreReply(time_us=int(self.peer.clock.swarm_s() * 1e6), refusals=[""] * len(request.records))
 
     async def holds(self, caller: PeerId, request: DhtHoldsRequest) -> DhtHoldsReply:
-        return DhtHoldsReply(wanted=list(range(0, 4_000_000_000, 100_000)))
+        return DhtHoldsReply(wanted=list(range(0, 4_000_000_000, 400_000)))
 
 
 def test_four_identities_next_to_a_key_hide_nothing() -> None:
