@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -46,7 +45,6 @@ class Load:
     alone: int = ALONE  # operations of one peer while the others rest
     # gets of what the reader does not hold: fewer, since a hivemind peer keeps all that it has read, and runs out of such keys
     far_operations: int
-    bulk: bool = False  # all keys in one call of the contender's bulk operation; without bulk: `concurrency` calls of one key each
 
 
 class Peers:
@@ -77,8 +75,8 @@ class Peers:
         self._launch.__exit__(kind, error, trace)
 
     def round(self) -> Round:
-        """Stores from all, a pause in which everybody has finished, gets from all, and gets of what the readers do not hold; then one peer
-        alone.
+        """Stores from all, a pause in which everybody has finished, gets from all, and gets of what the readers do not hold, each with
+        `concurrency` calls of one key in flight; stores and gets again, all keys of a peer in one bulk call; then one peer alone.
         """
         load, batch = self._load, next(self._batches)
         before_s = self._launch.processor_s()
@@ -86,8 +84,12 @@ class Peers:
         gets = self._together("get", "any", batch)
         processor_s = self._launch.processor_s() - before_s
         far_gets = self._together("get", "elsewhere", batch, load.far_operations)
+        batch = next(self._batches)
+        bulk_stores = self._together("store", "own", batch, bulk=True)
+        bulk_gets = self._together("get", "any", batch, bulk=True)
         phases = {"stores": stores.seconds, "gets": gets.seconds, "gets elsewhere": far_gets.seconds}
-        wrong = [*stores.wrong, *gets.wrong, *far_gets.wrong]
+        phases |= {"bulk stores": bulk_stores.seconds, "bulk gets": bulk_gets.seconds}
+        wrong = [*stores.wrong, *gets.wrong, *far_gets.wrong, *bulk_stores.wrong, *bulk_gets.wrong]
         if load.alone:
             one_store = self._alone("store", "own", next(self._batches), rank=0)
             batch = next(self._batches)
@@ -113,11 +115,11 @@ class Peers:
                 return
             time.sleep(JOIN_POLL_S)
 
-    def _together(self, what: str, which: str, batch: str, count: int | None = None) -> _Phase:
+    def _together(self, what: str, which: str, batch: str, count: int | None = None, *, bulk: bool = False) -> _Phase:
         """All peers at once; seconds from the aligned start to the slowest peer's end."""
         load, at_s = self._load, time.monotonic() + START_AHEAD_S
         count = load.operations if count is None else count
-        order = {"how": "bulk" if load.bulk else "together", "at_s": at_s, "concurrency": load.concurrency}
+        order = {"how": "bulk" if bulk else "together", "at_s": at_s, "concurrency": load.concurrency}
         for rank, worker in enumerate(self._launch.workers):
             worker.tell(self._order(what, which, batch, rank, count) | order)
         done = self._launch.hear("done", ORDER_TIMEOUT_S)
@@ -160,34 +162,27 @@ def rows(setting: Setting, *, peers: int) -> list[Row]:
     def own() -> Contender:
         return Peers("swarm", python=OWN_PYTHON, module="swarm_dht", load=load)
 
-    def theirs(*, bulk: bool) -> Contender:
+    def theirs() -> Contender:
         assert setting.hivemind is not None
-        return Peers(
-            _peer_name(bulk), python=setting.hivemind, module="hivemind_dht", load=replace(load, bulk=bulk, alone=0 if bulk else ALONE)
-        )
+        return Peers(HIVEMIND, python=setting.hivemind, module="hivemind_dht", load=load)
 
     names, makers = ["swarm"], [own]
     if setting.hivemind is not None:
-        names += [_peer_name(False), _peer_name(True)]
-        makers += [partial(theirs, bulk=False), partial(theirs, bulk=True)]
+        names.append(HIVEMIND)
+        makers.append(theirs)
     setting.say(f"DHT, {peers} peers: {', '.join(names)}")
     plan = replace(setting.plan, warm_up=WARM_UP)  # connections are made in the first rounds
     tallies = take_turns(makers, names, plan, setting.say)
-    single, bulk = (tallies[1], tallies[2]) if len(tallies) == 3 else (None, None)
-    return _rows(load, tallies[0], single, bulk)
+    return _rows(load, tallies[0], tallies[1] if len(tallies) == 2 else None)
 
 
-def _peer_name(bulk: bool) -> str:
-    return f"{HIVEMIND} ({'store_many and get_many' if bulk else 'a call a key'})"
-
-
-def _rows(load: Load, own: Tally, single: Tally | None, bulk: Tally | None) -> list[Row]:
+def _rows(load: Load, own: Tally, peer: Tally | None) -> list[Row]:
     faster = Aim(of="ours / peer", sense="at least", value=TIMES_FASTER[load.peers])
     half = Aim(of="ours / peer", sense="at most", value=HALF)
     title = f"DHT, {load.peers} peers"
     crowd = f"{title}, {load.operations} keys each, {load.concurrency} operations in flight each"
 
-    def row(identifier: str, quantity: str, phases: tuple[str, ...], peer: Tally | None, aim: Aim | None) -> Row:
+    def row(identifier: str, quantity: str, phases: tuple[str, ...], aim: Aim | None) -> Row:
         one = phases[0].startswith("one ")
         return Row(
             identifier=f"dht-{load.peers}-{identifier}",
@@ -201,16 +196,16 @@ def _rows(load: Load, own: Tally, single: Tally | None, bulk: Tally | None) -> l
             notes=tuple(tally.spending() for tally in (own, peer) if tally is not None) if identifier == "all" else (),
         )
 
-    both, far = ("stores", "gets"), ("stores", "gets elsewhere")
+    both, far, bulk = ("stores", "gets"), ("stores", "gets elsewhere"), ("bulk stores", "bulk gets")
     return [
-        row("all", "stores, then gets of others' keys, from all at once", both, single, faster),
-        row("all-bulk", "the same; the peer takes all keys of a process in one call", both, bulk, faster),
-        row("far", "stores, then gets of others' keys that the reader does not hold", far, single, faster),
-        row("stores", "stores from all at once", ("stores",), single, None),
-        row("gets", "gets of others' keys from all at once; a hivemind replica reads its own copy alone", ("gets",), single, None),
-        row("gets-far", "gets of keys that the reader does not hold, from all at once", ("gets elsewhere",), single, None),
-        row("one-store", "one store", ("one store",), single, half),
-        row("one-get", "one get of a key that the reader does not hold", ("one get",), single, half),
+        row("all", "stores, then gets of others' keys, from all at once", both, faster),
+        row("all-bulk", "the same, all keys of a process in one call of store_many and one of get_many", bulk, faster),
+        row("far", "stores, then gets of others' keys that the reader does not hold", far, faster),
+        row("stores", "stores from all at once", ("stores",), None),
+        row("gets", "gets of others' keys from all at once; replicas read their own copies", ("gets",), None),
+        row("gets-far", "gets of keys that the reader does not hold, from all at once", ("gets elsewhere",), None),
+        row("one-store", "one store", ("one store",), half),
+        row("one-get", "one get of a key that the reader does not hold", ("one get",), half),
     ]
 
 
@@ -219,6 +214,5 @@ def _series(tally: Tally, load: Load, phases: tuple[str, ...]) -> Series:
     words = " and ".join(phases)
     if phases[0].startswith("one "):
         return tally.series(words, lambda outcome: outcome.phases.get(phases[0]))
-    performed = {"stores": load.operations, "gets": load.operations, "gets elsewhere": load.far_operations}
-    operations = load.peers * sum(performed[phase] for phase in phases)
+    operations = load.peers * sum(load.far_operations if phase == "gets elsewhere" else load.operations for phase in phases)
     return tally.series(words, lambda outcome: operations / sum(outcome.phases[phase] for phase in phases), unit="operations/s")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import swarm
 from benchmarks.conversation import Conversation
-from benchmarks.dht_load import TTL_S, alone, together, value, wanted
-from swarm.dht.service import DhtService
+from benchmarks.dht_load import TTL_S, alone, in_bulk, together, value, wanted
+from swarm.dht.service import DhtService, StoreItem
 from swarm.ids import Key
 
 TIMEOUT_S = 60.0
@@ -39,19 +40,33 @@ async def perform(service: DhtService, order: dict[str, Any], replicas: int) -> 
         return "" if result.ok and result.replicas >= replicas else f"a store reached {result.replicas} replicas, not {replicas}"
 
     async def get(key: str) -> str:
-        found = await service.get(Key.parse(key), timeout_s=TIMEOUT_S)
-        if found is None:
-            return "a stored value was not found"
-        return "" if not isinstance(found, dict) and found.value == value(key) else "a wrong value was found"
+        return fault(key, await service.get(Key.parse(key), timeout_s=TIMEOUT_S))
+
+    async def store_many(keys: Sequence[str]) -> list[str]:
+        items = [StoreItem(key=Key.parse(key), value=value(key)) for key in keys]
+        results = await service.store_many(items, ttl_s=TTL_S, timeout_s=TIMEOUT_S)
+        return ["" if result.ok and result.replicas >= replicas else f"a store reached {result.replicas} replicas" for result in results]
+
+    async def get_many(keys: Sequence[str]) -> list[str]:
+        found = await service.get_many(keys, timeout_s=TIMEOUT_S)
+        return [fault(key, found.answers.get(key)) for key in keys]
 
     def held(key: str) -> bool:
         return bool(service.storage.records(Key.parse(key), service.overlay.now_us))
 
     keys = wanted(order, held)
-    work = store if order["do"] == "store" else get
+    one, many = (store, store_many) if order["do"] == "store" else (get, get_many)
     if order["how"] == "alone":
-        return await alone(keys, work)
-    return await together(keys, work, at_s=order["at_s"], concurrency=order["concurrency"])
+        return await alone(keys, one)
+    if order["how"] == "bulk":
+        return await in_bulk(keys, many, at_s=order["at_s"])
+    return await together(keys, one, at_s=order["at_s"], concurrency=order["concurrency"])
+
+
+def fault(key: str, found: Any) -> str:
+    if found is None:
+        return "a stored value was not found"
+    return "" if not isinstance(found, dict) and found.value == value(key) else "a wrong value was found"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from swarm.ids import Address, Contact, PeerId
@@ -104,6 +104,12 @@ class Lookup:
         candidate = self._candidates.get(peer)
         if candidate is not None and candidate.state in (_State.ASKED, _State.STALLED):
             candidate.state = _State.FAILED
+
+    def widen(self, wanted: int) -> None:
+        """Go on until so many of the nearest have answered; nobody is asked twice. For a lookup that is done, or about to be."""
+        if wanted > self.config.wanted:
+            self.config = replace(self.config, wanted=wanted)
+            self._done = False
 
     def deadline_s(self) -> float | None:
         """When `poll` should be asked again although nobody answered; None when only an answer changes anything."""

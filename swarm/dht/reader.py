@@ -162,8 +162,18 @@ class Reader:
                 if lacking:
                     self._replication.lacks(contact, lacking)
 
+    def _agreed(self, search: Search, nearest: Sequence[Contact]) -> bool:
+        """Whether the peers nearest to the key, a majority of its replicas, hold the same, and something."""
+        own = {record.owner: record.version for record in self._storage.records(search.key, self._overlay.now_us)}
+        held = [own if contact.peer_id == self._overlay.own_id else search.given.get(contact.peer_id) for contact in nearest]
+        return len(held) > self._overlay.config.replicas // 2 and bool(held[0]) and all(one == held[0] for one in held)
+
     async def _search(self, search: Search, exhaustive: bool) -> None:
-        """Ask the replicas and merge what they hold. Ends by `search_timeout_s`, whoever waits."""
+        """Ask the replicas and merge what they hold. Ends by `search_timeout_s`, whoever waits.
+
+        A majority is asked first: whatever most replicas hold, one of these holds. Only if they are at odds, or hold nothing, the others
+        are asked, too.
+        """
         overlay, config, key = self._overlay, self._overlay.config, search.key
         nearest_max = config.replicas if overlay.knows_all and not exhaustive else 0
         request = DhtFindRequest(sender=overlay.sender, queries=[DhtFindQuery(key=key_to_wire(key))], nearest_max=nearest_max)
@@ -175,11 +185,15 @@ class Reader:
                 return None
             return await self.absorb(search, contact.peer_id, reply.results[0])
 
-        wanted = config.routing.bucket_max if exhaustive else config.replicas
+        wanted = config.routing.bucket_max if exhaustive else config.replicas // 2 + 1
         search.merge(self._storage.records(key, overlay.now_us))
         try:
             async with asyncio.timeout(config.search_timeout_s):
-                nearest = await overlay.search(overlay.lookup(key.dht_id, wanted=wanted, parallel=config.replicas), ask)
+                lookup = overlay.lookup(key.dht_id, wanted=wanted, parallel=max(wanted, config.parallel) if exhaustive else wanted)
+                nearest = await overlay.search(lookup, ask)
+                if not exhaustive and not self._agreed(search, nearest):
+                    lookup.widen(config.replicas)
+                    nearest = await overlay.search(lookup, ask)
             if search.answers or not search.asked:
                 self.conclude(search, nearest)
         except TimeoutError:

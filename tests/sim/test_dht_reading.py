@@ -11,7 +11,7 @@ from swarm.dht.routing import RoutingConfig
 from swarm.errors import UsageError
 from swarm.ids import Key
 from swarm.testing.network import SimulatedNetwork
-from tests.sim.dht_scenarios import nearest, peer_of, play, service_of, swarm_of, value_at
+from tests.sim.dht_scenarios import nearest, peer_of, play, record_by, service_of, swarm_of, value_at
 
 KEY = Key.parse("thing")
 SMALL = DhtConfig(routing=RoutingConfig(bucket_max=8))
@@ -43,6 +43,41 @@ def test_answers_are_remembered_for_as_long_as_the_reader_allows() -> None:
                 await reader.get(KEY, max_age_s=wrong)
 
     play(scenario, seed=1)
+
+
+@pytest.mark.parametrize("ahead", [(2,), (4,), (1, 3), (0, 1, 2)])
+def test_a_majority_is_asked_and_the_others_when_it_is_at_odds(ahead: tuple[int, ...]) -> None:
+    """`ahead`: the replicas, by nearness, that hold a newer record than the others."""
+
+    async def scenario(network: SimulatedNetwork) -> None:
+        services = await swarm_of(network, 8)
+        replicas = nearest(services, KEY)
+        reader, writer = [service for service in services if service not in replicas][:2]
+        await writer.store(KEY, "old", ttl_s=600)
+        newer = record_by(peer_of(network, writer), "new", key=KEY, expiration_us=writer.overlay.now_us + 600_000_000)
+        for rank in ahead:
+            assert replicas[rank].storage.store(newer, newer.issued_at_us) is None
+        network.trace.clear()
+        seen = await value_at(reader, KEY)
+        asked = sum("/swarm.Dht/Find" in line for line in network.trace) // 2
+        at_odds = 0 < len({0, 1, 2} & set(ahead)) < 3
+        assert asked == (5 if at_odds else 3)
+        assert seen == ("new" if {0, 1, 2} & set(ahead) else "old")
+        assert await value_at(reader, KEY, latest=True) == "new"
+
+    play(scenario, seed=3)
+
+
+def test_what_only_the_farthest_replica_holds_is_found() -> None:
+    async def scenario(network: SimulatedNetwork) -> None:
+        services = await swarm_of(network, 8)
+        replicas = nearest(services, KEY)
+        reader = next(service for service in services if service not in replicas)
+        record = record_by(network.peer(), "lone", key=KEY)
+        assert replicas[4].storage.store(record, record.issued_at_us) is None
+        assert await value_at(reader, KEY) == "lone"
+
+    play(scenario, seed=4)
 
 
 def test_own_writes_and_deletions_are_seen_whatever_is_remembered() -> None:
