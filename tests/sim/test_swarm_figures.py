@@ -77,7 +77,7 @@ def test_every_figure_becomes_a_row() -> None:
     )
     rows = [row for section in simulated.rows(lambda text: None, plan) for row in section]
     values = {row.identifier: row.ours.median for row in rows}
-    assert values["simulated-30-hops"] == 1.0
+    assert 1.0 <= values["simulated-30-hops"] <= 2.0
     assert values["simulated-30-churn"] is not None
     assert (values["simulated-30-heal-tables"] or 0.0) < 120.0
     assert "simulated-30-heal-reads" in values

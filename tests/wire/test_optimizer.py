@@ -68,6 +68,8 @@ class Peer:
         report = self.opt.step()
         if report.samples:
             self.taken.append((before, seed))
+        if report.dropped:  # on a busy machine a round may go on without a peer: what it had for that epoch was not used
+            self.taken = [one for one in self.taken if one[0] != before]
         self.reports.append(report)
         return report
 
