@@ -45,6 +45,7 @@ class RoundOutcome:
     contributions: Mapping[PeerId, float]  # who is in the average, with the fraction of the vector's elements that it is in; {} when failed
     left_out: Mapping[PeerId, str]  # who was left out somewhere or died, and why; our own id when it was us
     digest: str  # hexadecimal, over all encoded averages in order; "" when failed, and for an auxiliary member
+    clipped: Mapping[PeerId, float]  # whose values were shortened, and in what fraction of the elements; {} when failed
     bytes_sent: int  # of tensors, framing included
     bytes_received: int
     seconds: Mapping[str, float]  # "total", "exchange" (until all was in place), "commit"; tensor work within: "encode", "reduce", "settle"
@@ -131,7 +132,7 @@ class AllReduce:
         if not any(member.weight > 0 for member in group.members) and vector.numel:
             raise UsageError("nobody in this group contributes: all weights are 0")
         quorum = Quorum(group, own, caller=self._channels, clock=self._clock, config=config)
-        bench = Workbench(plan, codec, own, vector, Averages(plan, codec, landing))
+        bench = Workbench(plan, codec, own, vector, Averages(plan, codec, landing), config.aggregation)
         running = Round(group, bench, quorum, channels=self._channels, pool=self._pool, config=config)
         self._rounds[group.group_id] = running
         self._quorums[group.group_id] = quorum
@@ -151,6 +152,7 @@ class AllReduce:
         if running.withdrawn is not None:
             left_out[bench.own] = running.withdrawn
         fractions = running.assembly.fractions() if failure is None else {}
+        clipped = bench.clipped_fractions() if failure is None else {}
         whole = failure is None and not group.members[bench.own].auxiliary
         exchanged_s = quorum.cast_s if quorum.cast_s is not None else conducted_s
         return RoundOutcome(
@@ -160,6 +162,7 @@ class AllReduce:
             contributions={group.members[place].peer_id: fraction for place, fraction in fractions.items()},
             left_out={group.members[place].peer_id: reason for place, reason in sorted(left_out.items())},
             digest=own.digest.hex() if whole else "",
+            clipped={group.members[place].peer_id: fraction for place, fraction in clipped.items()},
             bytes_sent=running.bytes_sent,
             bytes_received=running.bytes_received,
             seconds={

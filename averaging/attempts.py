@@ -116,6 +116,7 @@ class Attempts:
             failed=False,
             detail=self._story(""),
             contributions=dict(outcome.contributions),
+            clipped=dict(outcome.clipped),
             digest=outcome.digest,
             **self._common(group),
         )
@@ -147,6 +148,7 @@ def _empty_round() -> RoundOutcome:
         reason="all weights are 0",
         averages=None,
         contributions={},
+        clipped={},
         left_out={},
         digest="",
         bytes_sent=0,

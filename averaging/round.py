@@ -173,7 +173,7 @@ class Round:
             if header.HasField("average"):
                 average = header.average
                 part = self.assembly.announce(place, average.part, average.contributors, len(payload))
-                self._arrived.put_nowait(Arrived(part, payload, average.contributors))
+                self._arrived.put_nowait(Arrived.of(part, payload, average, len(self.group.members)))
             elif header.HasField("refusal"):
                 self._refused[place] = header.refusal.reason[:REASON_CHARACTERS_MAX]
             else:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from averaging.liveness import LivenessConfig
+from averaging.robust import MEAN, Aggregation
 from swarm.errors import UsageError
 from swarm.ids import Contact
 from swarm.net.rpc import Caller, Method, Stream, StreamMethod
@@ -49,6 +50,7 @@ class RoundConfig:
     ahead_max: int = 32  # parts of one sender that a reducer holds while others' are missing; then it reads no more of that stream
     join_s: float = 5.0  # how long a stream or vote of a round that is not known here yet waits for it to begin
     announce_s: float = 0.3  # after a failure: how long telling the others may delay its report
+    aggregation: Aggregation = MEAN  # must be the same on all members: the averager sees to it by its schema
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
 
     def __post_init__(self) -> None:

@@ -13,14 +13,16 @@ from dataclasses import dataclass, field
 import torch
 from blake3 import blake3
 
-from averaging.assembly import encode_places
+from averaging.assembly import decode_places, encode_places
 from averaging.averages import Averages
 from averaging.chunks import pack
 from averaging.commit import digest_payload
 from averaging.partition import Part, Plan
-from averaging.reduce import Contribution, Mean, blocks, first_bad
+from averaging.reduce import Contribution, blocks, first_bad
+from averaging.robust import MEAN, Aggregation, Rows, prepare
 from averaging.vector import FlatVector
 from swarm.compression import Codec, view_bytes
+from swarm.errors import PeerError
 from swarm.wire.reduce_pb2 import ExchangeAverage, ExchangeChunk, ExchangeHeader
 
 
@@ -30,7 +32,7 @@ class Averaged:
 
     part: Part
     message: bytes  # for everybody else
-    digest: bytes
+    digest: bytes  # of the average and of who was clipped
     contributors: bytes
 
 
@@ -49,6 +51,14 @@ class Arrived:
     part: Part
     payload: memoryview
     contributors: bytes
+    clipped: bytes = b""  # a bitmap like the contributors, or nothing
+
+    @classmethod
+    def of(cls, part: Part, payload: memoryview, average: ExchangeAverage, members: int) -> Arrived:
+        """PeerError when those who were clipped are not among those who contributed."""
+        if average.clipped and not set(decode_places(average.clipped, members)) <= set(decode_places(average.contributors, members)):
+            raise PeerError(f"in its average of part {part.index} somebody was clipped who is not in it")
+        return cls(part, payload, average.contributors, average.clipped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +69,7 @@ class _Scratch:
     total: torch.Tensor  # the sum, of the whole part: float32's encoding is a view of it
     encoded: torch.Tensor
     read: torch.Tensor  # our own values, where tensors meet within a part
+    rows: Rows  # of all members, for rules that compare them
 
 
 @dataclass(slots=True)
@@ -70,6 +81,8 @@ class Workbench:
     own: int
     vector: FlatVector
     averages: Averages
+    aggregation: Aggregation = MEAN
+    clipped: dict[int, bytes] = field(default_factory=dict)  # by part, where anybody was
     seconds: dict[str, float] = field(default_factory=lambda: {"encode": 0.0, "reduce": 0.0, "settle": 0.0})
     _free: list[_Scratch] = field(default_factory=list)
 
@@ -111,6 +124,14 @@ class Workbench:
         """The element of the vector, within `part`, that cannot be sent."""
         return part.start + (first_bad(self.own_values(part), self.codec.magnitude_max) or 0)
 
+    def clipped_fractions(self) -> dict[int, float]:
+        """For every place that was clipped: the fraction of the vector's elements in which it was."""
+        elements: dict[int, int] = {}
+        for index, clipped in self.clipped.items():
+            for place in decode_places(clipped, self.plan.members):
+                elements[place] = elements.get(place, 0) + self.plan.parts[index].numel
+        return {place: count / self.plan.numel for place, count in sorted(elements.items())}
+
     def _encode_one(self, part: Part, scratch: _Scratch) -> bytes | int:
         values = self.vector.read(part.start, part.stop, scratch.read)
         payload = self.codec.encode(values, scratch.encoded)
@@ -119,30 +140,42 @@ class Workbench:
         return pack(ExchangeHeader(chunk=ExchangeChunk(part=part.index)), payload)
 
     def _reduce_one(self, part: Part, contributions: Sequence[Contribution], scratch: _Scratch) -> Averaged | Spoiled:
-        codec = self.codec
-        mean = Mean(contributions, codec)
+        codec, cut = self.codec, blocks(part, self.codec)
+        prepared = prepare(self.aggregation, contributions, codec, cut, scratch.total[: part.numel], scratch.rows)
+        if prepared.spoiled:
+            return Spoiled(part, prepared.spoiled)
         state = blake3()
         pieces = []
-        for block in blocks(part, codec):  # all that is to be done to a block is done before the next: it stays in the cache
+        for block in cut:  # all that is to be done to a block is done before the next: it stays in the cache
             total = scratch.total[block.start : block.stop]
-            mean.compute(block, total, scratch.values[: block.stop - block.start])
+            prepared.rule.compute(block, total, scratch.values[: block.stop - block.start])
             piece = codec.encode(total, scratch.encoded[block.first_byte : block.end_byte])
             if not codec.is_finite(piece):
-                return Spoiled(part, mean.spoilers())
+                return Spoiled(part, prepared.rule.spoilers())
             state.update(piece)
             pieces.append(piece)
-        contributors = encode_places((contribution.place for contribution in contributions), self.plan.members)
-        message = pack(ExchangeHeader(average=ExchangeAverage(part=part.index, contributors=contributors)), *pieces)
-        for block, piece in zip(blocks(part, codec), pieces, strict=True):
+        members = self.plan.members
+        contributors = encode_places((contribution.place for contribution in contributions), members)
+        clipped = encode_places(prepared.clipped, members) if prepared.clipped else b""
+        average = ExchangeAverage(part=part.index, contributors=contributors, clipped=clipped)
+        message = pack(ExchangeHeader(average=average), *pieces)
+        for block, piece in zip(cut, pieces, strict=True):
             self.averages.keep(part, piece, block.first_byte)
-        return Averaged(part, message, state.digest(), contributors)
+        return Averaged(part, message, self._note(part, state.digest(), clipped), contributors)
 
     def _settle_one(self, arrived: Arrived) -> bytes | None:
         digest = digest_payload(arrived.payload)  # first: it brings the payload into the cache
         if not self.codec.is_finite(view_bytes(arrived.payload)):
             return None
         self.averages.keep(arrived.part, arrived.payload)
-        return digest
+        return self._note(arrived.part, digest, arrived.clipped)
+
+    def _note(self, part: Part, digest: bytes, clipped: bytes) -> bytes:
+        """The digest of an average that is held, with who was clipped in it: members agree on that, too."""
+        if not clipped:
+            return digest
+        self.clipped[part.index] = clipped
+        return digest_payload(digest + clipped)
 
     def _borrow(self) -> _Scratch:
         """Scratch space for one part; threads work side by side, each with its own."""
@@ -151,4 +184,4 @@ class Workbench:
         except IndexError:
             numel_max = max((part.numel for part in self.plan.parts), default=0)
             encoded = torch.empty(self.codec.encoded_bytes(numel_max), dtype=torch.uint8)
-            return _Scratch(torch.empty(numel_max), torch.empty(numel_max), encoded, torch.empty(numel_max))
+            return _Scratch(torch.empty(numel_max), torch.empty(numel_max), encoded, torch.empty(numel_max), Rows())

@@ -48,12 +48,14 @@ class ExchangeWithdrawal(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class ExchangeAverage(_message.Message):
-    __slots__ = ("part", "contributors")
+    __slots__ = ("part", "contributors", "clipped")
     PART_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
+    CLIPPED_FIELD_NUMBER: _ClassVar[int]
     part: int
     contributors: bytes
-    def __init__(self, part: _Optional[int] = ..., contributors: _Optional[bytes] = ...) -> None: ...
+    clipped: bytes
+    def __init__(self, part: _Optional[int] = ..., contributors: _Optional[bytes] = ..., clipped: _Optional[bytes] = ...) -> None: ...
 
 class ExchangeRefusal(_message.Message):
     __slots__ = ("reason",)
