@@ -14,13 +14,16 @@ from dataclasses import dataclass
 
 import torch
 
+from averaging.audit import Notary
+from averaging.auditing import Auditor
 from averaging.averages import Averages, Landing
 from averaging.chunks import unpack
 from averaging.group import GROUP_ID_BYTES, Group
 from averaging.partition import plan_parts
 from averaging.quorum import Quorum, can_dial
+from averaging.reduce import relative_weights
 from averaging.round import Round
-from averaging.roundconfig import BEAT, EXCHANGE, VOTE, Dialer, RoundConfig
+from averaging.roundconfig import ACCOUNT, BEAT, EXCHANGE, VOTE, Dialer, RoundConfig
 from averaging.roundwork import Workbench
 from averaging.vector import FlatVector
 from swarm.clock import Clock
@@ -28,7 +31,7 @@ from swarm.compression import find
 from swarm.errors import PeerError, UsageError
 from swarm.ids import PeerId
 from swarm.net.rpc import Handlers, Stream
-from swarm.wire.reduce_pb2 import BeatReply, BeatRequest, VoteReply, VoteRequest
+from swarm.wire.reduce_pb2 import AccountReply, AccountRequest, BeatReply, BeatRequest, VoteReply, VoteRequest
 
 _FINISHED_MAX = 16  # rounds whose end is remembered, for members that ask late
 _WAITING_MAX = 256  # streams and votes of rounds that have not begun here
@@ -43,6 +46,7 @@ class RoundOutcome:
     reason: str | None  # of a failure; names the peer, and what it was doing. "deadline: …" when time ran out
     averages: Averages | None  # the result, the same bytes on all members. None when failed, and for an auxiliary member
     contributions: Mapping[PeerId, float]  # who is in the average, with the fraction of the vector's elements that it is in; {} when failed
+    accused: Mapping[PeerId, str]  # who was found to have lied as a reducer, by this member's own audit, and in what
     left_out: Mapping[PeerId, str]  # who was left out somewhere or died, and why; our own id when it was us
     digest: str  # hexadecimal, over all encoded averages in order; "" when failed, and for an auxiliary member
     clipped: Mapping[PeerId, float]  # whose values were shortened, and in what fraction of the elements; {} when failed
@@ -59,10 +63,14 @@ class RoundOutcome:
 class AllReduce:
     """Runs rounds and serves those of others. Lives on the network loop; `own` is this node's PeerId."""
 
-    def __init__(self, *, handlers: Handlers, channels: Dialer, own: PeerId, pool: Executor, clock: Clock) -> None:
+    def __init__(
+        self, *, handlers: Handlers, channels: Dialer, own: PeerId, pool: Executor, clock: Clock, notary: Notary | None = None
+    ) -> None:
+        """`notary`: for audits, with which rounds can do without it."""
         self._channels = channels
         self._own = own
         self._pool = pool
+        self._notary = notary
         self._clock = clock
         self._rounds: dict[bytes, Round] = {}
         self._quorums: OrderedDict[bytes, Quorum] = OrderedDict()  # of running and of the last finished rounds
@@ -74,10 +82,11 @@ class AllReduce:
         handlers.stream(EXCHANGE, self._serve_exchange)
         handlers.unary(BEAT, self._serve_beat)
         handlers.unary(VOTE, self._serve_vote)
+        handlers.unary(ACCOUNT, self._serve_account)
 
     def close(self) -> None:
         """Answer no more, and fail the rounds that run."""
-        for method in (EXCHANGE, BEAT, VOTE):
+        for method in (EXCHANGE, BEAT, VOTE, ACCOUNT):
             self._handlers.remove(method.name)
         for running in list(self._rounds.values()):
             running.quorum.fail(f"peer {self._own} was closed")
@@ -133,7 +142,12 @@ class AllReduce:
             raise UsageError("nobody in this group contributes: all weights are 0")
         quorum = Quorum(group, own, caller=self._channels, clock=self._clock, config=config)
         bench = Workbench(plan, codec, own, vector, Averages(plan, codec, landing), config.aggregation)
+        bench.weights = relative_weights([member.weight for member in group.members])
         running = Round(group, bench, quorum, channels=self._channels, pool=self._pool, config=config)
+        if config.audit:
+            if self._notary is None:
+                raise UsageError("audits need an identity to sign with: give this all-reduce a notary")
+            running.auditor = Auditor(group, bench, self._notary, config.audit)
         self._rounds[group.group_id] = running
         self._quorums[group.group_id] = quorum
         finished = [group_id for group_id in self._quorums if group_id not in self._rounds]
@@ -160,6 +174,7 @@ class AllReduce:
             reason=failure,
             averages=bench.averages if whole else None,
             contributions={group.members[place].peer_id: fraction for place, fraction in fractions.items()},
+            accused={group.members[place].peer_id: lie for place, lie in (running.auditor.accused if running.auditor else {}).items()},
             left_out={group.members[place].peer_id: reason for place, reason in sorted(left_out.items())},
             digest=own.digest.hex() if whole else "",
             clipped={group.members[place].peer_id: fraction for place, fraction in clipped.items()},
@@ -196,6 +211,12 @@ class AllReduce:
     async def _serve_vote(self, caller: PeerId, request: VoteRequest) -> VoteReply:
         quorum = await self._find(request.group_id, caller)
         return await quorum.answer_vote(_place(quorum, caller), request.vote)
+
+    async def _serve_account(self, caller: PeerId, request: AccountRequest) -> AccountReply:
+        running = self._rounds.get(request.group_id)
+        if running is None or running.auditor is None:
+            raise PeerError("this peer is in no round of that name that is audited")
+        return running.auditor.answer(_place(running.quorum, caller), request)
 
     async def _find(self, group_id: bytes, caller: PeerId) -> Quorum:
         """The round of this name; waits a little for one that has not begun here: a faster member may be first."""

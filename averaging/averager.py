@@ -67,9 +67,10 @@ class Averager:
     `node`: this process as a peer. `target_group_size`: a group takes at most so many; more peers form several groups. `codec`: how values
     travel. `aggregation`: "mean", or "trimmed_mean", "median", "centered_clip", which a minority of hostile peers cannot move far, and
     which count every peer once, whatever its weight. `clip_to_median`: shorten contributions whose norm exceeds so many of the group's
-    medians (None: never). `min_fraction`: a round counts as failed when less of the vector was averaged. `auxiliary`: reduce for others,
-    contribute and receive nothing. What the network does is a result; only UsageError raises. A context manager; `close` says goodbye to
-    the others.
+    medians (None: never). `audit`: have this share of the parts recomputed by a second peer, and reducers that lied named (0.0: trust
+    reducers; robust aggregations bound senders, not reducers). `min_fraction`: a round counts as failed when less of the vector was
+    averaged. `auxiliary`: reduce for others, contribute and receive nothing. What the network does is a result; only UsageError raises. A
+    context manager; `close` says goodbye to the others.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Averager:
         min_group_size: int = 2,
         aggregation: str = "mean",
         clip_to_median: float | None = None,
+        audit: float = 0.0,
         min_fraction: float = 1.0,
         auxiliary: bool = False,
         config: AveragerConfig | None = None,
@@ -99,9 +101,11 @@ class Averager:
         self.min_fraction = min_fraction
         self._staging = Staging(list(tensors))
         layout = self._staging.layout
-        terms = f"{self._aggregation.terms} {self.config.round.part_bytes}".encode()
+        self._round = replace(self.config.round, aggregation=self._aggregation, audit=audit)
+        manner = f"{self._aggregation.terms}{', audited' if audit else ''}"
+        terms = f"{manner} {self._round.part_bytes}".encode()
         digest = hashlib.sha256(schema_hash(layout, find(codec)) + terms).digest()
-        text = f"{len(layout.shapes)} tensors with {layout.numel:,} elements, {codec}, {self._aggregation.terms} (#{digest.hex()[:8]})"
+        text = f"{len(layout.shapes)} tensors with {layout.numel:,} elements, {codec}, {manner} (#{digest.hex()[:8]})"
         self.schema = Schema(digest=digest, text=text, codec=find(codec).name)
         run = self.config.run or hashlib.sha256(f"open averager {name}".encode()).hexdigest()[:20]
         self._full_name = AveragerName(run=run, averager=name)
@@ -196,8 +200,7 @@ class Averager:
             return
         outcome = error = None
         try:
-            config = replace(self.config.round, aggregation=self._aggregation)
-            attempts = Attempts(self._groups, self._service.all_reduce, self.node.clock, config, self._last_round_s)
+            attempts = Attempts(self._groups, self._service.all_reduce, self.node.clock, self._round, self._last_round_s)
             stepped = await attempts.run(member, terms, vector, self._landing)
             self._last_round_s, self._averages = stepped.last_round_s, stepped.averages
             outcome = replace(stepped.result, seconds={"staging": staged_s, **stepped.result.seconds})

@@ -48,7 +48,7 @@ class Optimizer(torch.optim.Optimizer):
 
     `inner`: the optimizer to step once an epoch; its parameters are the model's. `node`: this process as a peer. `run`: a name that all
     peers use, or a run's id. An epoch is `target_batch_size` samples over the whole swarm; `batch_size_per_step`: samples behind one call
-    of `step`, unless the call says. `codec`: how gradients travel. `aggregation` and `clip_to_median`: how far hostile gradients get, see
+    of `step`, unless the call says. `codec`: how gradients travel. `aggregation`, `clip_to_median`, `audit`: how far hostile peers get, see
     `swarm.Averager`; by default a part of somebody's gradients that is longer than ten medians is shortened to that. `scheduler`: a factory
     like `lambda inner: StepLR(inner, 10)`, stepped once an epoch, part of the state. `state_sync_epochs`: every so many epochs parameters
     and statistics are averaged, so that peers with different processors stay equal (0: never). `extra_tensors`: more to share, for instance
@@ -70,6 +70,7 @@ class Optimizer(torch.optim.Optimizer):
         codec: str = "float16",
         aggregation: str = "mean",
         clip_to_median: float | None = 10.0,
+        audit: float = 0.0,
         scheduler: Callable[[torch.optim.Optimizer], Scheduler] | None = None,
         state_sync_epochs: int = 10,
         extra_tensors: Sequence[torch.Tensor] = (),
@@ -78,7 +79,7 @@ class Optimizer(torch.optim.Optimizer):
         # torch's __init__ is not called: groups, state and hooks are those of `inner`, by delegation.
         self._check(inner, mode, batch_size_per_step, state_sync_epochs)
         find(codec)
-        manner = Manner(codec=codec, aggregation=Aggregation(rule=aggregation, clip_to_median=clip_to_median))
+        manner = Manner(codec=codec, aggregation=Aggregation(rule=aggregation, clip_to_median=clip_to_median), audit=audit)
         config = config or OptimizerConfig()
         self.inner, self.node, self.run_id = inner, node, run_id_of(run)
         self.target_batch_size, self.batch_size_per_step = _samples(target_batch_size), batch_size_per_step

@@ -161,7 +161,8 @@ def norms(contributions: Sequence[Contribution], codec: Codec, cut: Sequence[Blo
         lanes[:] = 0.0
         with np.errstate(over="ignore", under="ignore"):
             for found in pieces_of(nth):
-                lanes[: len(found)] += np.multiply(found, found, out=product[: len(found)])
+                used = lanes[: len(found)]
+                np.add(used, np.multiply(found, found, out=product[: len(found)]), out=used)
             squares = float(_fold(lanes)[0])
         if not _SQUARES_MIN < squares < math.inf:  # more than float32 squares can be, or less; or nothing but zeros
             squares = math.fsum(float(_fold(np.multiply(found, found, dtype=np.float64))[0]) for found in pieces_of(nth) if found.any())
@@ -184,7 +185,8 @@ def _fold(values: npt.NDArray[F], width: int = 1) -> npt.NDArray[F]:
     count = values.shape[-1]
     while count > width:
         half = count // 2
-        values[..., :half] += values[..., count - half : count]
+        low = values[..., :half]
+        np.add(low, values[..., count - half : count], out=low)
         count -= half
     return values[..., :count]
 

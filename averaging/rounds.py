@@ -42,6 +42,7 @@ class Manner:
 
     codec: str
     aggregation: Aggregation = MEAN  # its rule holds for the state, too; clipping is for gradients: parameters have no common origin
+    audit: float = 0.0
 
 
 class Rounds:
@@ -135,6 +136,7 @@ class Rounds:
             codec=manner.codec,
             aggregation=manner.aggregation.rule,
             clip_to_median=manner.aggregation.clip_to_median,
+            audit=manner.audit,
             config=self._config.of_run(self._run_id),
         )
 

@@ -7,7 +7,7 @@ one block before the next is begun, so that it stays in the cache. What these fu
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -62,6 +62,14 @@ class Arrived:
 
 
 @dataclass(frozen=True, slots=True)
+class Recomputation:
+    """A part, and what its average should be made of."""
+
+    part: Part
+    contributions: Sequence[Contribution]
+
+
+@dataclass(frozen=True, slots=True)
 class _Scratch:
     """Working space for one part."""
 
@@ -82,6 +90,9 @@ class Workbench:
     vector: FlatVector
     averages: Averages
     aggregation: Aggregation = MEAN
+    weights: Sequence[float] = ()  # relative, by place
+    sign: Callable[[int, memoryview], bytes] | None = None  # (part, encoded values); None: chunks travel unsigned
+    noted: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)  # part: digest and contributors of its average
     clipped: dict[int, bytes] = field(default_factory=dict)  # by part, where anybody was
     seconds: dict[str, float] = field(default_factory=lambda: {"encode": 0.0, "reduce": 0.0, "settle": 0.0})
     _free: list[_Scratch] = field(default_factory=list)
@@ -124,6 +135,23 @@ class Workbench:
         """The element of the vector, within `part`, that cannot be sent."""
         return part.start + (first_bad(self.own_values(part), self.codec.magnitude_max) or 0)
 
+    def encoded(self, part: Part) -> bytes:
+        """Our values of a part as they would travel."""
+        scratch = self._borrow()
+        payload = bytes(self.codec.encode(self.vector.read(part.start, part.stop, scratch.read), scratch.encoded))
+        self._free.append(scratch)
+        return payload
+
+    def recompute(self, given: Recomputation) -> bytes:
+        """The digest that the average of a part must have if it was made of these contributions."""
+        scratch = self._borrow()
+        computed = self._compute(given.part, given.contributions, scratch)
+        self._free.append(scratch)
+        if isinstance(computed, Spoiled):
+            return b""
+        _, digest, clipped = computed
+        return digest_payload(digest + clipped) if clipped else digest
+
     def clipped_fractions(self) -> dict[int, float]:
         """For every place that was clipped: the fraction of the vector's elements in which it was."""
         elements: dict[int, int] = {}
@@ -137,9 +165,13 @@ class Workbench:
         payload = self.codec.encode(values, scratch.encoded)
         if not self.codec.is_finite(payload):
             return part.start + (first_bad(values, self.codec.magnitude_max) or 0)
-        return pack(ExchangeHeader(chunk=ExchangeChunk(part=part.index)), payload)
+        signature = self.sign(part.index, payload) if self.sign is not None else b""
+        return pack(ExchangeHeader(chunk=ExchangeChunk(part=part.index, signature=signature)), payload)
 
-    def _reduce_one(self, part: Part, contributions: Sequence[Contribution], scratch: _Scratch) -> Averaged | Spoiled:
+    def _compute(
+        self, part: Part, contributions: Sequence[Contribution], scratch: _Scratch
+    ) -> tuple[list[memoryview], bytes, bytes] | Spoiled:
+        """The encoded average in pieces, which lie in `scratch`, their digest, and who was clipped."""
         codec, cut = self.codec, blocks(part, self.codec)
         prepared = prepare(self.aggregation, contributions, codec, cut, scratch.total[: part.numel], scratch.rows)
         if prepared.spoiled:
@@ -154,28 +186,34 @@ class Workbench:
                 return Spoiled(part, prepared.rule.spoilers())
             state.update(piece)
             pieces.append(piece)
-        members = self.plan.members
-        contributors = encode_places((contribution.place for contribution in contributions), members)
-        clipped = encode_places(prepared.clipped, members) if prepared.clipped else b""
+        return pieces, state.digest(), encode_places(prepared.clipped, self.plan.members) if prepared.clipped else b""
+
+    def _reduce_one(self, part: Part, contributions: Sequence[Contribution], scratch: _Scratch) -> Averaged | Spoiled:
+        computed = self._compute(part, contributions, scratch)
+        if isinstance(computed, Spoiled):
+            return computed
+        pieces, digest, clipped = computed
+        contributors = encode_places((contribution.place for contribution in contributions), self.plan.members)
         average = ExchangeAverage(part=part.index, contributors=contributors, clipped=clipped)
         message = pack(ExchangeHeader(average=average), *pieces)
-        for block, piece in zip(cut, pieces, strict=True):
+        for block, piece in zip(blocks(part, self.codec), pieces, strict=True):
             self.averages.keep(part, piece, block.first_byte)
-        return Averaged(part, message, self._note(part, state.digest(), clipped), contributors)
+        return Averaged(part, message, self._note(part, digest, contributors, clipped), contributors)
 
     def _settle_one(self, arrived: Arrived) -> bytes | None:
         digest = digest_payload(arrived.payload)  # first: it brings the payload into the cache
         if not self.codec.is_finite(view_bytes(arrived.payload)):
             return None
         self.averages.keep(arrived.part, arrived.payload)
-        return self._note(arrived.part, digest, arrived.clipped)
+        return self._note(arrived.part, digest, arrived.contributors, arrived.clipped)
 
-    def _note(self, part: Part, digest: bytes, clipped: bytes) -> bytes:
+    def _note(self, part: Part, digest: bytes, contributors: bytes, clipped: bytes) -> bytes:
         """The digest of an average that is held, with who was clipped in it: members agree on that, too."""
-        if not clipped:
-            return digest
-        self.clipped[part.index] = clipped
-        return digest_payload(digest + clipped)
+        if clipped:
+            self.clipped[part.index] = clipped
+            digest = digest_payload(digest + clipped)
+        self.noted[part.index] = (digest, contributors)
+        return digest
 
     def _borrow(self) -> _Scratch:
         """Scratch space for one part; threads work side by side, each with its own."""

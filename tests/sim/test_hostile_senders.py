@@ -117,8 +117,8 @@ def test_a_reducer_cannot_say_nonsense_about_who_was_clipped(clipped: bytes, mon
 def test_a_reducer_that_names_somebody_to_some_only_fails_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
     note = Workbench._note
 
-    def lie(self: Workbench, part: object, digest: bytes, clipped: bytes) -> bytes:
-        return note(self, part, digest, b"\x01" if self.own == 0 else clipped)  # type: ignore[arg-type]
+    def lie(self: Workbench, part: object, digest: bytes, contributors: bytes, clipped: bytes) -> bytes:
+        return note(self, part, digest, contributors, b"\x01" if self.own == 0 else clipped)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Workbench, "_note", lie)
     outcomes = round_of(draw(3), Aggregation(clip_to_median=10.0))
