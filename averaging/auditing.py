@@ -101,7 +101,8 @@ class Auditor:
             try:
                 reply = await channels.call(reducer.contact, ACCOUNT, request, timeout_s=_ANSWER_S)
             except PeerError as error:
-                return Finding(f"{name} does not show what its average of part {part.index} is made of: {error}", part.reducer)
+                # no proof: it may have left the round, because somebody else's audit was faster, or its node may be closing
+                return Finding(f"{name} does not show what its average of part {part.index} is made of: {error}", None)
             except DeadlineExceeded:
                 return Finding(f"{name} gave no account of part {part.index} within {_ANSWER_S:g} s", None)
             except NetworkError as error:

@@ -59,6 +59,8 @@ class AveragerConfig:
     def __post_init__(self) -> None:
         if not 0.0 < self.bandwidth < float("inf"):
             raise UsageError(f"bandwidth must be a positive number of bytes per second, not {self.bandwidth!r}")
+        if self.aggregation.clip_to_median is not None or self.round.aggregation != MEAN or self.round.audit:
+            raise UsageError("give the averager itself aggregation, clip_to_median and audit: its config has only the rules' numbers")
 
 
 class Averager:
@@ -92,6 +94,10 @@ class Averager:
         self.config = config or AveragerConfig()
         if not _NAME.fullmatch(name):
             raise UsageError(f"an averager's name has 1 to 64 letters, digits, dots, dashes or underscores, not {name[:100]!r}")
+        if self.config.aggregation.rule not in ("mean", aggregation):
+            raise UsageError(
+                f"the config has numbers for {self.config.aggregation.rule!r}, and this averager's aggregation is {aggregation!r}"
+            )
         self._aggregation = replace(self.config.aggregation, rule=aggregation, clip_to_median=clip_to_median)
         if not 0.0 < min_fraction <= 1.0:
             raise UsageError(f"min_fraction is above 0 and at most 1, not {min_fraction!r}")

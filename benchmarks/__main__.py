@@ -14,14 +14,15 @@ from types import FrameType
 import click
 from rich.console import Console
 
-from benchmarks import allreduce, groups, quick, report, trainers
+from benchmarks import allreduce, groups, hostile, quick, report, trainers
 from benchmarks.allreduce import Setting
 from benchmarks.environments import NoEnvironment, hivemind_python, machine, memory_copy_bytes_per_s
 from benchmarks.launch import ROOT
 from benchmarks.results import Row
 from benchmarks.turns import Plan
 
-SECTIONS = ("allreduce", "groups", "trainers")
+SECTIONS = ("allreduce", "groups", "trainers", "hostile")
+ALONE = {"hostile"}  # sections that compare with no other library
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
@@ -59,7 +60,7 @@ def main(only: tuple[str, ...], sizes: str, passes: int, rounds: int, no_hivemin
         sections: Iterable[list[Row]] = [quick.rows(say)]
     else:
         try:
-            hivemind = None if no_hivemind else hivemind_python(say)
+            hivemind = None if no_hivemind or set(only or SECTIONS) <= ALONE else hivemind_python(say)
         except NoEnvironment as problem:
             raise click.ClickException(str(problem)) from problem
         plan = Plan(passes=passes, rounds=rounds)
@@ -97,6 +98,8 @@ def _measure(
         yield groups.rows(setting, rounds=5)
     if "trainers" in sections:
         yield trainers.rows(setting)
+    if "hostile" in sections:
+        yield hostile.rows(say)
 
 
 def _command(arguments: list[str]) -> str:
