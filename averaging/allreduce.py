@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from averaging.audit import Notary
+from averaging.auditing import Auditor
 from averaging.averages import Averages, Landing
 from averaging.balance import shares_of
 from averaging.chunks import unpack
@@ -21,8 +23,9 @@ from averaging.group import GROUP_ID_BYTES, Group
 from averaging.metering import MeteredDialer, MeteredStream
 from averaging.partition import plan_parts
 from averaging.quorum import Quorum
+from averaging.reduce import relative_weights
 from averaging.round import Round
-from averaging.roundconfig import BEAT, EXCHANGE, VOTE, Dialer, RoundConfig
+from averaging.roundconfig import ACCOUNT, BEAT, EXCHANGE, VOTE, Dialer, RoundConfig
 from averaging.roundwork import Workbench
 from averaging.speed import Speed
 from averaging.vector import FlatVector
@@ -31,7 +34,7 @@ from swarm.compression import find
 from swarm.errors import PeerError, UsageError
 from swarm.ids import PeerId
 from swarm.net.rpc import Handlers, Stream
-from swarm.wire.reduce_pb2 import BeatReply, BeatRequest, VoteReply, VoteRequest
+from swarm.wire.reduce_pb2 import AccountReply, AccountRequest, BeatReply, BeatRequest, VoteReply, VoteRequest
 
 _FINISHED_MAX = 16  # rounds whose end is remembered, for members that ask late
 _WAITING_MAX = 256  # streams and votes of rounds that have not begun here
@@ -46,8 +49,10 @@ class RoundOutcome:
     reason: str | None  # of a failure; names the peer, and what it was doing. "deadline: …" when time ran out
     averages: Averages | None  # the result, the same bytes on all members. None when failed, and for an auxiliary member
     contributions: Mapping[PeerId, float]  # who is in the average, with the fraction of the vector's elements that it is in; {} when failed
+    accused: Mapping[PeerId, str]  # who was found to have lied as a reducer, by this member's own audit, and in what
     left_out: Mapping[PeerId, str]  # who was left out somewhere or died, and why; our own id when it was us
     digest: str  # hexadecimal, over all encoded averages in order; "" when failed, and for an auxiliary member
+    clipped: Mapping[PeerId, float]  # whose values were shortened, and in what fraction of the elements; {} when failed
     bytes_sent: int  # of tensors, framing included
     bytes_received: int
     seconds: Mapping[str, float]  # "total", "exchange" (until all was in place), "commit"; tensor work within: "encode", "reduce", "settle"
@@ -61,11 +66,15 @@ class RoundOutcome:
 class AllReduce:
     """Runs rounds and serves those of others. Lives on the network loop; `own` is this node's PeerId."""
 
-    def __init__(self, *, handlers: Handlers, channels: Dialer, own: PeerId, pool: Executor, clock: Clock) -> None:
+    def __init__(
+        self, *, handlers: Handlers, channels: Dialer, own: PeerId, pool: Executor, clock: Clock, notary: Notary | None = None
+    ) -> None:
+        """`notary`: for audits, with which rounds can do without it."""
         self.speed = Speed()
         self._channels = MeteredDialer(channels, self.speed, clock)
         self._own = own
         self._pool = pool
+        self._notary = notary
         self._clock = clock
         self._rounds: dict[bytes, Round] = {}
         self._quorums: OrderedDict[bytes, Quorum] = OrderedDict()  # of running and of the last finished rounds
@@ -77,10 +86,11 @@ class AllReduce:
         handlers.stream(EXCHANGE, self._serve_exchange)
         handlers.unary(BEAT, self._serve_beat)
         handlers.unary(VOTE, self._serve_vote)
+        handlers.unary(ACCOUNT, self._serve_account)
 
     def close(self) -> None:
         """Answer no more, and fail the rounds that run."""
-        for method in (EXCHANGE, BEAT, VOTE):
+        for method in (EXCHANGE, BEAT, VOTE, ACCOUNT):
             self._handlers.remove(method.name)
         for running in list(self._rounds.values()):
             running.quorum.fail(f"peer {self._own} was closed")
@@ -136,8 +146,13 @@ class AllReduce:
         if not any(member.weight > 0 for member in group.members) and vector.numel:
             raise UsageError("nobody in this group contributes: all weights are 0")
         quorum = Quorum(group, own, caller=self._channels, clock=self._clock, config=config)
-        bench = Workbench(plan, codec, own, vector, Averages(plan, codec, landing))
+        bench = Workbench(plan, codec, own, vector, Averages(plan, codec, landing), config.aggregation)
+        bench.weights = relative_weights([member.weight for member in group.members])
         running = Round(group, bench, quorum, channels=self._channels, pool=self._pool, config=config)
+        if config.audit:
+            if self._notary is None:
+                raise UsageError("audits need an identity to sign with: give this all-reduce a notary")
+            running.auditor = Auditor(group, bench, self._notary, config.audit)
         self._rounds[group.group_id] = running
         self._quorums[group.group_id] = quorum
         finished = [group_id for group_id in self._quorums if group_id not in self._rounds]
@@ -156,6 +171,7 @@ class AllReduce:
         if running.withdrawn is not None:
             left_out[bench.own] = running.withdrawn
         fractions = running.assembly.fractions() if failure is None else {}
+        clipped = bench.clipped_fractions() if failure is None else {}
         whole = failure is None and not group.members[bench.own].auxiliary
         exchanged_s = quorum.cast_s if quorum.cast_s is not None else conducted_s
         return RoundOutcome(
@@ -163,8 +179,10 @@ class AllReduce:
             reason=failure,
             averages=bench.averages if whole else None,
             contributions={group.members[place].peer_id: fraction for place, fraction in fractions.items()},
+            accused={group.members[place].peer_id: lie for place, lie in (running.auditor.accused if running.auditor else {}).items()},
             left_out={group.members[place].peer_id: reason for place, reason in sorted(left_out.items())},
             digest=own.digest.hex() if whole else "",
+            clipped={group.members[place].peer_id: fraction for place, fraction in clipped.items()},
             bytes_sent=running.bytes_sent,
             bytes_received=running.bytes_received,
             seconds={
@@ -198,6 +216,12 @@ class AllReduce:
     async def _serve_vote(self, caller: PeerId, request: VoteRequest) -> VoteReply:
         quorum = await self._find(request.group_id, caller)
         return await quorum.answer_vote(_place(quorum, caller), request.vote)
+
+    async def _serve_account(self, caller: PeerId, request: AccountRequest) -> AccountReply:
+        running = self._rounds.get(request.group_id)
+        if running is None or running.auditor is None:
+            raise PeerError("this peer is in no round of that name that is audited")
+        return running.auditor.answer(_place(running.quorum, caller), request)
 
     async def _find(self, group_id: bytes, caller: PeerId) -> Quorum:
         """The round of this name; waits a little for one that has not begun here: a faster member may be first."""

@@ -57,6 +57,7 @@ class Attempts:
         self._last_round_s = last_round_s
         self._seconds: dict[str, float] = {"matchmaking": 0.0}
         self._left_out: dict[PeerId, str] = {}
+        self._accused: dict[PeerId, str] = {}
         self._broken = ""  # why the last attempt failed
         self._sent = self._received = self._attempts = 0
 
@@ -96,10 +97,11 @@ class Attempts:
             else:
                 outcome = await self._all_reduce.run(group, vector, deadline_s=end_s, config=self._config, landing=landing)
             committed = not outcome.failed
-            left_out = frozenset(outcome.left_out)
+            left_out = frozenset(outcome.left_out) | frozenset(outcome.accused)
         finally:
             self._groups.round_over(committed=committed, left_out=left_out)
         self._left_out.update(outcome.left_out)
+        self._accused.update(outcome.accused)
         if outcome.failed:
             self._broken = f"a round broke: {outcome.reason}"
         self._sent += outcome.bytes_sent
@@ -116,6 +118,7 @@ class Attempts:
             failed=False,
             detail=self._story(""),
             contributions=dict(outcome.contributions),
+            clipped=dict(outcome.clipped),
             digest=outcome.digest,
             **self._common(group),
         )
@@ -133,6 +136,7 @@ class Attempts:
             "peers": group.peer_ids if group is not None else (),
             "gathered": _unpacked(group) if group is not None else {},
             "left_out": dict(self._left_out),
+            "accused": dict(self._accused),
             "seconds": dict(self._seconds),
             "bytes_sent": self._sent,
             "bytes_received": self._received,
@@ -147,6 +151,8 @@ def _empty_round() -> RoundOutcome:
         reason="all weights are 0",
         averages=None,
         contributions={},
+        clipped={},
+        accused={},
         left_out={},
         digest="",
         bytes_sent=0,

@@ -25,6 +25,7 @@ from averaging.layout import schema_hash
 from averaging.matchmaking import MatchmakingConfig
 from averaging.presence import DhtPresence, PresenceConfig
 from averaging.result import AveragingResult, PendingRound, check_step
+from averaging.robust import MEAN, Aggregation
 from averaging.roundconfig import RoundConfig
 from averaging.seeking import ROUND_KEY_MAX, AveragerName, Schema
 from averaging.service import AveragingService
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Averager", "AveragerConfig", "AveragingResult", "PendingRound"]
 
-_AGGREGATIONS = ("mean",)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CLOSE_S_MAX = 2.0
 _CANCEL_S_MAX = 2.0  # a cancelled round's tensor work ends within this
@@ -51,6 +51,7 @@ class AveragerConfig:
     run: str = ""  # the run whose presence records are used; "": an open one, over the averager's name
     bandwidth: float | None = None  # bytes/s that this peer can send; who has more reduces more. None: as measured in the rounds before
     declare_s: float = 1.0  # the constructor waits this long at most until others can see this peer
+    aggregation: Aggregation = MEAN  # its numbers; `rule` and `clip_to_median` are the averager's
     groups: GroupServiceConfig = field(default_factory=GroupServiceConfig)
     presence: PresenceConfig = field(default_factory=PresenceConfig)
     round: RoundConfig = field(default_factory=RoundConfig)
@@ -58,14 +59,20 @@ class AveragerConfig:
     def __post_init__(self) -> None:
         if self.bandwidth is not None and not 0.0 < self.bandwidth < float("inf"):
             raise UsageError(f"bandwidth must be a positive number of bytes per second, not {self.bandwidth!r}")
+        if self.aggregation.clip_to_median is not None or self.round.aggregation != MEAN or self.round.audit:
+            raise UsageError("give the averager itself aggregation, clip_to_median and audit: its config has only the rules' numbers")
 
 
 class Averager:
     """Averages `tensors` (floating-point, any device) in place, with the peers that hold an averager of this name and the same shapes.
 
     `node`: this process as a peer. `target_group_size`: a group takes at most so many; more peers form several groups. `codec`: how values
-    travel. `min_fraction`: a round counts as failed when less of the vector was averaged. `auxiliary`: reduce for others, contribute and
-    receive nothing. What the network does is a result; only UsageError raises. A context manager; `close` says goodbye to the others.
+    travel. `aggregation`: "mean", or "trimmed_mean", "median", "centered_clip", which a minority of hostile peers cannot move far, and
+    which count every peer once, whatever its weight. `clip_to_median`: shorten contributions whose norm exceeds so many of the group's
+    medians (None: never). `audit`: have this share of the parts recomputed by a second peer, and reducers that lied named (0.0: trust
+    reducers; robust aggregations bound senders, not reducers). `min_fraction`: a round counts as failed when less of the vector was
+    averaged. `auxiliary`: reduce for others, contribute and receive nothing. What the network does is a result; only UsageError raises. A
+    context manager; `close` says goodbye to the others.
     """
 
     def __init__(
@@ -78,6 +85,8 @@ class Averager:
         codec: str = "float16",
         min_group_size: int = 2,
         aggregation: str = "mean",
+        clip_to_median: float | None = None,
+        audit: float = 0.0,
         min_fraction: float = 1.0,
         auxiliary: bool = False,
         config: AveragerConfig | None = None,
@@ -85,8 +94,11 @@ class Averager:
         self.config = config or AveragerConfig()
         if not _NAME.fullmatch(name):
             raise UsageError(f"an averager's name has 1 to 64 letters, digits, dots, dashes or underscores, not {name[:100]!r}")
-        if aggregation not in _AGGREGATIONS:
-            raise UsageError(f"there is no aggregation {aggregation!r}; there is: {', '.join(_AGGREGATIONS)}")
+        if self.config.aggregation.rule not in ("mean", aggregation):
+            raise UsageError(
+                f"the config has numbers for {self.config.aggregation.rule!r}, and this averager's aggregation is {aggregation!r}"
+            )
+        self._aggregation = replace(self.config.aggregation, rule=aggregation, clip_to_median=clip_to_median)
         if not 0.0 < min_fraction <= 1.0:
             raise UsageError(f"min_fraction is above 0 and at most 1, not {min_fraction!r}")
         node.network.check()
@@ -95,9 +107,11 @@ class Averager:
         self.min_fraction = min_fraction
         self._staging = Staging(list(tensors))
         layout = self._staging.layout
-        terms = f"{aggregation} {self.config.round.part_bytes}".encode()
+        self._round = replace(self.config.round, aggregation=self._aggregation, audit=audit)
+        manner = f"{self._aggregation.terms}{', audited' if audit else ''}"
+        terms = f"{manner} {self._round.part_bytes}".encode()
         digest = hashlib.sha256(schema_hash(layout, find(codec)) + terms).digest()
-        text = f"{len(layout.shapes)} tensors with {layout.numel:,} elements, {codec}, {aggregation} (#{digest.hex()[:8]})"
+        text = f"{len(layout.shapes)} tensors with {layout.numel:,} elements, {codec}, {manner} (#{digest.hex()[:8]})"
         self.schema = Schema(digest=digest, text=text, codec=find(codec).name)
         run = self.config.run or hashlib.sha256(f"open averager {name}".encode()).hexdigest()[:20]
         self._full_name = AveragerName(run=run, averager=name)
@@ -192,7 +206,7 @@ class Averager:
             return
         outcome = error = None
         try:
-            attempts = Attempts(self._groups, self._service.all_reduce, self.node.clock, self.config.round, self._last_round_s)
+            attempts = Attempts(self._groups, self._service.all_reduce, self.node.clock, self._round, self._last_round_s)
             stepped = await attempts.run(member, terms, vector, self._landing)
             self._last_round_s, self._averages = stepped.last_round_s, stepped.averages
             outcome = replace(stepped.result, seconds={"staging": staged_s, **stepped.result.seconds})

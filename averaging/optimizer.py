@@ -22,7 +22,8 @@ from averaging.modes import ModeFactory
 from averaging.optimizerconfig import OptimizerConfig
 from averaging.progress import SAMPLES_MAX, ProgressView
 from averaging.reports import LoadResult, StepReport
-from averaging.rounds import Rounds, check_extras
+from averaging.robust import Aggregation
+from averaging.rounds import Manner, Rounds, check_extras
 from averaging.runexchange import exchange_of
 from averaging.state import Scheduler, TrainingState
 from averaging.tracker import Tracker, TrackerServices
@@ -47,9 +48,11 @@ class Optimizer(torch.optim.Optimizer):
 
     `inner`: the optimizer to step once an epoch; its parameters are the model's. `node`: this process as a peer. `run`: a name that all
     peers use, or a run's id. An epoch is `target_batch_size` samples over the whole swarm; `batch_size_per_step`: samples behind one call
-    of `step`, unless the call says. `codec`: how gradients travel. `scheduler`: a factory like `lambda inner: StepLR(inner, 10)`, stepped
-    once an epoch, part of the state. `state_sync_epochs`: every so many epochs parameters and statistics are averaged, so that peers with
-    different processors stay equal (0: never). `extra_tensors`: more to share, for instance `model.buffers()`.
+    of `step`, unless the call says. `codec`: how gradients travel. `aggregation`, `clip_to_median`, `audit`: how far hostile peers get, see
+    `swarm.Averager`; by default a part of somebody's gradients that is longer than ten medians is shortened to that. `scheduler`: a factory
+    like `lambda inner: StepLR(inner, 10)`, stepped once an epoch, part of the state. `state_sync_epochs`: every so many epochs parameters
+    and statistics are averaged, so that peers with different processors stay equal (0: never). `extra_tensors`: more to share, for instance
+    `model.buffers()`.
 
     Parameters change only inside `step`, when an epoch is full. Joining a swarm that is ahead loads its state in the first `step`;
     `load_state_from_peers` does it before. What the network does is in the report; UsageError is the caller's mistake. A context manager.
@@ -65,6 +68,9 @@ class Optimizer(torch.optim.Optimizer):
         batch_size_per_step: int | None = None,
         mode: str = "gradients",
         codec: str = "float16",
+        aggregation: str = "mean",
+        clip_to_median: float | None = 10.0,
+        audit: float = 0.0,
         scheduler: Callable[[torch.optim.Optimizer], Scheduler] | None = None,
         state_sync_epochs: int = 10,
         extra_tensors: Sequence[torch.Tensor] = (),
@@ -73,6 +79,7 @@ class Optimizer(torch.optim.Optimizer):
         # torch's __init__ is not called: groups, state and hooks are those of `inner`, by delegation.
         self._check(inner, mode, batch_size_per_step, state_sync_epochs)
         find(codec)
+        manner = Manner(codec=codec, aggregation=Aggregation(rule=aggregation, clip_to_median=clip_to_median), audit=audit)
         config = config or OptimizerConfig()
         self.inner, self.node, self.run_id = inner, node, run_id_of(run)
         self.target_batch_size, self.batch_size_per_step = _samples(target_batch_size), batch_size_per_step
@@ -81,7 +88,7 @@ class Optimizer(torch.optim.Optimizer):
         self._state = TrainingState(inner, tuple(extra_tensors), scheduler(inner) if scheduler is not None else None)
         check_extras(self._state)
         self._training = MODES[mode](self._state)
-        node.network.run(self._open(codec, state_sync_epochs, config), _START_S_MAX)
+        node.network.run(self._open(manner, state_sync_epochs, config), _START_S_MAX)
 
     @staticmethod
     def _check(inner: torch.optim.Optimizer, mode: str, batch_size_per_step: int | None, state_sync_epochs: int) -> None:
@@ -94,7 +101,7 @@ class Optimizer(torch.optim.Optimizer):
         if not isinstance(state_sync_epochs, int) or state_sync_epochs < 0:
             raise UsageError(f"state_sync_epochs is a whole number of epochs, 0 for never, not {state_sync_epochs!r}")
 
-    async def _open(self, codec: str, state_sync_epochs: int, config: OptimizerConfig) -> None:
+    async def _open(self, manner: Manner, state_sync_epochs: int, config: OptimizerConfig) -> None:
         node = self.node
         network = node.network
         services = TrackerServices(
@@ -103,7 +110,7 @@ class Optimizer(torch.optim.Optimizer):
         self._tracker = Tracker(services, self.run_id, self.target_batch_size, config.progress)
         giving = DonorServices(own=lambda: node.contact, dht=node.dht.service, clock=node.clock, loop=network.loop, pool=network.pool)
         self._donor = Donor(giving, self.run_id, self._state, config.donor)
-        self._rounds = Rounds(node, self.run_id, self._training, self._state, codec, config)
+        self._rounds = Rounds(node, self.run_id, self._training, self._state, manner, config)
         self._catch_up = CatchUp(node, self.run_id, self._state, self._training, self._tracker, self._rounds, config)
         parts = (self._state, self._training, self._tracker, self._donor, self._rounds, self._catch_up)
         self._loop = EpochLoop(node, parts, state_sync_epochs, config)

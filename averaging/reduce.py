@@ -132,16 +132,48 @@ def blocks(part: Part, codec: Codec) -> list[Block]:
     return [Block(a, b, codec.encoded_bytes(a), codec.encoded_bytes(b)) for a, b in itertools.pairwise(edges)]
 
 
-class Mean:
-    """The weighted mean of one part's contributions (at least one, in group order), computed block by block."""
+class Values:
+    """What members contribute to a part, read block by block: decoded, and shortened where it is clipped."""
 
-    def __init__(self, contributions: Sequence[Contribution], codec: Codec) -> None:
+    def __init__(self, contributions: Sequence[Contribution], codec: Codec, scales: Sequence[float]) -> None:
+        """`scales`: by what each contribution is multiplied; 1.0 leaves it alone, and costs nothing."""
         self._codec = codec
+        self._contributions = contributions
+        self._values = [item.values if isinstance(item.values, torch.Tensor) else view_bytes(item.values) for item in contributions]
+        self._scales = [np.float32(scale) for scale in scales]
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def read(self, nth: int, block: Block, scratch: torch.Tensor) -> npt.NDArray[np.float32]:
+        """The nth contribution to this block: not to be written, valid until `scratch` (float32, of its size) is."""
+        values, scale = self._values[nth], self._scales[nth]
+        if values.dtype == torch.float32:
+            found: npt.NDArray[np.float32] = values[block.start : block.stop].numpy()
+        else:
+            found = self._codec.decode(values[block.first_byte : block.end_byte], scratch).numpy()
+        return found if scale == 1.0 else np.multiply(found, scale, out=scratch.numpy())
+
+    def read_all(self, block: Block, rows: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
+        """Every contribution to this block; `rows`: a row of scratch space for each, at least as long as the block."""
+        return [self.read(nth, block, torch.from_numpy(rows[nth, : block.stop - block.start])) for nth in range(len(self))]
+
+    def spoilers(self) -> tuple[int, ...]:
+        """See `spoilers`."""
+        return spoilers(self._contributions, self._codec)
+
+
+class Mean:
+    """The weighted mean of one part's contributions (at least one, in group order), computed block by block.
+
+    `scales`: by what contributions are multiplied before they are weighted; None for not at all.
+    """
+
+    def __init__(self, contributions: Sequence[Contribution], codec: Codec, scales: Sequence[float] | None = None) -> None:
+        self._values = Values(contributions, codec, [1.0] * len(contributions))
         self._divisor = np.float32(sum(contribution.weight for contribution in contributions))
-        self._inputs = [
-            (np.float32(item.weight), item.values if isinstance(item.values, torch.Tensor) else view_bytes(item.values), item)
-            for item in contributions
-        ]
+        scales = scales or [1.0] * len(contributions)
+        self._factors = [np.float32(item.weight * scale) for item, scale in zip(contributions, scales, strict=True)]
 
     def compute(self, block: Block, total: torch.Tensor, scratch: torch.Tensor) -> None:
         """total[:] = the mean of this block. `total` and `scratch` are flat float32 host tensors of its size.
@@ -153,28 +185,31 @@ class Mean:
         work: npt.NDArray[np.float32] = scratch.numpy()
         running = out  # where the sum so far is: with weight 1, the first values themselves, added to and not copied
         with np.errstate(over="ignore", invalid="ignore"):
-            for nth, (weight, values, _) in enumerate(self._inputs):
-                found = self._values(values, block, scratch if nth else total).numpy()
+            for nth, factor in enumerate(self._factors):
+                found = self._values.read(nth, block, scratch if nth else total)
                 if nth:
-                    running = np.add(running, found if weight == 1.0 else np.multiply(found, weight, out=work), out=out)
+                    running = np.add(running, found if factor == 1.0 else np.multiply(found, factor, out=work), out=out)
                 else:
-                    running = found if weight == 1.0 else np.multiply(found, weight, out=out)
+                    running = found if factor == 1.0 else np.multiply(found, factor, out=out)
             np.divide(running, self._divisor, out=out)
 
     def spoilers(self) -> tuple[int, ...]:
-        """Whose values are NaN or infinity, or more than the codec can carry. Nobody's: then a mean that is not finite overflowed."""
-        largest = self._codec.magnitude_max
-        return tuple(
-            item.place
-            for _, values, item in self._inputs
-            if (first_bad(values, largest) is not None if values.dtype == torch.float32 else not self._codec.is_finite(values))
-        )
+        """See `spoilers`."""
+        return self._values.spoilers()
 
-    def _values(self, values: torch.Tensor, block: Block, scratch: torch.Tensor) -> torch.Tensor:
-        """What a member contributes to this block: not to be written, valid until `scratch` is."""
-        if values.dtype == torch.float32:
-            return values[block.start : block.stop]
-        return self._codec.decode(values[block.first_byte : block.end_byte], scratch)
+
+def spoilers(contributions: Sequence[Contribution], codec: Codec) -> tuple[int, ...]:
+    """Whose values are NaN or infinity, or more than the codec can carry. Nobody's: then a mean that is not finite overflowed."""
+    return tuple(item.place for item in contributions if not _is_sound(item.values, codec))
+
+
+def _is_sound(values: Buffer | torch.Tensor, codec: Codec) -> bool:
+    if not isinstance(values, torch.Tensor):
+        return codec.is_finite(view_bytes(values))
+    if not values.numel():
+        return True
+    array = values.numpy()  # a NaN is its extrema
+    return bool(np.maximum.reduce(array) <= codec.magnitude_max) and bool(np.minimum.reduce(array) >= -codec.magnitude_max)
 
 
 def first_bad(values: torch.Tensor, magnitude_max: float) -> int | None:

@@ -27,6 +27,8 @@ class AveragingResult:
     peers: tuple[PeerId, ...] = ()  # members of the last group, in group order
     contributions: Mapping[PeerId, float] = field(default_factory=dict)  # fraction of the elements in which each member's values are
     gathered: Mapping[PeerId, Any] = field(default_factory=dict)  # what each member passed as `gather`
+    clipped: Mapping[PeerId, float] = field(default_factory=dict)  # fraction of the elements in which `clip_to_median` shortened its values
+    accused: Mapping[PeerId, str] = field(default_factory=dict)  # who lied as a reducer, by this peer's own audit; of all attempts
     left_out: Mapping[PeerId, str] = field(default_factory=dict)  # who dropped out or was left out, and why; of all attempts
     digest: str = ""  # hex, over the averaged bytes: equal on all members
     seconds: Mapping[str, float] = field(default_factory=dict)  # per phase: staging, matchmaking, …, write_back, total

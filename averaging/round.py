@@ -13,6 +13,7 @@ from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from averaging.assembly import Assembly
+from averaging.auditing import Auditor
 from averaging.chunks import pack, unpack
 from averaging.group import Group
 from averaging.partition import Part
@@ -58,6 +59,8 @@ class Round:
         self._refused: dict[int, str] = {}  # reducers that take no more from us
         self._serving: set[int] = set()
         self._jobs: set[asyncio.Future[Any]] = set()
+        self.auditor: Auditor | None = None  # where reducers are audited
+        self._complete = asyncio.Event()  # everything is in place
 
     # ---- the whole
 
@@ -69,6 +72,8 @@ class Round:
                 running = [tasks.create_task(self._exchange(place), name=f"exchange with {self.quorum.name(place)}") for place in reducers]
                 running.append(tasks.create_task(self._reduce(), name="reduce"))
                 running.append(tasks.create_task(self._settle(), name="settle"))
+                if self.auditor is not None:
+                    running.append(tasks.create_task(self._audit(self.auditor), name="audit"))
                 running.append(tasks.create_task(self.quorum.watch(self._on_dead, self._doing), name="watch"))
                 self._ready(self.reduction.ready_at_start())
                 self._finish_if_complete()
@@ -107,9 +112,20 @@ class Round:
     def _finish_if_complete(self) -> None:
         """Vote, once everything that this member is to hold is in place."""
         reduced = len(self._averages) == len(self._own_parts)
-        if self.assembly.complete or (self._auxiliary and reduced):
+        if self.auditor is not None and not self._auxiliary and self.assembly.complete:
+            self._complete.set()
+        elif self.assembly.complete or (self._auxiliary and reduced):
             digest = b"" if self._auxiliary else self.assembly.digest()
             self.quorum.cast(digest, self.reduction.left_out)
+
+    async def _audit(self, auditor: Auditor) -> None:
+        """Vote once everything is in place, and not before others' work was looked at."""
+        await self._complete.wait()
+        finding = await auditor.audit(self._channels, self._work)
+        if finding is not None:
+            self.quorum.fail(finding.reason)
+        else:
+            self.quorum.cast(self.assembly.digest(), self.reduction.left_out)
 
     def _start(self, function: Callable[[A], T], argument: A) -> asyncio.Future[T]:
         """Tensor work in the pool. It ends even if nobody waits for it any more: `conduct` does."""
@@ -173,7 +189,7 @@ class Round:
             if header.HasField("average"):
                 average = header.average
                 part = self.assembly.announce(place, average.part, average.contributors, len(payload))
-                self._arrived.put_nowait(Arrived(part, payload, average.contributors))
+                self._arrived.put_nowait(Arrived.of(part, payload, average, len(self.group.members)))
             elif header.HasField("refusal"):
                 self._refused[place] = header.refusal.reason[:REASON_CHARACTERS_MAX]
             else:
@@ -234,12 +250,15 @@ class Round:
         part = self.bench.plan.parts[index]
         found = [Contribution(place, self._weights[place], payload) for place, payload in self.reduction.take(index)]
         if self._weights[self._own] > 0 and self.withdrawn is None:
-            found.append(Contribution(self._own, self._weights[self._own], self.bench.own_values(part)))
+            values = self.bench.own_values(part) if self.auditor is None else self.auditor.own(part)
+            found.append(Contribution(self._own, self._weights[self._own], values))
         return sorted(found, key=lambda contribution: contribution.place)
 
     def _conclude(self, contributions: list[Contribution], outcome: Averaged | Spoiled) -> tuple[Part, list[Contribution]] | None:
         """Serve what was averaged; what was spoiled is to be averaged again, without those who spoiled it."""
         if isinstance(outcome, Averaged):
+            if self.auditor is not None:
+                self.auditor.keep(outcome.part.index, contributions)
             self.assembly.announce(self._own, outcome.part.index, outcome.contributors, self.bench.codec.encoded_bytes(outcome.part.numel))
             self.assembly.settle(outcome.part.index, outcome.digest, outcome.contributors)
             self._averages.append(outcome.message)
@@ -292,6 +311,8 @@ class Round:
             try:
                 header, payload = unpack(message)
                 if header.HasField("chunk"):
+                    if self.auditor is not None:
+                        self.auditor.accept(place, header.chunk.part, payload, header.chunk.signature)
                     self._ready(self.reduction.accept(place, header.chunk.part, payload))
                 elif header.HasField("withdrawal"):
                     self._leave_out(place, f"it withdrew: {header.withdrawal.reason[:REASON_CHARACTERS_MAX]}")

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from averaging.liveness import LivenessConfig
+from averaging.robust import MEAN, Aggregation
 from swarm.errors import UsageError
 from swarm.ids import Contact
 from swarm.net.rpc import Caller, Method, Stream, StreamMethod
-from swarm.wire.reduce_pb2 import BeatReply, BeatRequest, VoteReply, VoteRequest
+from swarm.wire.reduce_pb2 import AccountReply, AccountRequest, BeatReply, BeatRequest, VoteReply, VoteRequest
 
 MESSAGE_BYTES_MAX = 4 << 20
 PART_BYTES_MAX = 3 << 20  # some codecs round a part up
@@ -19,6 +20,13 @@ PART_BYTES_MAX = 3 << 20  # some codecs round a part up
 EXCHANGE = StreamMethod(name="/swarm.Reduce/Exchange", message_bytes_max=MESSAGE_BYTES_MAX)
 BEAT = Method(name="/swarm.Reduce/Beat", request=BeatRequest, reply=BeatReply, request_bytes_max=256, reply_bytes_max=1 << 16)
 VOTE = Method(name="/swarm.Reduce/Vote", request=VoteRequest, reply=VoteReply, request_bytes_max=1 << 18, reply_bytes_max=1 << 22)
+ACCOUNT = Method(
+    name="/swarm.Reduce/Account",
+    request=AccountRequest,
+    reply=AccountReply,
+    request_bytes_max=256,
+    reply_bytes_max=MESSAGE_BYTES_MAX,
+)
 
 REASON_CHARACTERS_MAX = 500  # of what a peer says about itself
 INLINE_BELOW_CORES = 4  # with fewer, handing work to another thread costs more than it saves: 8 % of a round's processor time on two
@@ -49,10 +57,14 @@ class RoundConfig:
     ahead_max: int = 32  # parts of one sender that a reducer holds while others' are missing; then it reads no more of that stream
     join_s: float = 5.0  # how long a stream or vote of a round that is not known here yet waits for it to begin
     announce_s: float = 0.3  # after a failure: how long telling the others may delay its report
+    aggregation: Aggregation = MEAN  # must be the same on all members: the averager sees to it by its schema
+    audit: float = 0.0  # share of the parts that a second member recomputes; all members have it above 0, or none. 0.0: nothing is signed
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
 
     def __post_init__(self) -> None:
         if not 1024 <= self.part_bytes <= PART_BYTES_MAX:
             raise UsageError(f"part_bytes is between 1024 and {PART_BYTES_MAX}, not {self.part_bytes}")
+        if not 0.0 <= self.audit <= 1.0:
+            raise UsageError(f"audit is a share of the parts: 0 for no audits, at most 1, not {self.audit!r}")
         if self.batch_parts < 1 or self.ahead_max < 1 or self.join_s <= 0 or self.announce_s < 0:
             raise UsageError("batch_parts and ahead_max are at least 1, join_s is positive, announce_s is not negative")

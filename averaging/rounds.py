@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from averaging.averager import Averager
 from averaging.modes import Mode
 from averaging.optimizerconfig import OptimizerConfig
 from averaging.result import AveragingResult, PendingRound
+from averaging.robust import MEAN, Aggregation
 from averaging.state import TrainingState
 from swarm.errors import UsageError
 
@@ -35,11 +36,20 @@ class Synchronised:
     in_step: bool = True  # False: most others have other step counters or another schedule than this peer
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manner:
+    """How the tensors of the epochs are averaged."""
+
+    codec: str
+    aggregation: Aggregation = MEAN  # its rule holds for the state, too; clipping is for gradients: parameters have no common origin
+    audit: float = 0.0
+
+
 class Rounds:
     """Averagers are made when they are needed first: others wait for whoever holds one."""
 
-    def __init__(self, node: Node, run_id: str, mode: Mode, state: TrainingState, codec: str, config: OptimizerConfig) -> None:
-        self._node, self._run_id, self._mode, self._state, self._codec, self._config = node, run_id, mode, state, codec, config
+    def __init__(self, node: Node, run_id: str, mode: Mode, state: TrainingState, manner: Manner, config: OptimizerConfig) -> None:
+        self._node, self._run_id, self._mode, self._state, self._manner, self._config = node, run_id, mode, state, manner, config
         self._epochs: Averager | None = None
         self._states: Averager | None = None
         self._states_over: list[int] = []  # addresses of the tensors that `_states` averages: loading may replace them
@@ -47,7 +57,7 @@ class Rounds:
     def open(self) -> None:
         """Hold the averager of the epochs from now on: others expect this peer in their rounds."""
         if self._epochs is None:
-            self._epochs = self._averager(self._mode.tensors(), "epochs", self._codec)
+            self._epochs = self._averager(self._mode.tensors(), "epochs", self._manner)
 
     def average(self, epoch: int, enough: Callable[[], bool], grace_s: float) -> AveragingResult:
         """One attempt at the round of `epoch`. When it did not fail, the mode's tensors hold the average.
@@ -77,7 +87,8 @@ class Rounds:
             return
         if self._states is not None:
             self._states.close()
-        self._states = self._averager(tensors, "state", self._config.state_codec)
+        aggregation = replace(self._manner.aggregation, clip_to_median=None)
+        self._states = self._averager(tensors, "state", replace(self._manner, codec=self._config.state_codec, aggregation=aggregation))
         self._states_over = over
 
     def synchronise(self, enough: Callable[[], bool], grace_s: float) -> Synchronised:
@@ -116,13 +127,16 @@ class Rounds:
             if averager is not None:
                 averager.close()
 
-    def _averager(self, tensors: Sequence[torch.Tensor], name: str, codec: str) -> Averager:
+    def _averager(self, tensors: Sequence[torch.Tensor], name: str, manner: Manner) -> Averager:
         return Averager(
             self._node,
             tensors,
             name=name,
             target_group_size=self._config.group_size_max,
-            codec=codec,
+            codec=manner.codec,
+            aggregation=manner.aggregation.rule,
+            clip_to_median=manner.aggregation.clip_to_median,
+            audit=manner.audit,
             config=self._config.of_run(self._run_id),
         )
 

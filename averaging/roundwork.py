@@ -7,20 +7,22 @@ one block before the next is begun, so that it stays in the cache. What these fu
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from blake3 import blake3
 
-from averaging.assembly import encode_places
+from averaging.assembly import decode_places, encode_places
 from averaging.averages import Averages
 from averaging.chunks import pack
 from averaging.commit import digest_payload
 from averaging.partition import Part, Plan
-from averaging.reduce import Contribution, Mean, blocks, first_bad
+from averaging.reduce import Contribution, blocks, first_bad
+from averaging.robust import MEAN, Aggregation, Rows, prepare
 from averaging.vector import FlatVector
 from swarm.compression import Codec, view_bytes
+from swarm.errors import PeerError
 from swarm.wire.reduce_pb2 import ExchangeAverage, ExchangeChunk, ExchangeHeader
 
 
@@ -30,7 +32,7 @@ class Averaged:
 
     part: Part
     message: bytes  # for everybody else
-    digest: bytes
+    digest: bytes  # of the average and of who was clipped
     contributors: bytes
 
 
@@ -49,6 +51,22 @@ class Arrived:
     part: Part
     payload: memoryview
     contributors: bytes
+    clipped: bytes = b""  # a bitmap like the contributors, or nothing
+
+    @classmethod
+    def of(cls, part: Part, payload: memoryview, average: ExchangeAverage, members: int) -> Arrived:
+        """PeerError when those who were clipped are not among those who contributed."""
+        if average.clipped and not set(decode_places(average.clipped, members)) <= set(decode_places(average.contributors, members)):
+            raise PeerError(f"in its average of part {part.index} somebody was clipped who is not in it")
+        return cls(part, payload, average.contributors, average.clipped)
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputation:
+    """A part, and what its average should be made of."""
+
+    part: Part
+    contributions: Sequence[Contribution]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +77,7 @@ class _Scratch:
     total: torch.Tensor  # the sum, of the whole part: float32's encoding is a view of it
     encoded: torch.Tensor
     read: torch.Tensor  # our own values, where tensors meet within a part
+    rows: Rows  # of all members, for rules that compare them
 
 
 @dataclass(slots=True)
@@ -70,6 +89,11 @@ class Workbench:
     own: int
     vector: FlatVector
     averages: Averages
+    aggregation: Aggregation = MEAN
+    weights: Sequence[float] = ()  # relative, by place
+    sign: Callable[[int, memoryview], bytes] | None = None  # (part, encoded values); None: chunks travel unsigned
+    noted: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)  # part: digest and contributors of its average
+    clipped: dict[int, bytes] = field(default_factory=dict)  # by part, where anybody was
     seconds: dict[str, float] = field(default_factory=lambda: {"encode": 0.0, "reduce": 0.0, "settle": 0.0})
     _free: list[_Scratch] = field(default_factory=list)
 
@@ -111,37 +135,84 @@ class Workbench:
         """The element of the vector, within `part`, that cannot be sent."""
         return part.start + (first_bad(self.own_values(part), self.codec.magnitude_max) or 0)
 
+    def encoded(self, part: Part) -> bytes:
+        """Our values of a part as they would travel."""
+        scratch = self._borrow()
+        payload = bytes(self.codec.encode(self.vector.read(part.start, part.stop, scratch.read), scratch.encoded))
+        self._free.append(scratch)
+        return payload
+
+    def recompute(self, given: Recomputation) -> bytes:
+        """The digest that the average of a part must have if it was made of these contributions."""
+        scratch = self._borrow()
+        computed = self._compute(given.part, given.contributions, scratch)
+        self._free.append(scratch)
+        if isinstance(computed, Spoiled):
+            return b""
+        _, digest, clipped = computed
+        return digest_payload(digest + clipped) if clipped else digest
+
+    def clipped_fractions(self) -> dict[int, float]:
+        """For every place that was clipped: the fraction of the vector's elements in which it was."""
+        elements: dict[int, int] = {}
+        for index, clipped in self.clipped.items():
+            for place in decode_places(clipped, self.plan.members):
+                elements[place] = elements.get(place, 0) + self.plan.parts[index].numel
+        return {place: count / self.plan.numel for place, count in sorted(elements.items())}
+
     def _encode_one(self, part: Part, scratch: _Scratch) -> bytes | int:
         values = self.vector.read(part.start, part.stop, scratch.read)
         payload = self.codec.encode(values, scratch.encoded)
         if not self.codec.is_finite(payload):
             return part.start + (first_bad(values, self.codec.magnitude_max) or 0)
-        return pack(ExchangeHeader(chunk=ExchangeChunk(part=part.index)), payload)
+        signature = self.sign(part.index, payload) if self.sign is not None else b""
+        return pack(ExchangeHeader(chunk=ExchangeChunk(part=part.index, signature=signature)), payload)
 
-    def _reduce_one(self, part: Part, contributions: Sequence[Contribution], scratch: _Scratch) -> Averaged | Spoiled:
-        codec = self.codec
-        mean = Mean(contributions, codec)
+    def _compute(
+        self, part: Part, contributions: Sequence[Contribution], scratch: _Scratch
+    ) -> tuple[list[memoryview], bytes, bytes] | Spoiled:
+        """The encoded average in pieces, which lie in `scratch`, their digest, and who was clipped."""
+        codec, cut = self.codec, blocks(part, self.codec)
+        prepared = prepare(self.aggregation, contributions, codec, cut, scratch.total[: part.numel], scratch.rows)
+        if prepared.spoiled:
+            return Spoiled(part, prepared.spoiled)
         state = blake3()
         pieces = []
-        for block in blocks(part, codec):  # all that is to be done to a block is done before the next: it stays in the cache
+        for block in cut:  # all that is to be done to a block is done before the next: it stays in the cache
             total = scratch.total[block.start : block.stop]
-            mean.compute(block, total, scratch.values[: block.stop - block.start])
+            prepared.rule.compute(block, total, scratch.values[: block.stop - block.start])
             piece = codec.encode(total, scratch.encoded[block.first_byte : block.end_byte])
             if not codec.is_finite(piece):
-                return Spoiled(part, mean.spoilers())
+                return Spoiled(part, prepared.rule.spoilers())
             state.update(piece)
             pieces.append(piece)
+        return pieces, state.digest(), encode_places(prepared.clipped, self.plan.members) if prepared.clipped else b""
+
+    def _reduce_one(self, part: Part, contributions: Sequence[Contribution], scratch: _Scratch) -> Averaged | Spoiled:
+        computed = self._compute(part, contributions, scratch)
+        if isinstance(computed, Spoiled):
+            return computed
+        pieces, digest, clipped = computed
         contributors = encode_places((contribution.place for contribution in contributions), self.plan.members)
-        message = pack(ExchangeHeader(average=ExchangeAverage(part=part.index, contributors=contributors)), *pieces)
-        for block, piece in zip(blocks(part, codec), pieces, strict=True):
+        average = ExchangeAverage(part=part.index, contributors=contributors, clipped=clipped)
+        message = pack(ExchangeHeader(average=average), *pieces)
+        for block, piece in zip(blocks(part, self.codec), pieces, strict=True):
             self.averages.keep(part, piece, block.first_byte)
-        return Averaged(part, message, state.digest(), contributors)
+        return Averaged(part, message, self._note(part, digest, contributors, clipped), contributors)
 
     def _settle_one(self, arrived: Arrived) -> bytes | None:
         digest = digest_payload(arrived.payload)  # first: it brings the payload into the cache
         if not self.codec.is_finite(view_bytes(arrived.payload)):
             return None
         self.averages.keep(arrived.part, arrived.payload)
+        return self._note(arrived.part, digest, arrived.contributors, arrived.clipped)
+
+    def _note(self, part: Part, digest: bytes, contributors: bytes, clipped: bytes) -> bytes:
+        """The digest of an average that is held, with who was clipped in it: members agree on that, too."""
+        if clipped:
+            self.clipped[part.index] = clipped
+            digest = digest_payload(digest + clipped)
+        self.noted[part.index] = (digest, contributors)
         return digest
 
     def _borrow(self) -> _Scratch:
@@ -151,4 +222,4 @@ class Workbench:
         except IndexError:
             numel_max = max((part.numel for part in self.plan.parts), default=0)
             encoded = torch.empty(self.codec.encoded_bytes(numel_max), dtype=torch.uint8)
-            return _Scratch(torch.empty(numel_max), torch.empty(numel_max), encoded, torch.empty(numel_max))
+            return _Scratch(torch.empty(numel_max), torch.empty(numel_max), encoded, torch.empty(numel_max), Rows())

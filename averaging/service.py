@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import weakref
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from averaging.allreduce import AllReduce
+from averaging.audit import Notary
 from averaging.groupservice import GroupExchange
 
 if TYPE_CHECKING:
@@ -24,7 +26,12 @@ class AveragingService:
     def __init__(self, node: Node) -> None:
         self.exchange = GroupExchange(handlers=node.handlers, caller=node.channels, own=node.peer_id, clock=node.clock)
         self.all_reduce = AllReduce(
-            handlers=node.handlers, channels=node.channels, own=node.peer_id, pool=node.network.pool, clock=node.clock
+            handlers=node.handlers,
+            channels=node.channels,
+            own=node.peer_id,
+            pool=node.network.pool,
+            clock=node.clock,
+            notary=Notary(node.identity, random.SystemRandom()),
         )
         self._averagers: list[Callable[[], Awaitable[None]]] = []
         node.at_close(self._close)

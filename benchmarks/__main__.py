@@ -14,14 +14,14 @@ from types import FrameType
 import click
 from rich.console import Console
 
-from benchmarks import allreduce, dht, groups, quick, report, simulated, trainers
+from benchmarks import allreduce, dht, groups, hostile, quick, report, simulated, trainers
 from benchmarks.allreduce import Setting
 from benchmarks.environments import NoEnvironment, hivemind_python, machine, memory_copy_bytes_per_s
 from benchmarks.launch import ROOT
 from benchmarks.results import Row
 from benchmarks.turns import Plan
 
-SECTIONS = ("allreduce", "groups", "trainers", "dht", "simulated")
+SECTIONS = ("allreduce", "groups", "trainers", "dht", "simulated", "hostile")
 COMPARED = frozenset({"allreduce", "groups", "trainers", "dht"})  # with hivemind, whose environment they need
 
 
@@ -104,6 +104,8 @@ def _measure(
             yield dht.rows(setting, peers=peers)
     if "simulated" in sections:
         yield from simulated.rows(say)
+    if "hostile" in sections:
+        yield hostile.rows(say)
 
 
 def _command(arguments: list[str]) -> str:

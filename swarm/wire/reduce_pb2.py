@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17swarm/wire/reduce.proto\x12\nswarm.wire\"\x95\x02\n\x0e\x45xchangeHeader\x12(\n\x04open\x18\x01 \x01(\x0b\x32\x18.swarm.wire.ExchangeOpenH\x00\x12*\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x19.swarm.wire.ExchangeChunkH\x00\x12\x34\n\nwithdrawal\x18\x03 \x01(\x0b\x32\x1e.swarm.wire.ExchangeWithdrawalH\x00\x12.\n\x07\x61verage\x18\x04 \x01(\x0b\x32\x1b.swarm.wire.ExchangeAverageH\x00\x12.\n\x07refusal\x18\x05 \x01(\x0b\x32\x1b.swarm.wire.ExchangeRefusalH\x00\x12\x0f\n\x07padding\x18\x0f \x01(\x0c\x42\x06\n\x04kind\"[\n\x0c\x45xchangeOpen\x12\x10\n\x08group_id\x18\x01 \x01(\x0c\x12\r\n\x05\x63odec\x18\x02 \x01(\r\x12\x15\n\rcodec_version\x18\x03 \x01(\r\x12\x13\n\x0bplan_digest\x18\x04 \x01(\x0c\"\x1d\n\rExchangeChunk\x12\x0c\n\x04part\x18\x01 \x01(\r\"$\n\x12\x45xchangeWithdrawal\x12\x0e\n\x06reason\x18\x01 \x01(\t\"5\n\x0f\x45xchangeAverage\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\x14\n\x0c\x63ontributors\x18\x02 \x01(\x0c\"!\n\x0f\x45xchangeRefusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x1f\n\x0b\x42\x65\x61tRequest\x12\x10\n\x08group_id\x18\x01 \x01(\x0c\"\x85\x01\n\tBeatReply\x12*\n\x05state\x18\x01 \x01(\x0e\x32\x1b.swarm.wire.BeatReply.State\x12\x0e\n\x06reason\x18\x02 \x01(\t\"<\n\x05State\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x0b\n\x07RUNNING\x10\x01\x12\r\n\tCOMMITTED\x10\x02\x12\n\n\x06\x46\x41ILED\x10\x03\"l\n\x04Vote\x12\r\n\x05place\x18\x01 \x01(\r\x12\x0e\n\x06\x66\x61iled\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\x12%\n\x08left_out\x18\x05 \x03(\x0b\x32\x13.swarm.wire.LeftOut\"(\n\x07LeftOut\x12\r\n\x05place\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"?\n\x0bVoteRequest\x12\x10\n\x08group_id\x18\x01 \x01(\x0c\x12\x1e\n\x04vote\x18\x02 \x01(\x0b\x32\x10.swarm.wire.Vote\"\\\n\tVoteReply\x12\x1e\n\x04vote\x18\x01 \x01(\x0b\x32\x10.swarm.wire.Vote\x12!\n\x07relayed\x18\x02 \x03(\x0b\x32\x10.swarm.wire.Vote\x12\x0c\n\x04\x64\x65\x61\x64\x18\x03 \x03(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17swarm/wire/reduce.proto\x12\nswarm.wire\"\x95\x02\n\x0e\x45xchangeHeader\x12(\n\x04open\x18\x01 \x01(\x0b\x32\x18.swarm.wire.ExchangeOpenH\x00\x12*\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x19.swarm.wire.ExchangeChunkH\x00\x12\x34\n\nwithdrawal\x18\x03 \x01(\x0b\x32\x1e.swarm.wire.ExchangeWithdrawalH\x00\x12.\n\x07\x61verage\x18\x04 \x01(\x0b\x32\x1b.swarm.wire.ExchangeAverageH\x00\x12.\n\x07refusal\x18\x05 \x01(\x0b\x32\x1b.swarm.wire.ExchangeRefusalH\x00\x12\x0f\n\x07padding\x18\x0f \x01(\x0c\x42\x06\n\x04kind\"[\n\x0c\x45xchangeOpen\x12\x10\n\x08group_id\x18\x01 \x01(\x0c\x12\r\n\x05\x63odec\x18\x02 \x01(\r\x12\x15\n\rcodec_version\x18\x03 \x01(\r\x12\x13\n\x0bplan_digest\x18\x04 \x01(\x0c\"0\n\rExchangeChunk\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"$\n\x12\x45xchangeWithdrawal\x12\x0e\n\x06reason\x18\x01 \x01(\t\"F\n\x0f\x45xchangeAverage\x12\x0c\n\x04part\x18\x01 \x01(\r\x12\x14\n\x0c\x63ontributors\x18\x02 \x01(\x0c\x12\x0f\n\x07\x63lipped\x18\x03 \x01(\x0c\"!\n\x0f\x45xchangeRefusal\x12\x0e\n\x06reason\x18\x01 \x01(\t\"?\n\x0e\x41\x63\x63ountRequest\x12\x10\n\x08group_id\x18\x01 \x01(\x0c\x12\x0c\n\x04part\x18\x02 \x01(\r\x12\r\n\x05place\x18\x03 \x01(\r\"2\n\x0c\x41\x63\x63ountReply\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x12\x11\n\tsignature\x18\x02 \x01(\x0c\"\x1f\n\x0b\x42\x65\x61tRequest\x12\x10\n\x08group_id\x18\x01 \x01(\x0c\"\x85\x01\n\tBeatReply\x12*\n\x05state\x18\x01 \x01(\x0e\x32\x1b.swarm.wire.BeatReply.State\x12\x0e\n\x06reason\x18\x02 \x01(\t\"<\n\x05State\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x0b\n\x07RUNNING\x10\x01\x12\r\n\tCOMMITTED\x10\x02\x12\n\n\x06\x46\x41ILED\x10\x03\"l\n\x04Vote\x12\r\n\x05place\x18\x01 \x01(\r\x12\x0e\n\x06\x66\x61iled\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\x12%\n\x08left_out\x18\x05 \x03(\x0b\x32\x13.swarm.wire.LeftOut\"(\n\x07LeftOut\x12\r\n\x05place\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"?\n\x0bVoteRequest\x12\x10\n\x08group_id\x18\x01 \x01(\x0c\x12\x1e\n\x04vote\x18\x02 \x01(\x0b\x32\x10.swarm.wire.Vote\"\\\n\tVoteReply\x12\x1e\n\x04vote\x18\x01 \x01(\x0b\x32\x10.swarm.wire.Vote\x12!\n\x07relayed\x18\x02 \x03(\x0b\x32\x10.swarm.wire.Vote\x12\x0c\n\x04\x64\x65\x61\x64\x18\x03 \x03(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,25 +36,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXCHANGEOPEN']._serialized_start=319
   _globals['_EXCHANGEOPEN']._serialized_end=410
   _globals['_EXCHANGECHUNK']._serialized_start=412
-  _globals['_EXCHANGECHUNK']._serialized_end=441
-  _globals['_EXCHANGEWITHDRAWAL']._serialized_start=443
-  _globals['_EXCHANGEWITHDRAWAL']._serialized_end=479
-  _globals['_EXCHANGEAVERAGE']._serialized_start=481
-  _globals['_EXCHANGEAVERAGE']._serialized_end=534
-  _globals['_EXCHANGEREFUSAL']._serialized_start=536
-  _globals['_EXCHANGEREFUSAL']._serialized_end=569
-  _globals['_BEATREQUEST']._serialized_start=571
-  _globals['_BEATREQUEST']._serialized_end=602
-  _globals['_BEATREPLY']._serialized_start=605
-  _globals['_BEATREPLY']._serialized_end=738
-  _globals['_BEATREPLY_STATE']._serialized_start=678
-  _globals['_BEATREPLY_STATE']._serialized_end=738
-  _globals['_VOTE']._serialized_start=740
-  _globals['_VOTE']._serialized_end=848
-  _globals['_LEFTOUT']._serialized_start=850
-  _globals['_LEFTOUT']._serialized_end=890
-  _globals['_VOTEREQUEST']._serialized_start=892
-  _globals['_VOTEREQUEST']._serialized_end=955
-  _globals['_VOTEREPLY']._serialized_start=957
-  _globals['_VOTEREPLY']._serialized_end=1049
+  _globals['_EXCHANGECHUNK']._serialized_end=460
+  _globals['_EXCHANGEWITHDRAWAL']._serialized_start=462
+  _globals['_EXCHANGEWITHDRAWAL']._serialized_end=498
+  _globals['_EXCHANGEAVERAGE']._serialized_start=500
+  _globals['_EXCHANGEAVERAGE']._serialized_end=570
+  _globals['_EXCHANGEREFUSAL']._serialized_start=572
+  _globals['_EXCHANGEREFUSAL']._serialized_end=605
+  _globals['_ACCOUNTREQUEST']._serialized_start=607
+  _globals['_ACCOUNTREQUEST']._serialized_end=670
+  _globals['_ACCOUNTREPLY']._serialized_start=672
+  _globals['_ACCOUNTREPLY']._serialized_end=722
+  _globals['_BEATREQUEST']._serialized_start=724
+  _globals['_BEATREQUEST']._serialized_end=755
+  _globals['_BEATREPLY']._serialized_start=758
+  _globals['_BEATREPLY']._serialized_end=891
+  _globals['_BEATREPLY_STATE']._serialized_start=831
+  _globals['_BEATREPLY_STATE']._serialized_end=891
+  _globals['_VOTE']._serialized_start=893
+  _globals['_VOTE']._serialized_end=1001
+  _globals['_LEFTOUT']._serialized_start=1003
+  _globals['_LEFTOUT']._serialized_end=1043
+  _globals['_VOTEREQUEST']._serialized_start=1045
+  _globals['_VOTEREQUEST']._serialized_end=1108
+  _globals['_VOTEREPLY']._serialized_start=1110
+  _globals['_VOTEREPLY']._serialized_end=1202
 # @@protoc_insertion_point(module_scope)

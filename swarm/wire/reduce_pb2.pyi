@@ -36,10 +36,12 @@ class ExchangeOpen(_message.Message):
     def __init__(self, group_id: _Optional[bytes] = ..., codec: _Optional[int] = ..., codec_version: _Optional[int] = ..., plan_digest: _Optional[bytes] = ...) -> None: ...
 
 class ExchangeChunk(_message.Message):
-    __slots__ = ("part",)
+    __slots__ = ("part", "signature")
     PART_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
     part: int
-    def __init__(self, part: _Optional[int] = ...) -> None: ...
+    signature: bytes
+    def __init__(self, part: _Optional[int] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class ExchangeWithdrawal(_message.Message):
     __slots__ = ("reason",)
@@ -48,18 +50,38 @@ class ExchangeWithdrawal(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class ExchangeAverage(_message.Message):
-    __slots__ = ("part", "contributors")
+    __slots__ = ("part", "contributors", "clipped")
     PART_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
+    CLIPPED_FIELD_NUMBER: _ClassVar[int]
     part: int
     contributors: bytes
-    def __init__(self, part: _Optional[int] = ..., contributors: _Optional[bytes] = ...) -> None: ...
+    clipped: bytes
+    def __init__(self, part: _Optional[int] = ..., contributors: _Optional[bytes] = ..., clipped: _Optional[bytes] = ...) -> None: ...
 
 class ExchangeRefusal(_message.Message):
     __slots__ = ("reason",)
     REASON_FIELD_NUMBER: _ClassVar[int]
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class AccountRequest(_message.Message):
+    __slots__ = ("group_id", "part", "place")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    group_id: bytes
+    part: int
+    place: int
+    def __init__(self, group_id: _Optional[bytes] = ..., part: _Optional[int] = ..., place: _Optional[int] = ...) -> None: ...
+
+class AccountReply(_message.Message):
+    __slots__ = ("payload", "signature")
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    payload: bytes
+    signature: bytes
+    def __init__(self, payload: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class BeatRequest(_message.Message):
     __slots__ = ("group_id",)

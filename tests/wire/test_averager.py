@@ -231,7 +231,8 @@ def test_several_averagers_on_one_node(nodes: list[Node]) -> None:
 
 def test_wrong_use_is_said_so(nodes: list[Node]) -> None:
     for settings, words in [
-        ({"aggregation": "median"}, "no aggregation 'median'; there is: mean"),
+        ({"aggregation": "krum"}, "no aggregation 'krum'; there is: mean, trimmed_mean, median, centered_clip"),
+        ({"clip_to_median": 0.5}, "clip_to_median"),
         ({"codec": "float12"}, "float12"),
         ({"min_group_size": 5}, "min_group_size"),
         ({"min_fraction": 0.0}, "min_fraction"),

@@ -1,0 +1,215 @@
+"""A quarter of the peers lies: what a training loses under each aggregation, and what each aggregation takes.
+
+Eight peers train the byte-level model, each on its own draw of the text; gradients are encoded, cut into parts and reduced by the very code
+of a round, in this process: no network lies in between, since none of it is about the network. Two of the peers lie, always in the same
+way. The losses come from seeds and are the same on every run of one machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from averaging.audit import Notary
+from averaging.auditing import Auditor
+from averaging.averages import Averages, Landing
+from averaging.chunks import unpack
+from averaging.group import Group, Member
+from averaging.partition import Part, Plan, plan_parts
+from averaging.reduce import Contribution
+from averaging.robust import MEAN, Aggregation
+from averaging.roundwork import Averaged, Workbench
+from averaging.vector import FlatVector
+from benchmarks.results import Aim, Row, Series
+from swarm.compression import find
+from swarm.ids import Contact
+from swarm.run.task import Draw
+from swarm.run.tasks.bytelm_model import ByteData, ByteTransformer
+from swarm.run.tasks.corpus import read_corpus
+from swarm.testing.identities import SeededIdentity
+
+PEERS, LIARS = 8, 2
+CODEC = "float16"
+CONTEXT = 32
+SAMPLES = 32  # per peer and step
+STEPS = 100
+COST_ELEMENTS = 1_000_000
+COST_ROUNDS = 9
+LOSS_OVER_HONEST_MAX = 1.05
+LOSS_MAX = 100.0  # nats per byte: a training that is worse, or computes nothing but NaN, is shown as this
+
+RULES: dict[str, Aggregation] = {
+    "mean": MEAN,
+    "mean, clip_to_median=10": Aggregation(clip_to_median=10.0),
+    "trimmed_mean": Aggregation(rule="trimmed_mean"),
+    "median": Aggregation(rule="median"),
+    "centered_clip": Aggregation(rule="centered_clip"),
+}
+ROBUST = ("trimmed_mean", "median", "centered_clip")
+
+Lie = Callable[[torch.Tensor, torch.Generator], torch.Tensor]
+LIES: dict[str, Lie] = {
+    "sign-flipped": lambda gradient, _: -gradient,
+    "sign-flipped ×10": lambda gradient, _: gradient * -10.0,
+    "scaled ×100": lambda gradient, _: gradient * 100.0,
+    "random, ×10 as long": lambda gradient, chance: torch.randn(gradient.numel(), generator=chance) * (10.0 * gradient.std()),
+    "all-zero": lambda gradient, _: torch.zeros_like(gradient),
+}
+
+
+@functools.cache
+def _corpus_of(data_bytes: int) -> ByteData:
+    corpus = read_corpus(None, bytes_max=data_bytes, sample_bytes=CONTEXT + 1)
+    return ByteData(corpus, context=CONTEXT, device=torch.device("cpu"))
+
+
+class Diverged(Exception):
+    """The gradients of an honest peer are no numbers any more."""
+
+
+def average(vectors: Sequence[torch.Tensor], aggregation: Aggregation) -> torch.Tensor:
+    """What a round makes of these: each part reduced by the first peer, the others' values encoded as they travel."""
+    codec, numel = find(CODEC), vectors[0].numel()
+    plan = plan_parts(numel, [1.0, *[0.0] * (len(vectors) - 1)], codec, 1 << 14)
+    benches = [Workbench(plan, codec, 0, FlatVector([vector]), Averages(plan, codec, Landing()), aggregation) for vector in vectors]
+    reducer = benches[0]
+    sent = [bench.encode(plan.parts) for bench in benches[1:]]
+    for part in plan.parts:
+        given = [Contribution(0, 1.0, reducer.own_values(part))]
+        for place, messages in enumerate(sent, 1):
+            message = messages[part.index]
+            if isinstance(message, int):
+                raise Diverged
+            given.append(Contribution(place, 1.0, unpack(message)[1]))
+        (done,) = reducer.reduce([(part, given)])
+        assert isinstance(done, Averaged)
+    return reducer.averages.decoded()
+
+
+def train(aggregation: Aggregation, lie: Lie | None, *, steps: int = STEPS, samples: int = SAMPLES, data_bytes: int = 4 << 20) -> float:
+    """The loss on held-out text (nats per byte) after `steps` steps; the last `LIARS` of the peers lie."""
+    model = ByteTransformer(width=32, layers=1, heads=4, context=CONTEXT, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    data = _corpus_of(data_bytes)
+    chance = torch.Generator().manual_seed(1)
+    parameters = list(model.parameters())
+    peer_ids = [SeededIdentity(f"hostile/{place}").peer_id for place in range(PEERS)]
+    for step in range(steps):
+        vectors = []
+        for place in range(PEERS):
+            data.start_epoch(Draw("hostile", step, peer_ids[place]))
+            optimizer.zero_grad()
+            data.loss(model, samples).backward()  # type: ignore[no-untyped-call]
+            gradient = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None])
+            vectors.append(lie(gradient, chance) if lie is not None and place >= PEERS - LIARS else gradient)
+        try:
+            averaged = average(vectors, aggregation)
+        except Diverged:
+            return LOSS_MAX
+        offset = 0
+        for parameter in parameters:
+            parameter.grad = averaged[offset : offset + parameter.numel()].view_as(parameter).clone()
+            offset += parameter.numel()
+        optimizer.step()
+    loss = data.validation_loss(model)
+    return loss if loss < LOSS_MAX else LOSS_MAX  # NaN, too
+
+
+def losses(say: Callable[[str], None], *, steps: int = STEPS) -> list[Row]:
+    """Every lie under every aggregation, beside the training in which nobody lies."""
+    honest = train(MEAN, None, steps=steps)
+    say(f"nobody lies: {honest:.3f} nats per byte after {steps} steps")
+    found = []
+    for nth, (lie_name, lie) in enumerate(LIES.items()):
+        reached = {rule: train(aggregation, lie, steps=steps) for rule, aggregation in RULES.items()}
+        say(f"{LIARS} of {PEERS} send {lie_name} gradients: " + ", ".join(f"{rule} {loss:.3f}" for rule, loss in reached.items()))
+        found += [
+            Row(
+                identifier=f"hostile-loss-{nth}-{_slug(rule)}",
+                workload=f"training, {LIARS} of {PEERS} peers send {lie_name} gradients: {rule}",
+                quantity=f"held-out loss after {steps} steps",
+                ours=Series(name=f"swarm {rule}: loss", unit="nats/byte", samples=(loss,)),
+                peer=Series(name="honest peers, mean: loss", unit="nats/byte", samples=(honest,)),
+                aim=Aim(of="ours / peer", sense="at most", value=LOSS_OVER_HONEST_MAX) if rule in ROBUST else None,
+                shown="ours / peer",
+            )
+            for rule, loss in reached.items()
+        ]
+    return found
+
+
+def costs(say: Callable[[str], None], *, elements: int = COST_ELEMENTS, rounds: int = COST_ROUNDS) -> list[Row]:
+    """Reducing what eight peers sent, one thread: each aggregation in turn, and what an audit adds per chunk."""
+    codec = find(CODEC)
+    plan = plan_parts(elements, [1.0], codec, 1 << 20)
+    chance = torch.Generator().manual_seed(2)
+    vectors = [torch.randn(elements, generator=chance) for _ in range(PEERS)]
+    benches = [Workbench(plan, codec, 0, FlatVector([vector]), Averages(plan, codec, Landing())) for vector in vectors]
+    jobs = [(part, [Contribution(place, 1.0, bench.encoded(part)) for place, bench in enumerate(benches)]) for part in plan.parts]
+    reducers = {
+        rule: Workbench(plan, codec, 0, FlatVector([vectors[0]]), Averages(plan, codec, Landing()), aggregation)
+        for rule, aggregation in RULES.items()
+    }
+    work: dict[str, Callable[[], object]] = {rule: functools.partial(bench.reduce, jobs) for rule, bench in reducers.items()}
+    work["audit: sign and check the chunks"] = functools.partial(_sign_and_check, plan, jobs)
+    taken: dict[str, list[float]] = {name: [] for name in work}
+    for nth in range(rounds + 1):
+        for name, function in work.items():
+            started_s = time.perf_counter()
+            function()
+            if nth:  # the first warms up
+                taken[name].append(time.perf_counter() - started_s)
+    workload = f"reduce {PEERS} × {elements / 1e6:g} M parameters, {CODEC}, one thread"
+    mean = Series(name="the mean: reduce", unit="s", samples=tuple(taken["mean"]))
+    say(", ".join(f"{name} {min(samples) * 1e3:.1f} ms" for name, samples in taken.items()))
+    return [
+        Row(
+            identifier=f"hostile-cost-{_slug(name)}",
+            workload=f"{workload}: {name}",
+            quantity="decode, aggregate, encode, digest" if name in RULES else "beside that",
+            ours=Series(name=f"swarm {name}: reduce", unit="s", samples=tuple(samples)),
+            peer=None if name == "mean" else mean,
+            aim=None,
+            shown="ours / peer",
+        )
+        for name, samples in taken.items()
+    ]
+
+
+def _sign_and_check(plan: Plan, jobs: Sequence[tuple[Part, Sequence[Contribution]]]) -> None:
+    """What audits cost in every round, whether anything is drawn or not: senders sign, the reducer checks."""
+    identity = SeededIdentity("hostile/signer")
+    member = Member(contact=Contact(identity.peer_id, ()), weight=1.0, bandwidth=1.0)
+    group = Group(group_id=bytes(32), members=(member,), codec=CODEC, gathered=(b"",))
+    bench = Workbench(plan, find(CODEC), 0, FlatVector([]), Averages(plan, find(CODEC), Landing()))
+    auditor = Auditor(group, bench, Notary(identity, random.Random(0)), 0.1)
+    assert bench.sign is not None
+    for part, contributions in jobs:
+        for item in contributions:
+            payload = memoryview(item.values)  # type: ignore[arg-type]
+            auditor.accept(0, part.index, payload, bench.sign(part.index, payload))
+
+
+def rows(say: Callable[[str], None]) -> list[Row]:
+    """All of the section."""
+    with _one_thread():
+        return [*costs(say), *losses(say)]
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _slug(name: str) -> str:
+    return "".join(character if character.isalnum() else "-" for character in name.partition(":")[0]).strip("-")

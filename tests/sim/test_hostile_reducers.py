@@ -1,0 +1,286 @@
+"""Reducers that lie, and audits that name them; senders that try to frame a reducer. The real service and messages, simulated network."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from averaging.allreduce import AllReduce, RoundOutcome
+from averaging.audit import Notary, chance, draw, parts_max
+from averaging.auditing import Auditor
+from averaging.chunks import pack, unpack
+from averaging.group import Group, Member
+from averaging.partition import plan_parts
+from averaging.reduce import Contribution
+from averaging.robust import MEAN, Aggregation
+from averaging.round import Round
+from averaging.roundconfig import RoundConfig
+from averaging.roundwork import Averaged, Spoiled, Workbench
+from swarm.compression import find
+from swarm.errors import PeerError, UsageError
+from swarm.ids import PeerId
+from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
+from swarm.testing.virtual_loop import run_virtual
+from swarm.wire.reduce_pb2 import AccountReply, AccountRequest
+
+NUMEL = 40_000
+LIAR = 1
+
+
+@dataclass
+class Held:
+    """How a round ended for everybody."""
+
+    peers: list[SimulatedPeer]
+    outcomes: list[RoundOutcome]
+
+    @property
+    def accused(self) -> set[PeerId]:
+        return {peer_id for outcome in self.outcomes for peer_id in outcome.accused}
+
+    @property
+    def liar(self) -> PeerId:
+        return self.peers[LIAR].peer_id
+
+
+def hold(
+    share: float, *, seed: int = 0, aggregation: Aggregation = MEAN, codec: str = "float16", client: bool = False, delay_s: float = 0.0
+) -> Held:
+    """One round of four: different weights; the last one may be a client that cannot be dialed."""
+    network = SimulatedNetwork(seed, LinkConfig(delay_s=delay_s, jitter=0.5))
+    peers = [network.peer(dialable=not (client and place == 3)) for place in range(4)]
+    weights = [1.0, 2.0, 1.0, 0.5]
+    members = [
+        Member(contact=peer.contact, weight=weight, bandwidth=1.0 if peer.contact.addresses else 0.0)
+        for peer, weight in zip(peers, weights, strict=True)
+    ]
+    group = Group(group_id=random.Random(seed).randbytes(32), members=tuple(members), codec=codec, gathered=(b"",) * 4)
+    services = [
+        AllReduce(
+            handlers=peer.handlers,
+            channels=peer.caller,
+            own=peer.peer_id,
+            pool=None,  # type: ignore[arg-type]
+            clock=peer.clock,
+            notary=Notary(peer.identity, random.Random(f"{seed} {place}")),
+        )
+        for place, peer in enumerate(peers)
+    ]
+    generator = torch.Generator().manual_seed(seed)
+    vectors = [torch.randn(NUMEL, generator=generator) for _ in peers]
+    config = RoundConfig(part_bytes=8192, audit=share, aggregation=aggregation, inline=True)
+
+    async def main() -> list[RoundOutcome]:
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(service.run(group, vector, deadline_s=peer.clock.monotonic_s() + 60.0, config=config))
+                for service, vector, peer in zip(services, vectors, peers, strict=True)
+            ]
+        for service in services:
+            service.close()
+        await network.close()
+        assert not network.errors
+        return [task.result() for task in running]
+
+    return Held(peers, run_virtual(main()))
+
+
+@pytest.mark.parametrize("aggregation", [MEAN, Aggregation(rule="centered_clip"), Aggregation(rule="median", clip_to_median=1.2)])
+@pytest.mark.parametrize("codec", ["float32", "float16"])
+def test_nobody_honest_is_ever_named(aggregation: Aggregation, codec: str) -> None:
+    for seed in range(4):
+        held = hold(1.0, seed=seed, aggregation=aggregation, codec=codec, client=seed % 2 == 1)
+        assert not any(outcome.failed for outcome in held.outcomes), [outcome.reason for outcome in held.outcomes]
+        assert len({outcome.digest for outcome in held.outcomes}) == 1
+        assert not held.accused
+
+
+def lies(monkeypatch: pytest.MonkeyPatch, alter: Callable[[Contribution], Contribution]) -> None:
+    """The reducer at place LIAR reduces something else than what it was sent; it keeps, and shows, the true chunks."""
+    reduce = Workbench._reduce_one
+
+    def lie(self: Workbench, part: object, contributions: list[Contribution], scratch: object) -> Averaged | Spoiled:
+        given = [alter(item) for item in contributions] if self.own == LIAR else contributions
+        return reduce(self, part, given, scratch)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Workbench, "_reduce_one", lie)
+
+
+def heavier(item: Contribution) -> Contribution:
+    return Contribution(item.place, item.weight * (3.0 if item.place == LIAR else 1.0), item.values)
+
+
+def test_who_has_left_a_broken_round_is_no_liar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first auditor's finding ends the round; others are asked for their accounts when they have left it already."""
+    lies(monkeypatch, heavier)
+    for seed in range(5):
+        held = hold(1.0, seed=seed, delay_s=0.05)
+        assert all(outcome.failed for outcome in held.outcomes)
+        assert held.accused == {held.liar}
+
+
+def silenced(item: Contribution) -> Contribution:
+    return Contribution(item.place, item.weight, bytes(len(item.values)) if item.place == 2 else item.values)
+
+
+@pytest.mark.parametrize("alter", [heavier, silenced])
+@pytest.mark.parametrize("client", [False, True])
+def test_a_reducer_that_averages_something_else_is_named(
+    alter: Callable[[Contribution], Contribution], client: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lies(monkeypatch, alter)
+    unaudited = hold(0.0, client=client)
+    assert not any(outcome.failed for outcome in unaudited.outcomes)  # nobody notices
+    held = hold(1.0, client=client)
+    assert all(outcome.failed for outcome in held.outcomes)
+    assert held.accused == {held.liar}
+    for outcome in held.outcomes:
+        assert str(held.liar) in str(outcome.reason)  # who did not find out by itself is told
+        assert outcome.vector is None
+    texts = [text for outcome in held.outcomes for text in outcome.accused.values()]
+    assert all("not what its senders' signed values give" in text for text in texts)
+
+
+def test_a_share_of_the_parts_finds_a_share_of_the_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reducer that lies in all of its three parts is caught with a probability of 1 - (1 - p)³ each round."""
+    lies(monkeypatch, heavier)
+    rounds, share = 40, 0.2
+    caught = 0
+    for seed in range(rounds):
+        held = hold(share, seed=seed)
+        assert held.accused <= {held.liar}
+        assert {outcome.failed for outcome in held.outcomes} == {bool(held.accused)}  # for all or for none
+        caught += bool(held.accused)
+    assert 0.3 < caught / rounds < 0.7  # 0.49
+
+
+def altered(message: bytes, signature: bytes | None, payload: bytes | None) -> bytes:
+    header, old = unpack(message)
+    assert header.HasField("chunk")
+    if signature is not None:
+        header.chunk.signature = signature
+    return pack(header, payload if payload is not None else old)
+
+
+@pytest.mark.parametrize("how", ["nothing", "forged", "other bytes"])
+def test_a_sender_that_does_not_stand_by_its_chunk_is_not_averaged(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot make its reducer look like a liar: what it has not signed is not taken, and it is asked for nothing later."""
+    send = Round._send
+
+    async def lie(self: Round, stream: object, message: bytes) -> None:
+        header, payload = unpack(message)
+        if self._own == LIAR and header.HasField("chunk"):
+            changes = {"nothing": (b"", None), "forged": (b"\x01" * 64, None), "other bytes": (None, bytes(len(payload)))}
+            message = altered(message, *changes[how])
+        await send(self, stream, message)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Round, "_send", lie)
+    held = hold(1.0)
+    assert not held.accused
+    for outcome in held.outcomes:
+        assert not outcome.failed, outcome.reason
+        assert "without its sender's signature" in outcome.left_out[held.liar]
+        assert outcome.contributions[held.liar] < 0.5  # it is in its own span alone
+
+
+def test_a_reducer_that_shows_other_chunks_than_it_was_sent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes up inputs that explain its average: it cannot sign for their senders."""
+    lies(monkeypatch, silenced)
+    answer = Auditor.answer
+
+    def lie(self: Auditor, caller: int, request: AccountRequest) -> AccountReply:
+        reply = answer(self, caller, request)
+        if self._bench.own == LIAR and request.place == 2:
+            reply.payload = bytes(len(reply.payload))
+        return reply
+
+    monkeypatch.setattr(Auditor, "answer", lie)
+    held = hold(1.0)
+    assert held.accused == {held.liar}
+    assert any("was not signed by that member" in text for outcome in held.outcomes for text in outcome.accused.values())
+
+
+@pytest.mark.parametrize("how", ["refuses", "short", "silent"])
+def test_a_reducer_that_gives_no_account(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    serve = AllReduce._serve_account
+
+    async def evade(self: AllReduce, caller: PeerId, request: AccountRequest) -> AccountReply:
+        reply = await serve(self, caller, request)
+        if self._rounds[request.group_id].bench.own != LIAR:
+            return reply
+        if how == "silent":
+            await asyncio.sleep(1000.0)
+        if how == "refuses":
+            raise PeerError("I would rather not")
+        reply.payload = reply.payload[1:]
+        return reply
+
+    monkeypatch.setattr(AllReduce, "_serve_account", evade)
+    held = hold(1.0)
+    assert all(outcome.failed for outcome in held.outcomes)
+    assert held.accused == ({held.liar} if how == "short" else set())  # who is silent or refuses may have left the round with reason
+    assert all(str(held.liar) in str(outcome.reason) for outcome in held.outcomes)
+
+
+def test_accounts_are_given_to_members_once_and_of_what_was_reduced() -> None:
+    network = SimulatedNetwork(5)
+    peers = [network.peer() for _ in range(2)]
+    codec = find("float32")
+    plan = plan_parts(20_000, [1.0, 1.0], codec, 4096)
+    group = Group(
+        group_id=bytes(32),
+        members=tuple(Member(contact=peer.contact, weight=1.0, bandwidth=1.0) for peer in peers),
+        codec="float32",
+        gathered=(b"",) * 2,
+    )
+    bench = Workbench(plan, codec, 0, None, None)  # type: ignore[arg-type]
+    auditor = Auditor(group, bench, Notary(peers[0].identity, random.Random(0)), 0.001)
+    for part in plan.of_reducer(0):
+        auditor.keep(part.index, [Contribution(0, 1.0, b"bytes")])
+    with pytest.raises(PeerError, match="nothing of the member"):
+        auditor.answer(1, AccountRequest(part=0, place=1))
+    with pytest.raises(PeerError, match="nothing of the member"):
+        auditor.answer(1, AccountRequest(part=99, place=0))
+    assert auditor.answer(1, AccountRequest(part=0, place=0)).payload == b"bytes"
+    with pytest.raises(PeerError, match="more is asked"):
+        auditor.answer(1, AccountRequest(part=0, place=0))
+    allowed = parts_max(0.001, 1, len(plan.of_reducer(0)))
+    for part in range(1, allowed):
+        auditor.answer(1, AccountRequest(part=part, place=0))
+    with pytest.raises(PeerError, match="more is asked"):
+        auditor.answer(1, AccountRequest(part=allowed, place=0))
+
+
+def test_the_draw() -> None:
+    codec = find("float32")
+    plan = plan_parts(4_000_000, [1.0] * 4, codec, 1 << 14)
+    drawn = [{part.index for part in draw(plan, own, 0.3, 3, random.Random(own))} for own in range(4)]
+    for own, parts in enumerate(drawn):
+        assert not parts & {part.index for part in plan.of_reducer(own)}
+    assert abs(len(set().union(*drawn)) / len(plan.parts) - 0.3) < 0.05
+    assert chance(1.0, 3) == 1.0
+    assert chance(0.0, 3) == chance(0.5, 0) == 0.0
+    assert len(draw(plan, 0, 1.0, 3, random.Random(0))) == len(plan.parts) - len(plan.of_reducer(0))
+
+
+def test_audits_need_an_identity_and_a_share() -> None:
+    async def main() -> None:
+        network = SimulatedNetwork(0)
+        peer = network.peer()
+        service = AllReduce(handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock)  # type: ignore[arg-type]
+        group = Group(
+            group_id=bytes(32), members=(Member(contact=peer.contact, weight=1.0, bandwidth=1.0),), codec="float32", gathered=(b"",)
+        )
+        with pytest.raises(UsageError, match="identity to sign with"):
+            await service.run(group, torch.zeros(5), deadline_s=60.0, config=RoundConfig(audit=0.5))
+        await network.close()
+
+    run_virtual(main())
+    for share in (-0.1, 1.1, float("nan")):
+        with pytest.raises(UsageError, match="audit is a share"):
+            RoundConfig(audit=share)

@@ -1,0 +1,125 @@
+"""Hostile senders in whole rounds: the service and messages are the real ones, the network and time are simulated."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+import torch
+
+from averaging.allreduce import AllReduce, RoundOutcome
+from averaging.chunks import pack, unpack
+from averaging.group import Group, Member
+from averaging.robust import Aggregation
+from averaging.round import Round
+from averaging.roundconfig import RoundConfig
+from averaging.roundwork import Workbench
+from swarm.testing.network import SimulatedNetwork, SimulatedPeer
+from swarm.testing.virtual_loop import run_virtual
+
+PEERS = 8
+NUMEL = 40_000
+
+
+def round_of(
+    vectors: list[torch.Tensor], aggregation: Aggregation, codec: str = "float32", weights: list[float] | None = None
+) -> dict[SimulatedPeer, RoundOutcome]:
+    """Everybody's outcome of one round."""
+    network = SimulatedNetwork(1)
+    peers = [network.peer() for _ in vectors]
+    members = [Member(contact=peer.contact, weight=weights[n] if weights else 1.0, bandwidth=1.0) for n, peer in enumerate(peers)]
+    group = Group(group_id=random.Random(2).randbytes(32), members=tuple(members), codec=codec, gathered=(b"",) * len(peers))
+    config = RoundConfig(part_bytes=8192, aggregation=aggregation)
+    services = [
+        AllReduce(handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock)  # type: ignore[arg-type]
+        for peer in peers
+    ]
+
+    async def main() -> dict[SimulatedPeer, RoundOutcome]:
+        async with asyncio.TaskGroup() as tasks:
+            running = [
+                tasks.create_task(service.run(group, vector, deadline_s=peer.clock.monotonic_s() + 30.0, config=config))
+                for service, vector, peer in zip(services, vectors, peers, strict=True)
+            ]
+        for service in services:
+            service.close()
+        await network.close()
+        assert not network.errors
+        return {peer: task.result() for peer, task in zip(peers, running, strict=True)}
+
+    return run_virtual(main())
+
+
+def draw(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [1.0 + 0.1 * torch.randn(NUMEL, generator=generator) for _ in range(count)]
+
+
+@pytest.mark.parametrize("codec", ["float32", "float16"])
+@pytest.mark.parametrize("rule", ["trimmed_mean", "median", "centered_clip"])
+def test_a_quarter_of_the_peers_lies(rule: str, codec: str) -> None:
+    vectors = draw(PEERS)
+    honest = torch.stack(vectors[:6]).mean(dim=0)
+    vectors[6] *= -100.0
+    vectors[7] *= 1000.0
+    outcomes = list(round_of(vectors, Aggregation(rule=rule), codec).values())
+    assert not any(outcome.failed for outcome in outcomes)
+    assert len({outcome.digest for outcome in outcomes}) == 1
+    found = outcomes[0].vector
+    assert found is not None
+    assert float((found - honest).norm() / honest.norm()) < 0.2
+    assert all(fraction == 1.0 for fraction in outcomes[0].contributions.values())
+
+
+def test_everybody_learns_who_was_clipped_and_where() -> None:
+    vectors = draw(4)
+    vectors[2][: NUMEL // 2] *= 1e4
+    outcomes = round_of(vectors, Aggregation(clip_to_median=10.0), "float16", weights=[1.0, 2.0, 1.0, 4.0])
+    peers = list(outcomes)
+    assert len({outcome.digest for outcome in outcomes.values()}) == 1
+    for outcome in outcomes.values():
+        assert not outcome.failed
+        assert list(outcome.clipped) == [peers[2].peer_id]
+        assert 0.5 <= outcome.clipped[peers[2].peer_id] < 0.62  # whole parts
+        assert outcome.vector is not None
+        assert float(outcome.vector.abs().max()) < 10.0
+    unclipped = round_of(vectors, Aggregation(), "float16")
+    assert all(not outcome.clipped for outcome in unclipped.values())
+
+
+def forged(message: bytes, **changes: bytes) -> bytes:
+    """An average with something else in its header."""
+    header, payload = unpack(message)
+    for name, value in changes.items():
+        setattr(header.average, name, value)
+    return pack(header, payload)
+
+
+@pytest.mark.parametrize("clipped", [b"\x10", b"\x01\x00", b"\x0f"])
+def test_a_reducer_cannot_say_nonsense_about_who_was_clipped(clipped: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody of that number, a bitmap of another size, and one who is not in the average (its weight is 0)."""
+    give = Round._send
+
+    async def lie(self: Round, stream: object, message: bytes) -> None:
+        header, _ = unpack(message)
+        if self._own == 1 and header.HasField("average"):
+            message = forged(message, clipped=clipped)
+        await give(self, stream, message)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Round, "_send", lie)
+    outcomes = round_of(draw(4), Aggregation(clip_to_median=10.0), weights=[1.0, 1.0, 1.0, 0.0])
+    liar = str(list(outcomes)[1].peer_id)
+    assert all(outcome.failed for outcome in outcomes.values())
+    assert all(liar in str(outcome.reason) for outcome in outcomes.values())
+
+
+def test_a_reducer_that_names_somebody_to_some_only_fails_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    note = Workbench._note
+
+    def lie(self: Workbench, part: object, digest: bytes, contributors: bytes, clipped: bytes) -> bytes:
+        return note(self, part, digest, contributors, b"\x01" if self.own == 0 else clipped)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Workbench, "_note", lie)
+    outcomes = round_of(draw(3), Aggregation(clip_to_median=10.0))
+    assert all("different averages" in str(outcome.reason) for outcome in outcomes.values())

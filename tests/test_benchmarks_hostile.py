@@ -1,0 +1,48 @@
+"""The benchmark of hostile peers in short: the plain mean is ruined by a few lies, the robust aggregations are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from benchmarks import hostile
+from benchmarks.report import as_record
+
+STEPS = 30
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    with hostile._one_thread():
+        yield
+
+
+def train(rule: str, lie: str | None) -> float:
+    return hostile.train(hostile.RULES[rule], hostile.LIES[lie] if lie else None, steps=STEPS, samples=8, data_bytes=1 << 20)
+
+
+def test_a_quarter_that_lies_ruins_the_mean_and_nothing_else() -> None:
+    honest = train("mean", None)
+    assert honest < 4.0  # it learns: 5.5 at the beginning
+    assert train("mean", "sign-flipped ×10") > 2.0 * honest
+    for rule in hostile.ROBUST:
+        assert train(rule, "sign-flipped ×10") < 1.08 * honest
+
+
+def test_what_a_round_would_make_of_it_is_the_mean() -> None:
+    vectors = [torch.full((5000,), float(place)) for place in range(hostile.PEERS)]
+    assert torch.equal(hostile.average(vectors, hostile.MEAN), torch.full((5000,), 3.5))
+    vectors[0][7] = float("nan")
+    vectors[1][7] = float("nan")
+    with pytest.raises(hostile.Diverged):
+        hostile.average(vectors, hostile.MEAN)
+
+
+def test_rows_can_be_kept() -> None:
+    said: list[str] = []
+    rows = [*hostile.costs(said.append, elements=5000, rounds=1), *hostile.losses(said.append, steps=0)]
+    assert len({row.identifier for row in rows}) == len(rows) == len(hostile.RULES) + 1 + len(hostile.LIES) * len(hostile.RULES)
+    assert all(as_record(row, "run")["ours_value"] is not None for row in rows)
+    assert all(row.met for row in rows if row.aim is not None)  # no step, no difference

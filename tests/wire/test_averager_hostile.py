@@ -1,0 +1,95 @@
+"""Hostile members of `swarm.Averager`'s groups, between real nodes on loopback: what is clipped, outvoted, audited and named."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from averaging.averager import Averager, AveragerConfig
+from averaging.reduce import Contribution
+from averaging.result import AveragingResult
+from averaging.robust import Aggregation
+from averaging.roundconfig import RoundConfig
+from averaging.roundwork import Workbench
+from swarm.errors import UsageError
+from swarm.node import Node
+
+NODES = 4
+NUMEL = 20_000
+SMALL_PARTS = AveragerConfig(round=RoundConfig(part_bytes=8192))
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[list[Node]]:
+    first = Node(listen="127.0.0.1:0")
+    made = [first] + [Node(bootstrap=first.addresses, listen="127.0.0.1:0") for _ in range(NODES - 1)]
+    yield made
+    for node in made:
+        node.close()
+
+
+def step(nodes: Sequence[Node], values: Sequence[float], name: str, timeout_s: float = 20.0, **settings: Any) -> list[AveragingResult]:
+    """One round in which every node contributes a constant vector; afterwards each tensor is in `settings["out"]`, if given."""
+    out = settings.pop("out", [])
+    tensors = [torch.full((NUMEL,), value) for value in values]
+    averagers = [Averager(node, [tensor], name=name, config=SMALL_PARTS, **settings) for node, tensor in zip(nodes, tensors, strict=True)]
+    try:
+        with concurrent.futures.ThreadPoolExecutor(len(nodes)) as pool:
+            futures = [pool.submit(averager.step, timeout_s=timeout_s) for averager in averagers]
+            results = [future.result(timeout_s + 10.0) for future in futures]
+    finally:
+        for averager in averagers:
+            averager.close()
+    out += tensors
+    return results
+
+
+def test_a_median_outvotes_and_clipping_names(nodes: list[Node]) -> None:
+    after: list[torch.Tensor] = []
+    results = step(nodes, [1.0, 1.5, 2.0, -1e4], "outvoted", aggregation="median", clip_to_median=10.0, audit=0.5, out=after)
+    assert not any(result.failed for result in results), results
+    assert len({result.digest for result in results}) == 1
+    assert all(torch.equal(tensor, torch.full((NUMEL,), 1.25)) for tensor in after)
+    assert all(result.clipped == {nodes[3].peer_id: 1.0} for result in results)
+    assert not any(result.accused for result in results)
+
+
+def test_a_lying_reducer_is_named_in_the_result(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    reduce = Workbench._reduce_one
+
+    def lie(self: Workbench, part: Any, contributions: list[Contribution], scratch: Any) -> Any:
+        if self.vector.element(part.start) == 7.0:  # the liar's own
+            contributions = [Contribution(item.place, item.weight, bytes(len(item.values))) for item in contributions]
+        return reduce(self, part, contributions, scratch)
+
+    monkeypatch.setattr(Workbench, "_reduce_one", lie)
+    results = step(nodes[:3], [1.0, 2.0, 7.0], "audited", timeout_s=6.0, audit=1.0)
+    liar = nodes[2].peer_id
+    assert all(result.failed for result in results)
+    assert {peer_id for result in results for peer_id in result.accused} == {liar}
+    assert all("not what its senders' signed values give" in text for result in results for text in result.accused.values())
+
+
+def test_who_aggregates_otherwise_is_not_met(nodes: list[Node]) -> None:
+    with Averager(nodes[0], [torch.zeros(5)], name="differ", aggregation="median") as one:
+        for settings in ({}, {"aggregation": "median", "clip_to_median": 5.0}, {"aggregation": "median", "audit": 0.1}):
+            with Averager(nodes[1], [torch.zeros(5)], name="differ", **settings) as other:  # type: ignore[arg-type]
+                assert other.schema.digest != one.schema.digest
+        with Averager(nodes[1], [torch.zeros(5)], name="differ", aggregation="median") as same:
+            assert same.schema == one.schema
+    with pytest.raises(UsageError, match="there is: mean, trimmed_mean, median, centered_clip"):
+        Averager(nodes[0], [torch.zeros(5)], name="unknown", aggregation="krum")
+    with pytest.raises(UsageError, match="audit is a share"):
+        Averager(nodes[0], [torch.zeros(5)], name="unknown", audit=2.0)
+    for wrong in ({"aggregation": Aggregation(clip_to_median=5.0)}, {"round": RoundConfig(audit=0.5)}):
+        with pytest.raises(UsageError, match="give the averager itself"):
+            AveragerConfig(**wrong)  # type: ignore[arg-type]
+    trimmed = AveragerConfig(aggregation=Aggregation(rule="trimmed_mean", trim=0.4))
+    with pytest.raises(UsageError, match="numbers for 'trimmed_mean'"):
+        Averager(nodes[0], [torch.zeros(5)], name="trim", config=trimmed)
+    with Averager(nodes[0], [torch.zeros(5)], name="trim", aggregation="trimmed_mean", config=trimmed) as averager:
+        assert "trim 0.4" in averager.schema.text
