@@ -84,7 +84,7 @@ def test_every_figure_becomes_a_row() -> None:
     assert (values["simulated-20-rest-messages"] or 0) > 10
     assert (values["simulated-40-eclipse"] or 0) > 50
     cells = report.cells(report.as_record(rows[0], "run"))
-    assert cells[4] == "1 hops"
+    assert cells[4] in ("1 hops", "2 hops")
     assert cells[6].startswith("≤ 4.5")
 
 
