@@ -4,20 +4,23 @@ from __future__ import annotations
 
 _PROCESSOR_TIME = (
     "processor time: all peers share the cores, and a round keeps them busy throughout. Of the processor seconds of a float16 round "
-    "(listed below) about half are gRPC and TLS, as the bare transport shows for twice the bytes; the rest is tensor work (encode, reduce, "
-    "settle) and the two passes between the caller's tensors and the flat vector (staging, write-back)."
+    "(listed below) about half are gRPC and TLS, as the bare transport shows for twice the bytes; the rest is tensor work: encode, reduce, "
+    "digest and keep (settle), and the decoding of the result into the caller's tensors (write-back)."
 )
 _TENSOR_WORK = (
-    "tensor work on shared cores: what is added to the transport is one pass each for staging, the finite check, the message, the weighted "
-    "sum, the digest, the result and the write-back; a machine whose memory is busy with other work makes each dearer."
+    "tensor work on shared cores: what is added to the transport is one pass each for the finite check, the message, the weighted sum, the "
+    "digest, the copy that is kept and the write-back; a machine whose memory is busy with other work makes each dearer."
 )
 
 _DHT_TIME = (
     "processor time: all peers share the cores. Of it, by `perf` with 8 peers, about half is Python (searches, contacts in answers, the "
     "routing table and the peer book for every message), an eighth Ed25519, a quarter gRPC and the kernel. Every store is signed, and "
-    "verified at each of five replicas; every get asks all five. hivemind signs nothing, and a replica answers a get from its own copy."
+    "verified at each of five replicas; a get asks three of the five. hivemind signs nothing, and takes the first replica's answer."
 )
-_ONE_GET = "five calls to five processes that share the cores: one replica's answer would do for a value that nobody else may write."
+_ONE_GET = (
+    "three calls to three processes that share two cores, and a signature to verify, where hivemind takes the word of the first replica: "
+    "a read here is to see every write that a majority of the replicas took (docs/decisions/0003)."
+)
 
 LIMITED_BY: dict[str, str] = {
     "allreduce-64-float16-hivemind": _PROCESSOR_TIME,
