@@ -44,7 +44,7 @@ def _round(averager: Any, at_s: float, timeout_s: float) -> dict[str, Any]:
     end_s = time.monotonic()
     return {
         "ok": not result.failed,
-        "reason": str(result.reason or ""),
+        "reason": f"{result.reason}: {result.detail}" if result.failed else "",
         "end_s": end_s,
         "grouped_s": started_s + result.seconds.get(GROUP_PHASE, 0.0),
         "group": len(result.peers),
