@@ -44,11 +44,12 @@ class Spoiled:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """An average that came from its reducer."""
+    """An average that came from its reducer, or from another member that holds it."""
 
     part: Part
     payload: memoryview
     contributors: bytes
+    digest: bytes = b""  # which it must have; empty: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class _Scratch:
     read: torch.Tensor  # our own values, where tensors meet within a part
 
 
-@dataclass(slots=True)
+@dataclass
 class Workbench:
     """What a round's tensor work needs: the vector that goes in, what comes out, scratch space, and a count of the seconds spent."""
 
@@ -70,6 +71,7 @@ class Workbench:
     own: int
     vector: FlatVector
     averages: Averages
+    withdrawn: str | None = None  # why this member contributes no more
     seconds: dict[str, float] = field(default_factory=lambda: {"encode": 0.0, "reduce": 0.0, "settle": 0.0})
     _free: list[_Scratch] = field(default_factory=list)
 
@@ -97,11 +99,23 @@ class Workbench:
         return done
 
     def settle(self, arrived: Sequence[Arrived]) -> list[bytes | None]:
-        """Keep averages that came: the digest of each, None where its values are no numbers."""
+        """Keep averages that came: the digest of each, None where its values are no numbers, or not those that were asked for."""
         started_s = time.perf_counter()
-        digests = [self._settle_one(average_) for average_ in arrived]
+        digests = [self._settle_one(average) for average in arrived]
         self.seconds["settle"] += time.perf_counter() - started_s
         return digests
+
+    def nothing(self, part: Part) -> Averaged:
+        """The average of a part to which nobody contributes."""
+        contributors = encode_places((), self.plan.members)
+        message = pack(ExchangeHeader(average=ExchangeAverage(part=part.index, contributors=contributors)))
+        self.averages.keep_nothing(part)
+        return Averaged(part, message, digest_payload(b""), contributors)
+
+    def withdraw(self, element: int) -> None:
+        """Contribute no more, anywhere, because of this element: a gradient with NaN in one part is not to be trusted in the others."""
+        if self.withdrawn is None:
+            self.withdrawn = f"element {element} of its vector is {self.vector.element(element):g}, which {self.codec.name} cannot carry"
 
     def own_values(self, part: Part) -> torch.Tensor:
         """What this member contributes to a part that it reduces itself: float32, as it is."""
@@ -138,8 +152,11 @@ class Workbench:
         return Averaged(part, message, state.digest(), contributors)
 
     def _settle_one(self, arrived: Arrived) -> bytes | None:
+        if not any(arrived.contributors):
+            self.averages.keep_nothing(arrived.part)
+            return digest_payload(b"")
         digest = digest_payload(arrived.payload)  # first: it brings the payload into the cache
-        if not self.codec.is_finite(view_bytes(arrived.payload)):
+        if (arrived.digest and digest != arrived.digest) or not self.codec.is_finite(view_bytes(arrived.payload)):
             return None
         self.averages.keep(arrived.part, arrived.payload)
         return digest

@@ -65,6 +65,7 @@ class SimulatedPeer:
     supervisor: Supervisor = field(default_factory=Supervisor)
     up: bool = True  # False: crashed; calls to it fail at once
     frozen: bool = False  # alive for the kernel, silent for its peers (SIGSTOP, a cut cable): calls to it wait for their timeout
+    slowness: float = 1.0  # everything it sends and is sent takes that many times as long
     messages_sent: int = 0
     bytes_sent: int = 0
 
@@ -89,6 +90,7 @@ class SimulatedNetwork:
         self.trace: deque[str] = deque(maxlen=_TRACE_MAX)
         self._digest = hashlib.blake2b(digest_size=16)
         self._sides: dict[PeerId, int] = {}
+        self._cuts: set[tuple[PeerId, PeerId]] = set()
 
     def peer(self, *, dialable: bool = True, skew_s: float = 0.0) -> SimulatedPeer:
         """Add a peer. `dialable=False`: it has no address, so that nobody can call it. `skew_s`: how wrong its clock is."""
@@ -122,8 +124,13 @@ class SimulatedNetwork:
         """Cut the network: peers hear only their own side. Those not named form one more side."""
         self._sides = {peer.peer_id: number for number, side in enumerate(sides, 1) for peer in side}
 
+    def cut(self, source: SimulatedPeer, target: SimulatedPeer) -> None:
+        """Nothing that `source` sends reaches `target` any more; the other way is as it was."""
+        self._cuts.add((source.peer_id, target.peer_id))
+
     def heal(self) -> None:
         self._sides = {}
+        self._cuts = set()
 
     @property
     def digest(self) -> str:
@@ -135,21 +142,22 @@ class SimulatedNetwork:
         self.trace.append(line)
         self._digest.update(line.encode())
 
-    def delay_s(self, size_bytes: int) -> float:
+    def delay_s(self, size_bytes: int, slowness: float = 1.0) -> float:
         config = self.config
         spread = 1.0 + config.jitter * (2.0 * self.rng.random() - 1.0)
-        return config.delay_s * spread + (size_bytes / config.bandwidth if config.bandwidth else 0.0)
+        return slowness * (config.delay_s * spread + (size_bytes / config.bandwidth if config.bandwidth else 0.0))
 
     def silent_between(self, source: SimulatedPeer, target: SimulatedPeer) -> bool:
         """Whether nothing that `source` sends reaches `target`, and nobody says so."""
-        return source.frozen or target.frozen or self._sides.get(source.peer_id, 0) != self._sides.get(target.peer_id, 0)
+        apart = self._sides.get(source.peer_id, 0) != self._sides.get(target.peer_id, 0)
+        return source.frozen or target.frozen or apart or (source.peer_id, target.peer_id) in self._cuts
 
     async def travel(self, source: SimulatedPeer, target: SimulatedPeer, what: str, size_bytes: int) -> None:
         """Let a message travel. Waits for ever when it is lost; NetworkError when nobody is there any more."""
         source.messages_sent += 1
         source.bytes_sent += size_bytes
         lost = self.rng.random() < self.config.loss
-        delay_s = self.delay_s(size_bytes)
+        delay_s = self.delay_s(size_bytes, max(source.slowness, target.slowness))
         if delay_s:
             await asyncio.sleep(delay_s)
         if not source.up or not target.up:
@@ -168,6 +176,7 @@ class SimulatedNetwork:
             await asyncio.wait({task})
         finally:
             task.cancel()
+            task.add_done_callback(_seen)  # what it raises once nobody waits is of no interest
         if task.cancelled():
             return None, NetworkError(f"peer {target.peer_id.short} broke off {what}")
         error = task.exception()
@@ -262,6 +271,11 @@ class SimulatedCaller:
             stream.fail(failure)
         else:
             await stream.finish()
+
+
+def _seen(task: asyncio.Task[T]) -> None:
+    if not task.cancelled():
+        task.exception()
 
 
 async def _awaited(work: Awaitable[T]) -> T:
