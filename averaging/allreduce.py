@@ -132,9 +132,7 @@ class AllReduce:
             if quorum.verdict is not None and quorum.verdict.failure is None:
                 self._holdings[group.group_id] = running.recovery.holding
         conducted_s = self._clock.monotonic_s()
-        verdict = quorum.verdict
-        if verdict is not None and verdict.failure is not None:
-            await quorum.announce()
+        await quorum.announce()
         return self._outcome(running, config, started_s, conducted_s)
 
     # ---- rounds

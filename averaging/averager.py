@@ -87,7 +87,7 @@ class Averager:
             raise UsageError(f"an averager's name has 1 to 64 letters, digits, dots, dashes or underscores, not {name[:100]!r}")
         if aggregation not in _AGGREGATIONS:
             raise UsageError(f"there is no aggregation {aggregation!r}; there is: {', '.join(_AGGREGATIONS)}")
-        if not 0.0 < min_fraction <= 1.0:
+        if not 0.0 < min_fraction <= 1.0:  # also RoundConfig's, where it would be told too late
             raise UsageError(f"min_fraction is above 0 and at most 1, not {min_fraction!r}")
         node.network.check()
         self.node, self.name = node, name
@@ -192,7 +192,8 @@ class Averager:
             return
         outcome = error = None
         try:
-            attempts = Attempts(self._groups, self._service.all_reduce, self.node.clock, self.config.round, self._last_round_s)
+            config = replace(self.config.round, min_fraction=self.min_fraction)
+            attempts = Attempts(self._groups, self._service.all_reduce, self.node.clock, config, self._last_round_s)
             stepped = await attempts.run(member, terms, vector, self._landing)
             self._last_round_s, self._averages = stepped.last_round_s, stepped.averages
             outcome = replace(stepped.result, seconds={"staging": staged_s, **stepped.result.seconds})

@@ -52,7 +52,7 @@ class Quorum:
         self._clock = clock
         self._config = config
         self._began_s = clock.monotonic_s()
-        self.cast_s: float | None = None  # when our own vote was cast first
+        self.cast_s: float | None = None  # our first vote
         others = [place for place in range(len(group.members)) if place != own]
         self._calls = [place for place in others if self._is_caller(own, place)]
         answers = [place for place in others if self._is_caller(place, own)]
@@ -71,6 +71,7 @@ class Quorum:
         self._state = 1  # of what our replies to votes tell: our own ballots and the end
         self._hidden_state = 0  # ballots and deaths of members that cannot be dialed, for their like
         self._asking: set[int] = set()
+        self._told: dict[int, int] = {}  # the number of our last ballot that each member whom we call has answered
         self._verdict: Verdict | None = None
         self._left_out: Mapping[int, str] = {}
         self._resolving = False
@@ -117,8 +118,7 @@ class Quorum:
         if self._verdict is not None or (own is not None and own.failure is not None):
             return
         self.votes.add(self.votes.next_ballot(digest, self._left_out))
-        if self.cast_s is None:
-            self.cast_s = self._clock.monotonic_s()
+        self.cast_s = self.cast_s or self._clock.monotonic_s()
         self._state += 1
         self._evaluate()
 
@@ -150,16 +150,18 @@ class Quorum:
                 await asyncio.sleep(self._config.liveness.beat_s)
 
     async def announce(self) -> None:
-        """Tell those who can be dialed and live that the round failed here: they would find out later."""
+        """Tell those who may not know how it ended."""
         own = self.votes.cast[self._own]
-        if own.failure is None:
-            return
+        if own.failure is not None:
+            places, limit_s = [place for place, _ in enumerate(self.group.members) if self.can_dial(place)], self._config.announce_s
+        else:  # a member that called had its vote delivered with the reply that ended the round, unless there was a later ballot
+            places, limit_s = [place for place in self._calls if self._told.get(place, 0) < own.number], self._config.farewell_s
         vote = _vote_message(own)
         try:
-            async with asyncio.timeout(self._config.announce_s), asyncio.TaskGroup() as tasks:
-                for place, _ in enumerate(self.group.members):
-                    if place != self._own and place not in self.dead and self.can_dial(place):
-                        tasks.create_task(self._tell(place, vote))
+            async with asyncio.timeout(limit_s), asyncio.TaskGroup() as tasks:
+                for place in places:
+                    if place != self._own and place not in self.dead:
+                        tasks.create_task(self._tell(place, vote, limit_s))
         except TimeoutError:
             pass  # they will hear it from their streams and beats
 
@@ -181,7 +183,9 @@ class Quorum:
             if request.vote.place != place:
                 raise PeerError(f"a vote for place {request.vote.place} from the member at place {place}")
             self._count(request.vote)
-        hidden = not self.can_dial(place)  # it cannot ask the others of its kind
+            if request.vote.committed or request.vote.failed:
+                return VoteReply()  # it wants to know nothing any more
+        hidden = not self.can_dial(place)  # it cannot ask others like it
         while self._own not in self.votes.cast or (self._verdict is None and self._state_for(hidden) == request.known):
             await self._change()
         while hidden and not request.known and self._verdict is None and any(not self.can_dial(other) for other in self.votes.missing):
@@ -201,9 +205,6 @@ class Quorum:
             return False
         return caller < called or not self.can_dial(caller)
 
-    def _wake(self) -> None:
-        self._changed.set()
-
     async def _change(self) -> None:
         """Until something has changed; check again then. There is no await between a check and this, so no change is missed."""
         self._changed.clear()
@@ -215,12 +216,12 @@ class Quorum:
             if verdict.failure is None:
                 self.votes.commit()
             self._state += 1
-        self._wake()
+        self._changed.set()
 
     def _evaluate(self) -> None:
         """Something is known that was not: is this the end, and if not, what becomes of our vote?"""
         events = self._events
-        self._wake()
+        self._changed.set()
         if self._verdict is not None:
             return
         verdict = self.votes.verdict()
@@ -330,6 +331,8 @@ class Quorum:
         if reply.vote.place != place:
             raise PeerError(f"it answered with a vote for place {reply.vote.place}")
         self._liveness.heard(place)
+        if own is not None:
+            self._told[place] = own.number
         self._count(reply.vote)
         if not self.can_dial(self._own):
             # what a member that can be dialed says of those that cannot: the only way in which two of these hear of each other
@@ -372,10 +375,10 @@ class Quorum:
             await asyncio.sleep(_VOTE_RETRY_S)
             return known
 
-    async def _tell(self, place: int, vote: Vote) -> None:
+    async def _tell(self, place: int, vote: Vote, timeout_s: float) -> None:
         request = VoteRequest(group_id=self.group.group_id, vote=vote)
         with contextlib.suppress(SwarmError):  # it is told as a courtesy
-            await self._caller.call(self.group.members[place].contact, VOTE, request, timeout_s=max(self._config.announce_s, 0.001))
+            await self._caller.call(self.group.members[place].contact, VOTE, request, timeout_s=max(timeout_s, 0.001))
 
 
 def can_dial(member: Member) -> bool:

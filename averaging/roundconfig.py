@@ -65,6 +65,7 @@ class RoundConfig:
     ahead_max: int = 32  # parts of one sender that a reducer holds while others' are missing; then it reads no more of that stream
     join_s: float = 5.0  # how long a stream or vote of a round that is not known here yet waits for it to begin
     announce_s: float = 0.3  # after a failure: how long telling the others may delay its report
+    farewell_s: float = 2.0  # after members voted more than once: how long giving the last vote to somebody may delay the report
     min_fraction: float = 1.0  # of the vector's elements that somebody must have contributed to; below, the round counts as failed
     held_wait_s: float = (
         1.0  # how long a member that is asked what it holds waits for news; too small: many calls while a round is repaired
@@ -76,7 +77,7 @@ class RoundConfig:
     def __post_init__(self) -> None:
         if not 1024 <= self.part_bytes <= PART_BYTES_MAX:
             raise UsageError(f"part_bytes is between 1024 and {PART_BYTES_MAX}, not {self.part_bytes}")
-        if self.batch_parts < 1 or self.ahead_max < 1 or self.join_s <= 0 or self.announce_s < 0:
-            raise UsageError("batch_parts and ahead_max are at least 1, join_s is positive, announce_s is not negative")
+        if self.batch_parts < 1 or self.ahead_max < 1 or self.join_s <= 0 or min(self.announce_s, self.farewell_s) < 0:
+            raise UsageError("batch_parts and ahead_max are at least 1, join_s is positive, announce_s and farewell_s are not negative")
         if not 0.0 < self.min_fraction <= 1.0 or self.held_wait_s <= 0 or self.fetch_s <= 0:
             raise UsageError("min_fraction is above 0 and at most 1, held_wait_s and fetch_s are positive")

@@ -66,7 +66,7 @@ class Play:
     before: list[torch.Tensor]
     victims: dict[int, str] = field(default_factory=dict)
     running: dict[int, asyncio.Task[RoundOutcome]] = field(default_factory=dict)
-    struck: dict[int, bool] = field(default_factory=dict)  # whether the victim was still in the round
+    cut_off: set[int] = field(default_factory=set)  # who cannot hear somebody
 
     async def run(self, place: int) -> RoundOutcome:
         deadline_s = self.peers[place].clock.monotonic_s() + DEADLINE_S
@@ -76,7 +76,6 @@ class Play:
         """What happens to this member."""
         peer, network = self.peers[place], self.network
         await asyncio.sleep(after_s)
-        self.struck[place] = not self.running[place].done()
         if kind in ("crash", "rejoin"):
             self.running[place].cancel()
             await network.crash(peer)
@@ -94,7 +93,9 @@ class Play:
                 peer.frozen = False
         elif kind == "slow":
             peer.slowness = 10.0
-        elif kind == "cut":
+        if kind in CUTS:
+            self.cut_off |= {place, other}
+        if kind == "cut":
             network.cut(peer, self.peers[other])
             network.cut(self.peers[other], peer)
         elif kind == "one-way cut":
@@ -279,7 +280,8 @@ def play(seed: int, kinds: Sequence[str]) -> Play:
         lied = {place for place, kind in made.victims.items() if kind in LIES}
         whole = [place for place in outcomes if place not in made.victims]
         contributing = [place for place in whole if made.group.members[place].weight]
-        reducing = [place for place in whole if made.group.members[place].bandwidth]
+        # what only a client holds, nobody can ask for
+        reducing = [place for place in whole if made.group.members[place].bandwidth and place not in made.cut_off]
         if len(whole) >= 2 and contributing and reducing and not lied:
             note = (seed, made.victims, {place: outcome.reason for place, outcome in outcomes.items()})
             assert not any(outcomes[place].failed for place in whole), note
