@@ -296,8 +296,10 @@ class Recovery:
     def _sealed(self, reducer: int) -> bool:
         if self._members[self._own].auxiliary and reducer != self._own:
             return True
+        if self._assembly.arriving(reducer):
+            return False
         repair = self._repairs.get(reducer)
-        return repair is not None and not repair.trusted and not self._assembly.arriving(reducer)
+        return (repair is not None and not repair.trusted) or not self._assembly.lacking(reducer)
 
     def _news(self, place: int, request: HeldRequest) -> bool:
         reducer = request.reducer

@@ -1,7 +1,6 @@
 """Rounds in which members fail in every way, at any moment, in any role: who survives commits the exact average, the same on all.
 
-A scenario is a seed: a group, one fault or two, and when they strike. Replay one with
-`pytest tests/sim/test_round_faults.py -k few --seed …`, or call `play(seed, kinds)`.
+A scenario is a seed and what befalls whom: `play(seed, kinds)` replays it, and every failed assertion names both.
 """
 
 from __future__ import annotations
@@ -277,12 +276,11 @@ def play(seed: int, kinds: Sequence[str]) -> Play:
     async def main() -> None:
         outcomes = await conduct(made)
         check(made, outcomes)
-        lied = {place for place, kind in made.victims.items() if kind in LIES}
         whole = [place for place in outcomes if place not in made.victims]
         contributing = [place for place in whole if made.group.members[place].weight]
         # what only a client holds, nobody can ask for
         reducing = [place for place in whole if made.group.members[place].bandwidth and place not in made.cut_off]
-        if len(whole) >= 2 and contributing and reducing and not lied:
+        if len(whole) >= 2 and contributing and reducing:
             note = (seed, made.victims, {place: outcome.reason for place, outcome in outcomes.items()})
             assert not any(outcomes[place].failed for place in whole), note
         for peer in made.peers:
@@ -302,12 +300,12 @@ def play(seed: int, kinds: Sequence[str]) -> Play:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_fault(kind: str) -> None:
-    for seed in range(10):
+    for seed in range(6):
         play(seed, [kind])
 
 
 def test_two_faults_at_once() -> None:
-    for seed in range(60):
+    for seed in range(30):
         play(seed, random.Random(f"two {seed}").choices(KINDS, k=2))
 
 
