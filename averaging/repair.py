@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from averaging.commit import Version
 
 FETCHES_MAX = 6  # averages asked for at once, per span; each is a part in memory
+FAILURES_MAX = 32  # averages that a member said it holds and could not give; then nothing it says is believed
 REDUCTIONS_MAX = 2  # parts reduced anew at once, per span; each needs a contribution of every member in memory
 
 
@@ -49,6 +50,7 @@ class _Report:
     sealed: bool = False
     heard: bool = False
     asking: bool = False
+    failures: int = 0
 
 
 def successor(reducer: int, living: Collection[int], dialable: Collection[int], members: int) -> int | None:
@@ -124,6 +126,8 @@ class Repair:
         made = attempt(self.reducer, place, self._members)  # that nobody contributes is believed of who found it out alone
         report.held = {part: version for part, version in held.items() if not version.empty or version.attempt == made != 0}
         report.count, report.sealed, report.heard, report.asking = len(held), sealed, True, False
+        if report.failures >= FAILURES_MAX:
+            report.held, report.sealed = {}, True
 
     def on_silence(self, place: int) -> None:
         """A member could not be asked, or refused: it is asked again."""
@@ -138,6 +142,7 @@ class Repair:
     def on_failed(self, take: Take) -> None:
         """That member could not give that average."""
         self._failed.add((take.part, take.place, take.version.digest))
+        self._reports[take.place].failures += 1
         self._busy.discard(take.part)
 
     # ---- what to do

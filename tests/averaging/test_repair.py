@@ -8,7 +8,7 @@ import pytest
 
 from averaging.commit import Version
 from averaging.pacing import Pacing, PacingConfig
-from averaging.repair import FETCHES_MAX, REDUCTIONS_MAX, Ask, Redo, Repair, Take, attempt, successor
+from averaging.repair import FAILURES_MAX, FETCHES_MAX, REDUCTIONS_MAX, Ask, Redo, Repair, Take, attempt, successor
 from swarm.errors import UsageError
 
 EVERYBODY = b"\x0f"
@@ -78,6 +78,21 @@ def test_the_successor_reduces_what_nobody_can_get_any_more() -> None:
     assert REDUCTIONS_MAX == 2
     one.on_held(0)
     assert one.poll() == [Redo(2)]
+
+
+def test_who_gives_nothing_of_what_it_says_it_holds_is_not_believed() -> None:
+    one = repair(2, parts=1)
+    one.poll()
+    one.on_report(0, {}, True)
+    for nth in range(1000):
+        one.on_report(3, {0: version(0, nth.to_bytes(32, "little"))}, False)
+        found = [action for action in one.poll() if not isinstance(action, Ask)]
+        if found == [Redo(0)]:
+            break
+        (take,) = found
+        assert isinstance(take, Take)
+        one.on_failed(take)
+    assert nth == FAILURES_MAX
 
 
 def test_a_reducer_to_which_only_the_way_broke_is_asked_too() -> None:
