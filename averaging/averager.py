@@ -99,7 +99,7 @@ class Averager:
                 f"the config has numbers for {self.config.aggregation.rule!r}, and this averager's aggregation is {aggregation!r}"
             )
         self._aggregation = replace(self.config.aggregation, rule=aggregation, clip_to_median=clip_to_median)
-        if not 0.0 < min_fraction <= 1.0:
+        if not 0.0 < min_fraction <= 1.0:  # also RoundConfig's, where it would be told too late
             raise UsageError(f"min_fraction is above 0 and at most 1, not {min_fraction!r}")
         node.network.check()
         self.node, self.name = node, name
