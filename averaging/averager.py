@@ -69,7 +69,8 @@ class Averager:
     `node`: this process as a peer. `target_group_size`: a group takes at most so many; more peers form several groups. `codec`: how values
     travel. `aggregation`: "mean", or "trimmed_mean", "median", "centered_clip", which a minority of hostile peers cannot move far, and
     which count every peer once, whatever its weight. `clip_to_median`: shorten contributions whose norm exceeds so many of the group's
-    medians (None: never). `audit`: have this share of the parts recomputed by a second peer, and reducers that lied named (0.0: trust
+    medians (None: never). `audit`: have this share of the parts recomputed by a second peer, and reducers that lied named; then a
+    reducer's death fails the round, which is tried again, because nobody takes over what could not be audited (0.0: trust
     reducers; robust aggregations bound senders, not reducers). `min_fraction`: a round counts as failed when less of the vector was
     averaged. `auxiliary`: reduce for others, contribute and receive nothing. What the network does is a result; only UsageError raises. A
     context manager; `close` says goodbye to the others.

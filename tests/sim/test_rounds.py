@@ -159,7 +159,7 @@ async def lone_contributor(seed: int, config: RoundConfig) -> str:
             tasks.create_task(service.run(group, vector, deadline_s=peer.clock.monotonic_s() + DEADLINE_S, config=config))
             for service, vector, peer in zip(services, vectors, peers, strict=True)
         ]
-        await asyncio.sleep(0.02 + 0.01 * seed)
+        await asyncio.sleep(0.04 + 0.004 * seed)
         running[0].cancel()
         await network.crash(peers[0])
         one, other = [await task for task in running[1:]]
