@@ -133,8 +133,7 @@ def spoil(kind: str, rng: random.Random) -> Callable[[Round], None]:
         def lying(parts: Any) -> list[bytes | int]:
             nonlocal count
             messages = []
-            for message in encode(parts):
-                count += 1
+            for count, message in enumerate(encode(parts), count + 1):  # noqa: B020
                 if isinstance(message, bytes) and count > skip:
                     header, payload = unpack(message)
                     if kind == "nan chunk":
