@@ -227,8 +227,8 @@ class Round:
             header, payload = unpack(message)
             if header.HasField("average"):
                 average = header.average
-                if self.shared.contributes and not any(average.contributors):
-                    raise PeerError(f"an average of part {average.part} that nobody is in, although this peer contributes")
+                if not any(average.contributors) and self._somebody_contributes(place):
+                    raise PeerError(f"an average of part {average.part} that nobody is in, although members that contribute live")
                 part = self.assembly.announce(place, average.part, average.contributors, len(payload))
                 self._pacing.worked(place)
                 self._arrived.put_nowait(Arrived(part, payload, average.contributors))
@@ -238,6 +238,11 @@ class Round:
                 raise PeerError("it sent a message that only the opener of a stream sends")
         if self.assembly.outstanding(place):
             raise PeerError(f"it finished after {self.assembly.share(place)}")
+
+    def _somebody_contributes(self, reducer: int) -> bool:
+        """Does anybody live, beside this reducer, who has something to contribute? Then its word that nobody does is not taken."""
+        live = self.quorum.votes.live - {reducer, self._own}
+        return self.shared.contributes or any(self.shared.weights[place] > 0 for place in live)
 
     async def _settle(self) -> None:
         """Check averages as they come and keep them, as many at once as there are."""

@@ -132,8 +132,9 @@ def spoil(kind: str, rng: random.Random) -> Callable[[Round], None]:
 
         def lying(parts: Any) -> list[bytes | int]:
             nonlocal count
-            messages = []
-            for count, message in enumerate(encode(parts), count + 1):
+            messages: list[bytes | int] = []
+            for message in encode(parts):
+                count += 1
                 if isinstance(message, bytes) and count > skip:
                     header, payload = unpack(message)
                     if kind == "nan chunk":
@@ -190,9 +191,8 @@ def spoil(kind: str, rng: random.Random) -> Callable[[Round], None]:
 
         running.span.reduce = stalled  # type: ignore[method-assign]
 
-    if kind.endswith("chunk"):
-        return chunks
-    return {"wrong vote": votes, "stalled sender": sending, "stalled reducer": reducing}.get(kind, averages)
+    own = {"wrong vote": votes, "stalled sender": sending, "stalled reducer": reducing}
+    return chunks if kind.endswith("chunk") else own.get(kind, averages)
 
 
 def check(play: Play, outcomes: dict[int, RoundOutcome]) -> None:
