@@ -272,4 +272,10 @@ class Round:
         )
         if self.bench.withdrawn is not None:
             left_out[self._own] = self.bench.withdrawn
-        return Fared(left_out, self.assembly.fractions(), self.assembly.covered())
+        fractions = self.assembly.fractions()
+        for place, weight in enumerate(self.shared.weights):
+            if (
+                weight > 0 and self.assembly.complete and self.bench.plan.parts and fractions.get(place, 0.0) < 1.0
+            ):  # by a reducer whose reasons died with it
+                left_out.setdefault(place, "its values are not in parts whose reducers did not say why")
+        return Fared(left_out, fractions, self.assembly.covered())
