@@ -16,10 +16,10 @@ import torch
 
 from averaging.averages import Averages, Landing
 from averaging.chunks import unpack
-from averaging.group import GROUP_ID_BYTES, Group
+from averaging.group import GROUP_ID_BYTES, Group, can_dial
 from averaging.holding import Holding
 from averaging.partition import plan_parts
-from averaging.quorum import Quorum, can_dial
+from averaging.quorum import Quorum
 from averaging.round import Round
 from averaging.roundconfig import BEAT, EXCHANGE, FETCH, HELD, OFFER, VOTE, Dialer, RoundConfig
 from averaging.roundwork import Workbench

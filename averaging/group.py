@@ -71,6 +71,11 @@ class Group:
         raise UsageError(f"{peer_id} is not a member of this group")
 
 
+def can_dial(member: Member) -> bool:
+    """Can the others open connections to this member? Who cannot be dialed cannot reduce."""
+    return member.bandwidth > 0.0 and bool(member.contact.addresses)
+
+
 def mismatch(group: Group, *, leader: PeerId, own: Member, gathered: bytes, codec: str) -> str:
     """What is wrong with a group that `leader` announces to the member `own`; "" for nothing."""
     if leader not in group.peer_ids or own.peer_id not in group.peer_ids:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from averaging.commit import Ballot, Next, Verdict, Votes
-from averaging.group import Group, Member
+from averaging.group import Group, can_dial
 from averaging.liveness import Liveness
 from averaging.pacing import Pacing
 from averaging.roundconfig import REASON_CHARACTERS_MAX, VOTE, RoundConfig
@@ -188,7 +188,8 @@ class Quorum:
         hidden = not self.can_dial(place)  # it cannot ask others like it
         while self._own not in self.votes.cast or (self._verdict is None and self._state_for(hidden) == request.known):
             await self._change()
-        while hidden and not request.known and self._verdict is None and any(not self.can_dial(other) for other in self.votes.missing):
+        # its first answer tells of all others like it; not of their later ballots, which they cast only once they have heard of ours
+        while hidden and not request.known and self._verdict is None and self._unheard():
             await self._change()
         reply = VoteReply(vote=_vote_message(self.votes.cast[self._own]), state=self._state_for(hidden))
         if hidden:
@@ -196,6 +197,9 @@ class Quorum:
         return reply
 
     # ---- within
+
+    def _unheard(self) -> bool:
+        return any(place not in self.votes.cast and not self.can_dial(place) for place in self.votes.electorate)
 
     def _state_for(self, hidden: bool) -> int:
         return self._state + self._hidden_state if hidden else self._state
@@ -379,11 +383,6 @@ class Quorum:
         request = VoteRequest(group_id=self.group.group_id, vote=vote)
         with contextlib.suppress(SwarmError):  # it is told as a courtesy
             await self._caller.call(self.group.members[place].contact, VOTE, request, timeout_s=max(timeout_s, 0.001))
-
-
-def can_dial(member: Member) -> bool:
-    """Can the others open connections to this member? Who cannot be dialed cannot reduce."""
-    return member.bandwidth > 0.0 and bool(member.contact.addresses)
 
 
 def _vote_message(ballot: Ballot) -> Vote:

@@ -308,6 +308,19 @@ def test_two_faults_at_once() -> None:
         play(seed, random.Random(f"two {seed}").choices(KINDS, k=2))
 
 
+@pytest.mark.parametrize(
+    ("seed", "kinds"),
+    [
+        (209, ["slow"]),  # a client committed, and nobody could ask it what with
+        (901, ["nan average", "freeze"]),  # two clients waited for each other's second ballot
+        (502, ["nobody's average"]),  # a successor without weight had believed that nobody contributed
+        (106, ["thaw", "stalled reducer"]),  # nobody waited for a reducer that everybody had lost
+    ],
+)
+def test_seeds_that_found_a_bug(seed: int, kinds: list[str]) -> None:
+    play(seed, kinds)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 4000, 200))
 def test_thousands_of_faults(first: int) -> None:
