@@ -20,7 +20,7 @@ _DEVIATIONS = 4.0
 class PatienceConfig:
     # for a peer never seen stepping. Too small: the first round of a run leaves slow starters out; too large: an idle peer delays it
     first_s: float = 3.0
-    floor_s: float = 1.0  # added to what was observed: noise of training steps. Too small: a punctual peer is left out now and then
+    floor_s: float = 2.5  # added to what was observed: noise of training steps, a starved processor. Too small: a punctual peer is left out
     max_s: float = 10.0  # nobody is waited for longer than this, however late it used to be
 
 
