@@ -109,7 +109,9 @@ def test_calls_made_together_travel_together(monkeypatch: pytest.MonkeyPatch) ->
             assert sum(sizes) == 250
             assert len(sizes) < 25
             assert max(sizes) <= calls._BATCH_CALLS_MAX
-            assert two.open_calls == 0
+            async with asyncio.timeout(10):
+                while two.open_calls:  # a call is counted out when its answer's write has ended, which may be after the answer came
+                    await asyncio.sleep(0.001)
 
     run(scenario)
 
