@@ -110,7 +110,8 @@ def test_calls_made_together_travel_together(monkeypatch: pytest.MonkeyPatch) ->
             assert len(sizes) < 25
             assert max(sizes) <= calls._BATCH_CALLS_MAX
             async with asyncio.timeout(10):
-                while two.open_calls:  # a call is counted out when its answer's write has ended, which may be after the answer came
+                # a call is counted out when its answer's write has ended, which may be after the answer came
+                while two.open_calls:  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
 
     run(scenario)
