@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -11,22 +10,9 @@ from swarm.dht.config import DhtConfig
 from swarm.dht.records import Record, encode_value, signed
 from swarm.dht.service import DhtService, Entry
 from swarm.ids import Key
+from swarm.testing.dht_swarm import service_of as service_of
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import run_virtual
-
-
-def service_of(peer: SimulatedPeer, config: DhtConfig | None = None) -> DhtService:
-    return DhtService(
-        own=lambda: peer.contact,
-        identity=peer.identity,
-        caller=peer.caller,
-        handlers=peer.handlers,
-        book=peer.book,
-        clock=peer.clock,
-        supervisor=peer.supervisor,
-        config=config or DhtConfig(),
-        rng=random.Random(peer.index),
-    )
 
 
 async def swarm_of(network: SimulatedNetwork, count: int, config: DhtConfig | None = None) -> list[DhtService]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from swarm.dht.config import DhtConfig
 from swarm.dht.overlay import FIND, PING, STORE
-from swarm.dht.records import Record, encode_value, signed
+from swarm.dht.records import encode_value
 from swarm.dht.service import DhtService, Entry
 from swarm.dht.storage import StorageConfig
 from swarm.dht.wire import contact_to_wire, record_to_wire
@@ -32,35 +30,9 @@ from swarm.wire.dht_pb2 import (
     DhtStoreRequest,
 )
 from swarm.wire.peer_pb2 import Contact as WireContact
+from tests.sim.dht_scenarios import record_by, service_of
 
 KEY = Key("public", "thing")
-
-
-def service_of(peer: SimulatedPeer, config: DhtConfig | None = None) -> DhtService:
-    return DhtService(
-        own=lambda: peer.contact,
-        identity=peer.identity,
-        caller=peer.caller,
-        handlers=peer.handlers,
-        book=peer.book,
-        clock=peer.clock,
-        supervisor=peer.supervisor,
-        config=config or DhtConfig(),
-        rng=random.Random(peer.index),
-    )
-
-
-def record_by(writer: SimulatedPeer, value: Any, **changes: Any) -> Record:
-    now_us = int(writer.clock.swarm_s() * 1e6)
-    fields: dict[str, Any] = {
-        "key": KEY,
-        "subkey": None,
-        "value": encode_value(value),
-        "issued_at_us": now_us,
-        "expiration_us": now_us + 60_000_000,
-        "writer": writer.peer_id,
-    }
-    return signed(Record(**{**fields, **changes}), writer.identity)
 
 
 async def offer(attacker: SimulatedPeer, victim: DhtService, *records: DhtRecord) -> list[str]:

@@ -8,26 +8,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from swarm.dht.config import DhtConfig
-from swarm.dht.service import DhtService, Entry
+from swarm.dht.service import DhtService
 from swarm.errors import DeadlineExceeded
 from swarm.ids import Key
-from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
+from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.virtual_loop import run_virtual
-
-
-def service_of(peer: SimulatedPeer, config: DhtConfig | None = None) -> DhtService:
-    return DhtService(
-        own=lambda: peer.contact,
-        identity=peer.identity,
-        caller=peer.caller,
-        handlers=peer.handlers,
-        book=peer.book,
-        clock=peer.clock,
-        supervisor=peer.supervisor,
-        config=config or DhtConfig(),
-        rng=random.Random(peer.index),
-    )
+from tests.sim.dht_scenarios import peer_of, service_of, value_at
 
 
 async def swarm_of(network: SimulatedNetwork, count: int) -> list[DhtService]:
@@ -41,16 +27,6 @@ async def swarm_of(network: SimulatedNetwork, count: int) -> list[DhtService]:
         services.append(service)
     await asyncio.sleep(1)  # whoever was called by a newcomer checks that it can be called back
     return services
-
-
-def peer_of(network: SimulatedNetwork, service: DhtService) -> SimulatedPeer:
-    return network.peers[service.peer_id]
-
-
-async def value_at(service: DhtService, key: Key) -> object:
-    entry = await service.get(key)
-    assert entry is None or isinstance(entry, Entry)
-    return entry.value if entry else None
 
 
 async def finish(network: SimulatedNetwork) -> None:
