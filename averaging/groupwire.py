@@ -78,6 +78,7 @@ def encode_seek(seek: Seek, *, name: AveragerName, now_s: float) -> group_pb2.Se
         deadline_s=seek.deadline_s,
         can_lead=seek.can_lead,
         now_s=now_s,
+        turn=seek.turn,
     )
 
 
@@ -95,6 +96,7 @@ def decode_seek(message: group_pb2.Seek, caller: PeerId, now_s: float) -> Seek:
         schema_text=_text(message.schema_text, TEXT_MAX, "a schema's description"),
         deadline_s=_number(message.deadline_s, "a deadline"),
         can_lead=message.can_lead and bool(contact.addresses),
+        turn=message.turn,
         clock_off_s=_number(message.now_s, "a time") - now_s,
     )
 
@@ -112,6 +114,7 @@ def encode_answer(answer: Answer, *, now_s: float) -> group_pb2.SeekAnswer:
         expected_s=answer.expected_s,
         text=answer.text[:TEXT_MAX],
         now_s=now_s,
+        turn=answer.turn,
         members=[member.to_bytes() for member in answer.members],
     )
 
@@ -138,6 +141,7 @@ def decode_answer(message: group_pb2.SeekAnswer, now_s: float) -> Answer:
         expected_s=_number(message.expected_s, "a duration"),
         text=_text(message.text, TEXT_MAX, "an explanation"),
         members=members,
+        turn=message.turn,
         clock_off_s=_number(message.now_s, "a time") - now_s,
     )
 

@@ -27,8 +27,9 @@ class _Round:
 
 
 class History:
-    def __init__(self, *, patience: Patience, unreachable_s: float) -> None:
+    def __init__(self, *, patience: Patience, unreachable_s: float, now_s: float) -> None:
         self.patience = patience
+        self.turn = max(int(now_s * 1e6), 0)  # counts our changes of standing; one who restarts goes on above where it was
         self.holders: dict[PeerId, Holder] = {}
         self.view_s = -math.inf  # when the presence records were read
         self._unreachable_s = unreachable_s
@@ -40,6 +41,11 @@ class History:
     @property
     def in_round(self) -> bool:
         return self._round is not None and not self._round.over
+
+    def next_turn(self) -> int:
+        """We stand elsewhere from now on."""
+        self.turn += 1
+        return self.turn
 
     def passed(self, round_key: str) -> bool:
         """Whether the round of this key was held here and committed."""
@@ -54,6 +60,7 @@ class History:
             self.holders[holder.contact.peer_id] = holder
 
     def round_began(self, *, round_key: str, members: frozenset[PeerId], search_started_s: float, now_s: float) -> None:
+        self.next_turn()
         self._round = _Round(round_key, members, search_started_s, now_s)
 
     def round_over(self, *, committed: bool, now_s: float) -> None:
@@ -61,6 +68,7 @@ class History:
         if (done := self._round) is None or done.over:
             return
         done.over = True
+        self.next_turn()
         if committed:
             self._usual_round_s += _ROUND_GAIN * (now_s - done.began_s - self._usual_round_s)
             if done.round_key:

@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from averaging.group import GATHERED_BYTES_MAX, GROUP_ID_BYTES, GROUP_MEMBERS_MAX, Group, Member, mismatch
+from averaging.group import GATHERED_BYTES_MAX, GROUP_MEMBERS_MAX, Group, Member, mismatch
 from averaging.history import History
 from averaging.patience import Patience, PatienceConfig
+from averaging.runningsearch import Follower, RunningSearch
 from averaging.searchbook import BookConfig, PeerState, SearchBook
 from averaging.seeking import (
     AbandonJoin,
@@ -67,33 +68,6 @@ class MatchmakingConfig:
             )
 
 
-@dataclass(slots=True)
-class _Follower:
-    member: Member
-    gathered: bytes
-    ticket: int
-
-
-@dataclass(slots=True)
-class _Running:
-    """The search in progress."""
-
-    want: Search
-    member: Member
-    seek: Seek
-    book: SearchBook
-    started_s: float
-    act_by_s: float  # when we, leading, make do with who is there
-    followers: dict[PeerId, _Follower] = field(default_factory=dict)
-    following: PeerId | None = None
-    pinged_s: float = -math.inf
-    pinged: bool = False  # since we follow this leader
-    odd_answers: int = 0  # of the leader to our pings, in a row: it no longer leads this round
-    looked: bool = False  # the records were read since the search began
-    looking: bool = False
-    look_s: float = -math.inf
-
-
 class Matchmaker:
     """One averager's part in the search for groups. `swarm_s` times are opaque numbers here; every `now_s` is monotonic."""
 
@@ -103,8 +77,8 @@ class Matchmaker:
         self._schema = schema
         self._rng = rng
         self._born_s = now_s
-        self._history = History(patience=Patience(config.patience), unreachable_s=config.unreachable_s)
-        self._run: _Running | None = None
+        self._history = History(patience=Patience(config.patience), unreachable_s=config.unreachable_s, now_s=now_s)
+        self._run: RunningSearch | None = None
         self._outbox: list[Effect] = []
         self._tickets = 0
 
@@ -135,10 +109,11 @@ class Matchmaker:
             schema_text=self._schema.text,
             deadline_s=want.rank_s,
             can_lead=bool(member.contact.addresses),
+            turn=self._history.next_turn(),
         )
         book = SearchBook(seek=seek, started_s=now_s, patience=self._history.patience, config=self._config.book)
         act_by_s = want.deadline_s - self._config.act_early * max(want.deadline_s - now_s, 0.0)
-        self._run = _Running(want=want, member=member, seek=seek, book=book, started_s=now_s, act_by_s=act_by_s)
+        self._run = RunningSearch(want=want, member=member, seek=seek, book=book, started_s=now_s, act_by_s=act_by_s)
         book.on_holders(self._history.holders, self._history.unreachable(now_s))
 
     def stop(self, now_s: float) -> None:
@@ -185,8 +160,8 @@ class Matchmaker:
         self._history.heard(peer_id)
         if (run := self._run) is None:
             return
-        run.book.on_answer(peer_id, answer, now_s)
-        if run.following == peer_id:
+        news = run.book.on_answer(peer_id, answer, now_s)
+        if news and run.following == peer_id:
             leads = answer.standing is Standing.SEEKING and answer.round_key == run.want.round_key
             run.odd_answers = 0 if leads or not run.pinged else run.odd_answers + 1  # others were asked before it led us
 
@@ -213,7 +188,7 @@ class Matchmaker:
         if not fits or run.following is not None or not run.seek.can_lead or ranks_before_us or full:
             return self.stand(join.seek, now_s)
         self._tickets += 1
-        run.followers[peer_id] = _Follower(member, join.gathered, self._tickets)
+        run.followers[peer_id] = Follower(member, join.gathered, self._tickets)
         return self._tickets
 
     def on_join_lost(self, peer_id: PeerId, ticket: int) -> None:
@@ -229,7 +204,7 @@ class Matchmaker:
         run = self._run
         if run is None or run.following != peer_id:
             return
-        run.following, run.book.free_s = None, now_s
+        self._leave(run, now_s)
         if isinstance(answer, Group):
             wrong = mismatch(answer, leader=peer_id, own=run.member, gathered=run.want.gathered, codec=self._schema.codec)
             if not wrong:
@@ -243,7 +218,7 @@ class Matchmaker:
     def on_join_failed(self, peer_id: PeerId, text: str, now_s: float) -> None:
         run = self._run
         if run is not None and run.following == peer_id:
-            run.following, run.book.free_s = None, now_s
+            self._leave(run, now_s)
             self._history.mark_unreachable(peer_id, now_s)
             run.book.on_failure(peer_id, text)
 
@@ -260,7 +235,7 @@ class Matchmaker:
                 self._choose(run, now_s)
             if self._run is run:
                 due = run.book.to_ask(now_s, self._needs_no_asking, first_only=run.following is not None)
-                self._outbox += [SendSeek(contact=peer.contact, seek=run.seek) for peer in due]
+                self._outbox += [SendSeek(contact=peer.contact, seek=run.speak(self._history.turn)) for peer in due]
         effects, self._outbox = self._outbox, []
         return effects
 
@@ -280,14 +255,14 @@ class Matchmaker:
 
     # --- inside: looking around
 
-    def _next_look_s(self, run: _Running) -> float:
+    def _next_look_s(self, run: RunningSearch) -> float:
         if run.looking:
             return math.inf
         if not self._history.holders or (not run.looked and run.book.hopeless()):
             return run.look_s + _LOOK_SOON_S  # what is at stake is whether we are alone
         return max(self._history.view_s, run.look_s) + self._config.look_again_s
 
-    def _look(self, run: _Running, now_s: float) -> None:
+    def _look(self, run: RunningSearch, now_s: float) -> None:
         if now_s >= self._next_look_s(run):
             run.looking, run.look_s = True, now_s
             self._outbox.append(LookUp())
@@ -299,6 +274,9 @@ class Matchmaker:
 
     def stand(self, seek: Seek, now_s: float) -> Answer:
         """Where we stand, as the asker needs to know it."""
+        return replace(self._stand(seek, now_s), turn=self._history.turn)
+
+    def _stand(self, seek: Seek, now_s: float) -> Answer:
         if seek.schema != self._schema.digest:
             return Answer(standing=Standing.REFUSED, text=self._schema.text)
         if self._history.passed(seek.round_key):
@@ -314,31 +292,36 @@ class Matchmaker:
 
     # --- inside: following
 
-    def _watch_leader(self, run: _Running, now_s: float) -> None:
+    def _watch_leader(self, run: RunningSearch, now_s: float) -> None:
         assert run.following is not None
         state = run.book.peers[run.following]
         if now_s >= run.want.deadline_s or state.failed or run.odd_answers >= 2:
             self._outbox.append(AbandonJoin(peer_id=run.following))
             if run.odd_answers >= 2:
                 run.book.refused(run.following, now_s)
-            run.following, run.book.free_s = None, now_s
+            self._leave(run, now_s)
         elif now_s >= run.pinged_s + self._config.leader_ping_s:
             run.pinged_s, run.pinged = now_s, True
-            self._outbox.append(SendSeek(contact=state.contact, seek=run.seek))
+            self._outbox.append(SendSeek(contact=state.contact, seek=run.speak(self._history.turn)))
 
-    def _follow(self, run: _Running, state: PeerState, now_s: float) -> None:
+    def _follow(self, run: RunningSearch, state: PeerState, now_s: float) -> None:
         assert state.rank is not None
         leader = Leader(contact=state.contact, deadline_s=state.rank.deadline_s)
-        there = Answer(standing=Standing.FOLLOWING, round_key=run.want.round_key, deadline_s=run.seek.deadline_s, leader=leader)
+        turn = self._history.next_turn()
+        run.follow(state.contact.peer_id, now_s)
+        there = Answer(standing=Standing.FOLLOWING, round_key=run.want.round_key, deadline_s=run.seek.deadline_s, leader=leader, turn=turn)
         self._dismiss(run, there)
-        run.following, run.pinged_s, run.pinged, run.odd_answers = state.contact.peer_id, now_s, False, 0
         own = run.member
-        join = Join(seek=run.seek, weight=own.weight, bandwidth=own.bandwidth, auxiliary=own.auxiliary, gathered=run.want.gathered)
+        join = Join(seek=run.speak(turn), weight=own.weight, bandwidth=own.bandwidth, auxiliary=own.auxiliary, gathered=run.want.gathered)
         self._outbox.append(SendJoin(contact=state.contact, join=join))
+
+    def _leave(self, run: RunningSearch, now_s: float) -> None:
+        run.leave(now_s)
+        self._history.next_turn()
 
     # --- inside: leading
 
-    def _choose(self, run: _Running, now_s: float) -> None:
+    def _choose(self, run: RunningSearch, now_s: float) -> None:
         """Follow the best, or lead: begin, wait, or give up."""
         size, overdue = 1 + len(run.followers), now_s >= run.want.deadline_s
         if not overdue and (best := run.book.best_leader(now_s)) is not None:
@@ -346,7 +329,7 @@ class Matchmaker:
             return
         enough = size >= self._config.min_group_size and now_s >= min(run.act_by_s, self._waits_until_s(run))
         if enough or size >= self._config.target_group_size:
-            group = self._group(run)
+            group = run.group(self._schema.codec, self._rng)
             self._dismiss(run, group)
             self._begin(group, now_s)
         elif overdue:
@@ -354,25 +337,14 @@ class Matchmaker:
         elif run.looked and run.book.hopeless() and (run.book.peers or now_s >= self._born_s + self._config.settle_s):
             self._finish(run.book.explain(deadline=False), now_s)
 
-    def _waits_until_s(self, run: _Running) -> float:
+    def _waits_until_s(self, run: RunningSearch) -> float:
         """Until when a group of at least the least size waits for others: the latest of those who may still come."""
         waits = [run.book.wait_until_s(peer) for peer_id, peer in run.book.peers.items() if peer_id not in run.followers]
         if not run.looked and run.started_s - self._history.view_s > self._config.view_max_s:
             waits.append(run.started_s + self._config.look_wait_s)
         return max(waits, default=-math.inf)
 
-    def _group(self, run: _Running) -> Group:
-        """Members in the order of their PeerIDs: the same peers have the same spans in every round."""
-        everybody = [(run.member, run.want.gathered)] + [(f.member, f.gathered) for f in run.followers.values()]
-        everybody.sort(key=lambda one: one[0].peer_id)
-        return Group(
-            group_id=self._rng.randbytes(GROUP_ID_BYTES),
-            members=tuple(member for member, _ in everybody),
-            codec=self._schema.codec,
-            gathered=tuple(gathered for _, gathered in everybody),
-        )
-
-    def _dismiss(self, run: _Running, answer: Group | Answer) -> None:
+    def _dismiss(self, run: RunningSearch, answer: Group | Answer) -> None:
         """Answer all who joined."""
         for peer_id, follower in run.followers.items():
             self._outbox.append(AnswerJoin(peer_id=peer_id, ticket=follower.ticket, answer=answer))
@@ -395,5 +367,6 @@ class Matchmaker:
         self._run = None
         if run.following is not None:
             self._outbox.append(AbandonJoin(peer_id=run.following))
+        self._history.next_turn()
         self._dismiss(run, self.stand(run.seek, now_s))
         self._outbox.append(Finished(outcome=failed))

@@ -37,6 +37,7 @@ class PeerState:
     follows: Leader | None = None
     busy_until_s: float = -math.inf
     heard_s: float = -math.inf
+    turn: int = 0  # of what it said last about itself: what it said before may arrive after it
     asked_s: float = -math.inf
     asking: bool = False
     failed: str = ""  # why the last call to it failed; "" when it did not
@@ -98,23 +99,25 @@ class SearchBook:
         if peer is None:
             return
         peer.contact = seek.contact
-        self._heard(peer, now_s, seek.clock_off_s)
+        if not self._heard(peer, seek.turn, now_s, seek.clock_off_s):
+            return
         if seek.schema != self.seek.schema:
             peer.standing, peer.text = Standing.REFUSED, seek.schema_text
             return
         self._seeking(peer, seek.rank, seek.round_key, seek.can_lead, now_s)
 
-    def on_answer(self, peer_id: PeerId, answer: Answer, now_s: float) -> None:
-        """A peer said where it stands, in answer to a Seek or to a Join."""
+    def on_answer(self, peer_id: PeerId, answer: Answer, now_s: float) -> bool:
+        """A peer said where it stands, in answer to a Seek or to a Join. False: its newer word overtook this one."""
         peer = self.peers.get(peer_id)
         if peer is None:
-            return
-        self._heard(peer, now_s, answer.clock_off_s)
+            return False
         peer.asking = False
+        if not self._heard(peer, answer.turn, now_s, answer.clock_off_s):
+            return False
         peer.text, peer.round_key, peer.follows = answer.text, answer.round_key, None
         if answer.standing is Standing.SEEKING:
             self._seeking(peer, Rank(answer.deadline_s, peer_id), answer.round_key, answer.can_lead, now_s)
-            return
+            return True
         peer.standing = answer.standing
         if answer.standing is Standing.BUSY:
             peer.busy_until_s = now_s + min(max(answer.expected_s, 0.0), _BUSY_MAX_S)
@@ -128,6 +131,7 @@ class SearchBook:
             peer.was_seeking = peer.was_seeking or answer.round_key == self.seek.round_key
             if answer.round_key == self.seek.round_key:
                 self._hearsay(answer.leader, now_s)
+        return True
 
     def on_failure(self, peer_id: PeerId, text: str) -> None:
         if (peer := self.peers.get(peer_id)) is not None:
@@ -274,9 +278,13 @@ class SearchBook:
             peer = self.peers[contact.peer_id] = PeerState(contact=contact)
         return peer
 
-    def _heard(self, peer: PeerState, now_s: float, clock_off_s: float) -> None:
+    def _heard(self, peer: PeerState, turn: int, now_s: float, clock_off_s: float) -> bool:
+        """It lives; whether what it said is its latest word."""
         peer.heard_s, peer.clock_off_s = now_s, clock_off_s
         peer.failed, peer.failures = "", 0
+        latest = turn >= peer.turn
+        peer.turn = max(turn, peer.turn)
+        return latest
 
     def _seeking(self, peer: PeerState, rank: Rank, round_key: str, can_lead: bool, now_s: float) -> None:
         if peer.standing is not Standing.SEEKING or peer.rank != rank or peer.round_key != round_key:

@@ -63,6 +63,7 @@ class Seek:
     schema_text: str  # the same in words, for the other's error message
     deadline_s: float  # swarm time
     can_lead: bool  # it can be dialed
+    turn: int = 0  # the asker's count of its changes of standing: of two of its words, which is the later
     clock_off_s: float = 0.0  # its clock minus ours, as the service measured it
 
     @property
@@ -94,6 +95,7 @@ class Answer:
     expected_s: float = 0.0  # busy: until its round is over, about
     members: tuple[PeerId, ...] = ()  # busy: with whom; a hint, so that the asker need not try them one by one
     text: str = ""  # refused: why
+    turn: int = 0  # as in `Seek`, of the peer that answers
     clock_off_s: float = 0.0
 
 

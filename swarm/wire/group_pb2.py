@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from swarm.wire import peer_pb2 as swarm_dot_wire_dot_peer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16swarm/wire/group.proto\x12\nswarm.wire\x1a\x15swarm/wire/peer.proto\"\xca\x01\n\x04Seek\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08\x61verager\x18\x02 \x01(\t\x12$\n\x07\x63ontact\x18\x03 \x01(\x0b\x32\x13.swarm.wire.Contact\x12\x11\n\tround_key\x18\x04 \x01(\t\x12\x0e\n\x06schema\x18\x05 \x01(\x0c\x12\x13\n\x0bschema_text\x18\x06 \x01(\t\x12\x12\n\ndeadline_s\x18\x07 \x01(\x01\x12\x10\n\x08\x63\x61n_lead\x18\x08 \x01(\x08\x12\r\n\x05now_s\x18\t \x01(\x01\x12\x10\n\x08\x61nnounce\x18\n \x01(\x08\"G\n\x0bGroupLeader\x12$\n\x07\x63ontact\x18\x01 \x01(\x0b\x32\x13.swarm.wire.Contact\x12\x12\n\ndeadline_s\x18\x02 \x01(\x01\"\xc5\x02\n\nSeekAnswer\x12\x31\n\x08standing\x18\x01 \x01(\x0e\x32\x1f.swarm.wire.SeekAnswer.Standing\x12\x11\n\tround_key\x18\x02 \x01(\t\x12\x12\n\ndeadline_s\x18\x03 \x01(\x01\x12\x10\n\x08\x63\x61n_lead\x18\x04 \x01(\x08\x12\'\n\x06leader\x18\x05 \x01(\x0b\x32\x17.swarm.wire.GroupLeader\x12\x12\n\nexpected_s\x18\x06 \x01(\x01\x12\x0c\n\x04text\x18\x07 \x01(\t\x12\r\n\x05now_s\x18\x08 \x01(\x01\x12\x0f\n\x07members\x18\t \x03(\x0c\"`\n\x08Standing\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x08\n\x04IDLE\x10\x01\x12\x0b\n\x07SEEKING\x10\x02\x12\r\n\tFOLLOWING\x10\x03\x12\x08\n\x04\x42USY\x10\x04\x12\n\n\x06PASSED\x10\x05\x12\x0b\n\x07REFUSED\x10\x06\"n\n\x04Join\x12\x1e\n\x04seek\x18\x01 \x01(\x0b\x32\x10.swarm.wire.Seek\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x11\n\tbandwidth\x18\x03 \x01(\x01\x12\x11\n\tauxiliary\x18\x04 \x01(\x08\x12\x10\n\x08gathered\x18\x05 \x01(\x0c\"{\n\x0bGroupMember\x12$\n\x07\x63ontact\x18\x01 \x01(\x0b\x32\x13.swarm.wire.Contact\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x11\n\tbandwidth\x18\x03 \x01(\x01\x12\x11\n\tauxiliary\x18\x04 \x01(\x08\x12\x10\n\x08gathered\x18\x05 \x01(\x0c\"R\n\x05Group\x12\x10\n\x08group_id\x18\x01 \x01(\x0c\x12(\n\x07members\x18\x02 \x03(\x0b\x32\x17.swarm.wire.GroupMember\x12\r\n\x05\x63odec\x18\x03 \x01(\t\"f\n\nJoinAnswer\x12\"\n\x05group\x18\x01 \x01(\x0b\x32\x11.swarm.wire.GroupH\x00\x12*\n\x08standing\x18\x02 \x01(\x0b\x32\x16.swarm.wire.SeekAnswerH\x00\x42\x08\n\x06\x61nswerb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16swarm/wire/group.proto\x12\nswarm.wire\x1a\x15swarm/wire/peer.proto\"\xd8\x01\n\x04Seek\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x10\n\x08\x61verager\x18\x02 \x01(\t\x12$\n\x07\x63ontact\x18\x03 \x01(\x0b\x32\x13.swarm.wire.Contact\x12\x11\n\tround_key\x18\x04 \x01(\t\x12\x0e\n\x06schema\x18\x05 \x01(\x0c\x12\x13\n\x0bschema_text\x18\x06 \x01(\t\x12\x12\n\ndeadline_s\x18\x07 \x01(\x01\x12\x10\n\x08\x63\x61n_lead\x18\x08 \x01(\x08\x12\r\n\x05now_s\x18\t \x01(\x01\x12\x10\n\x08\x61nnounce\x18\n \x01(\x08\x12\x0c\n\x04turn\x18\x0b \x01(\x04\"G\n\x0bGroupLeader\x12$\n\x07\x63ontact\x18\x01 \x01(\x0b\x32\x13.swarm.wire.Contact\x12\x12\n\ndeadline_s\x18\x02 \x01(\x01\"\xd3\x02\n\nSeekAnswer\x12\x31\n\x08standing\x18\x01 \x01(\x0e\x32\x1f.swarm.wire.SeekAnswer.Standing\x12\x11\n\tround_key\x18\x02 \x01(\t\x12\x12\n\ndeadline_s\x18\x03 \x01(\x01\x12\x10\n\x08\x63\x61n_lead\x18\x04 \x01(\x08\x12\'\n\x06leader\x18\x05 \x01(\x0b\x32\x17.swarm.wire.GroupLeader\x12\x12\n\nexpected_s\x18\x06 \x01(\x01\x12\x0c\n\x04text\x18\x07 \x01(\t\x12\r\n\x05now_s\x18\x08 \x01(\x01\x12\x0f\n\x07members\x18\t \x03(\x0c\x12\x0c\n\x04turn\x18\n \x01(\x04\"`\n\x08Standing\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x08\n\x04IDLE\x10\x01\x12\x0b\n\x07SEEKING\x10\x02\x12\r\n\tFOLLOWING\x10\x03\x12\x08\n\x04\x42USY\x10\x04\x12\n\n\x06PASSED\x10\x05\x12\x0b\n\x07REFUSED\x10\x06\"n\n\x04Join\x12\x1e\n\x04seek\x18\x01 \x01(\x0b\x32\x10.swarm.wire.Seek\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x11\n\tbandwidth\x18\x03 \x01(\x01\x12\x11\n\tauxiliary\x18\x04 \x01(\x08\x12\x10\n\x08gathered\x18\x05 \x01(\x0c\"{\n\x0bGroupMember\x12$\n\x07\x63ontact\x18\x01 \x01(\x0b\x32\x13.swarm.wire.Contact\x12\x0e\n\x06weight\x18\x02 \x01(\x01\x12\x11\n\tbandwidth\x18\x03 \x01(\x01\x12\x11\n\tauxiliary\x18\x04 \x01(\x08\x12\x10\n\x08gathered\x18\x05 \x01(\x0c\"R\n\x05Group\x12\x10\n\x08group_id\x18\x01 \x01(\x0c\x12(\n\x07members\x18\x02 \x03(\x0b\x32\x17.swarm.wire.GroupMember\x12\r\n\x05\x63odec\x18\x03 \x01(\t\"f\n\nJoinAnswer\x12\"\n\x05group\x18\x01 \x01(\x0b\x32\x11.swarm.wire.GroupH\x00\x12*\n\x08standing\x18\x02 \x01(\x0b\x32\x16.swarm.wire.SeekAnswerH\x00\x42\x08\n\x06\x61nswerb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,19 +33,19 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'swarm.wire.group_pb2', _glo
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SEEK']._serialized_start=62
-  _globals['_SEEK']._serialized_end=264
-  _globals['_GROUPLEADER']._serialized_start=266
-  _globals['_GROUPLEADER']._serialized_end=337
-  _globals['_SEEKANSWER']._serialized_start=340
-  _globals['_SEEKANSWER']._serialized_end=665
-  _globals['_SEEKANSWER_STANDING']._serialized_start=569
-  _globals['_SEEKANSWER_STANDING']._serialized_end=665
-  _globals['_JOIN']._serialized_start=667
-  _globals['_JOIN']._serialized_end=777
-  _globals['_GROUPMEMBER']._serialized_start=779
-  _globals['_GROUPMEMBER']._serialized_end=902
-  _globals['_GROUP']._serialized_start=904
-  _globals['_GROUP']._serialized_end=986
-  _globals['_JOINANSWER']._serialized_start=988
-  _globals['_JOINANSWER']._serialized_end=1090
+  _globals['_SEEK']._serialized_end=278
+  _globals['_GROUPLEADER']._serialized_start=280
+  _globals['_GROUPLEADER']._serialized_end=351
+  _globals['_SEEKANSWER']._serialized_start=354
+  _globals['_SEEKANSWER']._serialized_end=693
+  _globals['_SEEKANSWER_STANDING']._serialized_start=597
+  _globals['_SEEKANSWER_STANDING']._serialized_end=693
+  _globals['_JOIN']._serialized_start=695
+  _globals['_JOIN']._serialized_end=805
+  _globals['_GROUPMEMBER']._serialized_start=807
+  _globals['_GROUPMEMBER']._serialized_end=930
+  _globals['_GROUP']._serialized_start=932
+  _globals['_GROUP']._serialized_end=1014
+  _globals['_JOINANSWER']._serialized_start=1016
+  _globals['_JOINANSWER']._serialized_end=1118
 # @@protoc_insertion_point(module_scope)

@@ -9,7 +9,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Seek(_message.Message):
-    __slots__ = ("run", "averager", "contact", "round_key", "schema", "schema_text", "deadline_s", "can_lead", "now_s", "announce")
+    __slots__ = ("run", "averager", "contact", "round_key", "schema", "schema_text", "deadline_s", "can_lead", "now_s", "announce", "turn")
     RUN_FIELD_NUMBER: _ClassVar[int]
     AVERAGER_FIELD_NUMBER: _ClassVar[int]
     CONTACT_FIELD_NUMBER: _ClassVar[int]
@@ -20,6 +20,7 @@ class Seek(_message.Message):
     CAN_LEAD_FIELD_NUMBER: _ClassVar[int]
     NOW_S_FIELD_NUMBER: _ClassVar[int]
     ANNOUNCE_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
     run: str
     averager: str
     contact: _peer_pb2.Contact
@@ -30,7 +31,8 @@ class Seek(_message.Message):
     can_lead: bool
     now_s: float
     announce: bool
-    def __init__(self, run: _Optional[str] = ..., averager: _Optional[str] = ..., contact: _Optional[_Union[_peer_pb2.Contact, _Mapping]] = ..., round_key: _Optional[str] = ..., schema: _Optional[bytes] = ..., schema_text: _Optional[str] = ..., deadline_s: _Optional[float] = ..., can_lead: _Optional[bool] = ..., now_s: _Optional[float] = ..., announce: _Optional[bool] = ...) -> None: ...
+    turn: int
+    def __init__(self, run: _Optional[str] = ..., averager: _Optional[str] = ..., contact: _Optional[_Union[_peer_pb2.Contact, _Mapping]] = ..., round_key: _Optional[str] = ..., schema: _Optional[bytes] = ..., schema_text: _Optional[str] = ..., deadline_s: _Optional[float] = ..., can_lead: _Optional[bool] = ..., now_s: _Optional[float] = ..., announce: _Optional[bool] = ..., turn: _Optional[int] = ...) -> None: ...
 
 class GroupLeader(_message.Message):
     __slots__ = ("contact", "deadline_s")
@@ -41,7 +43,7 @@ class GroupLeader(_message.Message):
     def __init__(self, contact: _Optional[_Union[_peer_pb2.Contact, _Mapping]] = ..., deadline_s: _Optional[float] = ...) -> None: ...
 
 class SeekAnswer(_message.Message):
-    __slots__ = ("standing", "round_key", "deadline_s", "can_lead", "leader", "expected_s", "text", "now_s", "members")
+    __slots__ = ("standing", "round_key", "deadline_s", "can_lead", "leader", "expected_s", "text", "now_s", "members", "turn")
     class Standing(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         UNKNOWN: _ClassVar[SeekAnswer.Standing]
@@ -67,6 +69,7 @@ class SeekAnswer(_message.Message):
     TEXT_FIELD_NUMBER: _ClassVar[int]
     NOW_S_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
     standing: SeekAnswer.Standing
     round_key: str
     deadline_s: float
@@ -76,7 +79,8 @@ class SeekAnswer(_message.Message):
     text: str
     now_s: float
     members: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, standing: _Optional[_Union[SeekAnswer.Standing, str]] = ..., round_key: _Optional[str] = ..., deadline_s: _Optional[float] = ..., can_lead: _Optional[bool] = ..., leader: _Optional[_Union[GroupLeader, _Mapping]] = ..., expected_s: _Optional[float] = ..., text: _Optional[str] = ..., now_s: _Optional[float] = ..., members: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    turn: int
+    def __init__(self, standing: _Optional[_Union[SeekAnswer.Standing, str]] = ..., round_key: _Optional[str] = ..., deadline_s: _Optional[float] = ..., can_lead: _Optional[bool] = ..., leader: _Optional[_Union[GroupLeader, _Mapping]] = ..., expected_s: _Optional[float] = ..., text: _Optional[str] = ..., now_s: _Optional[float] = ..., members: _Optional[_Iterable[bytes]] = ..., turn: _Optional[int] = ...) -> None: ...
 
 class Join(_message.Message):
     __slots__ = ("seek", "weight", "bandwidth", "auxiliary", "gathered")

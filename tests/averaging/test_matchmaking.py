@@ -110,6 +110,34 @@ def test_everybody_known_is_asked_at_once() -> None:
     assert {effect.contact for effect in effects if isinstance(effect, SendSeek)} == {contact(1), contact(2)}
 
 
+def test_what_a_peer_says_later_counts_though_it_arrives_earlier() -> None:
+    """It was idle when we asked; its own search began before its answer reached us: it is on its way, and not gone elsewhere."""
+    bench = Bench.make(MatchmakingConfig(target_group_size=8))
+    bench.start(holder(6), holder(7))
+    bench.machine.on_join(join_of(6, 11.0), 0.01)
+    bench.machine.on_seek(replace(seek_of(7, 11.0), turn=2), 0.02)
+    bench.machine.on_seek_answer(contact(7).peer_id, replace(IDLE, turn=1), 0.03)
+    assert outcome(bench.machine.poll(0.03)) is None
+    bench.machine.on_seek_answer(contact(7).peer_id, replace(IDLE, turn=4), 0.04)  # this one is news
+    assert isinstance(outcome(bench.machine.poll(0.04)), Group)
+
+
+def test_each_change_of_standing_is_a_turn() -> None:
+    bench = Bench.make()
+    said = [bench.machine.on_seek(seek_of(6, 11.0), 0.0).turn]
+    [seek] = [effect.seek for effect in bench.start(holder(1)) if isinstance(effect, SendSeek)]
+    said.append(seek.turn)
+    bench.machine.on_seek_answer(contact(1).peer_id, seeking(9.0), 0.01)
+    [join] = [effect.join for effect in bench.machine.poll(0.01) if isinstance(effect, SendJoin)]
+    said.append(join.seek.turn)
+    assert bench.machine.on_seek(seek_of(6, 11.0), 0.02).turn == join.seek.turn
+    bench.machine.on_join_failed(contact(1).peer_id, "it is gone", 0.02)
+    said.append(bench.machine.on_seek(seek_of(6, 11.0), 0.02).turn)
+    bench.machine.stop(0.03)
+    said.append(bench.machine.on_seek(seek_of(6, 11.0), 0.03).turn)
+    assert said == sorted(set(said))
+
+
 def test_the_earlier_deadline_leads_and_the_peer_id_breaks_ties() -> None:
     for theirs, joins in ((9.0, True), (11.0, False), (10.0, True)):
         bench = Bench.make()

@@ -396,3 +396,23 @@ def test_a_search_that_is_cancelled_leaves_nobody_waiting() -> None:
         await swarm.close()
 
     run_virtual(scenario())
+
+
+@pytest.mark.parametrize("keyed", [True, False], ids=["keyed", "unkeyed"])
+@pytest.mark.parametrize("seed", range(20))
+def test_nobody_is_left_out_because_messages_overtake_one_another(seed: int, keyed: bool) -> None:
+    """Everybody steps within milliseconds, round after round, and what a peer says arrives in any order: one group each time."""
+
+    async def scenario() -> None:
+        swarm = Swarm(seed, LinkConfig(delay_s=0.01, jitter=1.0))
+        for _ in range(4):
+            swarm.add(target_group_size=8)
+        for number in range(12):
+            found = await swarm.all([swarm.rng.random() * 0.03 for _ in range(4)], key=str(number) if keyed else "")
+            assert [len(group.members) for group in check_groups(swarm, found)] == [4], found
+            await asyncio.sleep(0.02)
+            for volunteer in swarm.volunteers:
+                volunteer.service.round_over(committed=True)
+        await swarm.close()
+
+    run_virtual(scenario())
