@@ -1,0 +1,121 @@
+"""A simulated swarm that forms groups: the real service and messages, virtual time, everything random from a seed.
+
+In every search a watcher looks each virtual 5 ms whether peers wait for one another in a circle: whoever holds calls of followers back
+follows nobody itself, and calls in a circle that are on their way (one of their answers was lost, say) are resolved soon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from averaging.group import Group, Member
+from averaging.groupservice import GroupExchange, GroupService, GroupServiceConfig
+from averaging.matchmaking import MatchmakingConfig
+from averaging.seeking import AveragerName, Holder, Schema, SearchFailed
+from swarm.ids import PeerId
+from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
+
+WINDOW_S = 10.0
+CIRCLE_S_MAX = 3.0  # two pings of a leader that no longer leads, or one that times out
+SCHEMA = b"schema"
+
+
+@dataclass
+class Table:
+    """Presence records as a table that everybody reads after a delay."""
+
+    records: dict[PeerId, Holder] = field(default_factory=dict)
+    delay_s: float = 0.05
+
+    async def look(self, timeout_s: float) -> dict[PeerId, Holder]:
+        await asyncio.sleep(self.delay_s)
+        return dict(self.records)
+
+
+@dataclass
+class Volunteer:
+    peer: SimulatedPeer
+    service: GroupService
+
+    async def find(self, *, key: str = "", window_s: float = WINDOW_S, weight: float = 1.0, gathered: bytes = b"") -> Group | SearchFailed:
+        now_s = asyncio.get_running_loop().time()
+        member = Member(contact=self.peer.contact, weight=weight, bandwidth=1.0 if self.peer.contact.addresses else 0.0)
+        found = await self.service.find(member=member, round_key=key, deadline_s=now_s + window_s, gathered=gathered)
+        ended_s = asyncio.get_running_loop().time()
+        assert ended_s <= now_s + window_s + 1e-5, "a search ends by its deadline"
+        return found
+
+
+class Swarm:
+    def __init__(self, seed: int, link: LinkConfig | None = None) -> None:
+        self.network, self.table, self.rng = SimulatedNetwork(seed, link), Table(), random.Random(seed)
+        self.volunteers: list[Volunteer] = []
+
+    def add(self, *, schema: bytes = SCHEMA, dialable: bool = True, known: bool = True, **limits: int) -> Volunteer:
+        peer = self.network.peer(dialable=dialable)
+        exchange = GroupExchange(handlers=peer.handlers, caller=peer.caller, own=peer.peer_id, clock=peer.clock)
+        service = GroupService(
+            exchange=exchange,
+            presence=self.table,
+            name=AveragerName(run="r", averager="a"),
+            schema=Schema(digest=schema, text="a schema", codec="float32"),
+            rng=random.Random(self.rng.random()),
+            config=GroupServiceConfig(matchmaking=MatchmakingConfig(**limits)),  # type: ignore[arg-type]
+        )
+        if known:
+            self.table.records[peer.peer_id] = Holder(contact=peer.contact, schema=schema, schema_text="a schema")
+        volunteer = Volunteer(peer, service)
+        self.volunteers.append(volunteer)
+        return volunteer
+
+    async def watch(self) -> None:
+        """Nobody waits in a circle."""
+        since_s: dict[PeerId, float] = {}
+        while True:
+            now_s = asyncio.get_running_loop().time()
+            machines = {one.peer.peer_id: one.service.machine for one in self.volunteers if one.peer.up}
+            waits = {peer_id: machine.following for peer_id, machine in machines.items()}
+            for peer_id, machine in machines.items():
+                assert machine.following is None or not machine.followers, "who follows holds nobody back"
+                at = machine.following
+                for _ in machines:
+                    at = waits.get(at) if at is not None and at != peer_id else at
+                if at != peer_id:
+                    since_s.pop(peer_id, None)
+                else:
+                    assert now_s - since_s.setdefault(peer_id, now_s) < CIRCLE_S_MAX, "peers wait in a circle"
+            await asyncio.sleep(0.005)
+
+    async def all(self, delays_s: list[float], **search: object) -> list[Group | SearchFailed]:
+        """Everybody searches, each after its delay."""
+
+        async def one(volunteer: Volunteer, delay_s: float) -> Group | SearchFailed:
+            await asyncio.sleep(delay_s)
+            return await volunteer.find(**search)  # type: ignore[arg-type]
+
+        async with asyncio.TaskGroup() as tasks:
+            watcher = tasks.create_task(self.watch())
+            async with asyncio.TaskGroup() as searches:
+                found = [searches.create_task(one(v, d)) for v, d in zip(self.volunteers, delays_s, strict=True)]
+            watcher.cancel()
+        return [task.result() for task in found]
+
+    async def close(self) -> None:
+        await self.network.close()
+        assert not self.network.errors, self.network.errors
+
+
+def check_groups(swarm: Swarm, found: list[Group | SearchFailed]) -> list[Group]:
+    """Every group is the same on all its members, and holds nobody who is not in it."""
+    groups = {one.group_id: one for one in found if isinstance(one, Group)}
+    places = Counter(one.group_id for one in found if isinstance(one, Group))
+    for volunteer, one in zip(swarm.volunteers, found, strict=True):
+        if isinstance(one, Group):
+            assert one == groups[one.group_id]
+            assert volunteer.peer.peer_id in one.peer_ids
+    for group_id, group in groups.items():
+        assert places[group_id] == len(group.members), "a member did not hear that its group began"
+    return list(groups.values())
