@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+
+from tests.chaos.processes import Worker
 
 pytestmark = pytest.mark.chaos
 
@@ -66,26 +65,10 @@ asyncio.run(main())
 """
 
 
-class Worker:
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
-
-    def tell(self, message: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(message) + "\n")
-        self.process.stdin.flush()
-
-    def hear(self) -> Any:
-        assert self.process.stdout is not None
-        return json.loads(self.process.stdout.readline())
-
-
 @contextmanager
 def workers(numel: int, victim: int = 2) -> Iterator[list[tuple[Worker, str]]]:
     """Four of them, each with the PeerId that others know it by."""
-    started = [Worker() for _ in range(4)]
+    started = [Worker(WORKER) for _ in range(4)]
     try:
         contacts = [worker.hear() for worker in started]
         for rank, worker in enumerate(started):
@@ -93,8 +76,7 @@ def workers(numel: int, victim: int = 2) -> Iterator[list[tuple[Worker, str]]]:
         yield [(worker, contact.rpartition("/")[2]) for worker, contact in zip(started, contacts, strict=True)]
     finally:
         for worker in started:
-            os.killpg(worker.process.pid, signal.SIGKILL)
-            worker.process.communicate()
+            worker.end()
 
 
 def begin(four: list[tuple[Worker, str]], places: Sequence[int]) -> None:
