@@ -279,7 +279,10 @@ def play(seed: int, kinds: Sequence[str]) -> Play:
         contributing = [place for place in whole if made.group.members[place].weight]
         # what only a client holds, nobody can ask for
         reducing = [place for place in whole if made.group.members[place].bandwidth and place not in made.cut_off]
-        if len(whole) >= 2 and contributing and reducing:
+        # members that all hold one lie are believed once they are most of those who hold anything
+        holding = [place for place in whole if not made.group.members[place].auxiliary]
+        believed = len(holding) <= sum(kind == "wrong vote" for kind in kinds)
+        if len(whole) >= 2 and contributing and reducing and not believed:
             note = (seed, made.victims, {place: outcome.reason for place, outcome in outcomes.items()})
             assert not any(outcomes[place].failed for place in whole), note
         for peer in made.peers:
