@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from benchmarks.bare_transport import BareButterfly
 from benchmarks.launch import Launch, LaunchFailed
@@ -69,7 +69,7 @@ class Workers:
     def name(self) -> str:
         return self._name
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> Self:
         self._launch.__enter__()
         try:
             self._launch.hear("ready", READY_TIMEOUT_S)

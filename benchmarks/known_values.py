@@ -26,16 +26,18 @@ def fill(tensors: Sequence[torch.Tensor], rank: float) -> None:
             piece.copy_(pattern[: piece.numel()]).add_(rank + (chunk + 3 * place) % 7 / 8)
 
 
-def delivered(tensors: Sequence[torch.Tensor], peers: int, codec: str) -> tuple[float, float]:
-    """(fraction of the elements that hold the average of `peers` peers, largest error)."""
-    pattern, mean_rank = _pattern(), (peers - 1) / 2
+def delivered(tensors: Sequence[torch.Tensor], peers: int, codec: str, lost: int | None = None) -> tuple[float, float]:
+    """(fraction of the elements that hold the average of `peers` peers, largest error). `lost`: the one without it counts, too."""
+    pattern, total_rank = _pattern(), peers * (peers - 1) / 2
+    mean_ranks = [total_rank / peers] + ([] if lost is None else [(total_rank - lost) / (peers - 1)])
     right = total = 0
     worst = 0.0
     for place, tensor in enumerate(tensors):
         flat = tensor.detach().view(-1)
         for chunk, start in enumerate(range(0, flat.numel(), CHUNK_ELEMENTS)):
             piece = flat[start : start + CHUNK_ELEMENTS]
-            error = (piece - pattern[: piece.numel()]).sub_(mean_rank + (chunk + 3 * place) % 7 / 8).abs_()
+            offset = (piece - pattern[: piece.numel()]).sub_((chunk + 3 * place) % 7 / 8)
+            error = torch.stack([(offset - mean_rank).abs_() for mean_rank in mean_ranks]).amin(0)
             right += int((error <= TOLERANCE[codec]).sum())
             total += piece.numel()
             worst = max(worst, float(error.max()))

@@ -33,6 +33,10 @@ LIMITED_BY: dict[str, str] = {
     "allreduce-256-float32-gloo": _TENSOR_WORK + " gloo encrypts nothing and survives nobody's death.",
     **{f"dht-{peers}-{row}": _DHT_TIME for peers in (8, 16) for row in ("all", "all-bulk", "far")},
     **{f"dht-{peers}-one-get": _ONE_GET for peers in (8, 16)},
+    "frozen-stall": (
+        "how long silence must last before it counts as death (averaging/roundconfig.py, LivenessConfig: about 0.75 s where beats are punctual, "
+        "longer on a machine whose cores are overcommitted), and the reduction anew of the lost quarter."
+    ),
     "start-after-import": (
         "torch itself: it imports its compiler (torch._dynamo, about a thousand modules) when the first optimizer is made, which this "
         "figure includes; see the phase “model and AdamW” below and the row without it."

@@ -110,6 +110,10 @@ def test_known_values_tell_an_average_from_what_a_peer_began_with(codec: str) ->
         fill(own, rank)
         assert delivered(own, peers, codec)[0] == 0.0
         assert delivered([mean[0], *own[1:]], peers, codec)[0] == mean[0].numel() / elements
+        of_three = tensors_of(elements, 3)
+        fill(of_three, (peers * (peers - 1) / 2 - rank) / (peers - 1))
+        assert delivered([mean[0], *of_three[1:]], peers, codec)[0] == mean[0].numel() / elements
+        assert delivered([mean[0], *of_three[1:]], peers, codec, lost=rank)[0] == 1.0
 
 
 def test_the_memory_limit_counts_two_copies_of_all_that_is_sent() -> None:

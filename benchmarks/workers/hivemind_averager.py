@@ -41,7 +41,7 @@ def main() -> None:
             talk.say("done", **_round(averager, order["at_s"], order["timeout_s"]))
         elif order["do"] == "check":
             with averager.get_tensors() as tensors:
-                fraction, worst = delivered(tensors, settings["peers"], settings["codec"])
+                fraction, worst = delivered(tensors, settings["peers"], settings["codec"], order.get("lost"))
             talk.say("checked", delivered=fraction, worst=worst)
 
 

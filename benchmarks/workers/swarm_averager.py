@@ -33,7 +33,7 @@ def main() -> None:
             elif order["do"] == "round":
                 talk.say("done", **_round(averager, order["at_s"], order["timeout_s"]))
             elif order["do"] == "check":
-                fraction, worst = delivered(tensors, settings["peers"], settings["codec"])
+                fraction, worst = delivered(tensors, settings["peers"], settings["codec"], order.get("lost"))
                 talk.say("checked", delivered=fraction, worst=worst)
 
 

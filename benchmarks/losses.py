@@ -1,0 +1,145 @@
+"""A round of four peers that loses one in the middle: how long the others are held up, and how much of the vector they still average."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from benchmarks.allreduce import HIVEMIND, PEERS, TENSORS, Setting
+from benchmarks.contenders import READY_TIMEOUT_S, ROUND_TIMEOUT_S, START_AHEAD_S, Workers, Workload
+from benchmarks.environments import OWN_PYTHON
+from benchmarks.launch import LaunchFailed
+from benchmarks.results import Aim, Row, Series
+
+VECTOR_MIB = 64
+CODEC = "float16"
+VICTIM = 2
+USUAL_ROUNDS = 3  # undisturbed, before the one that loses a peer: what its time is compared with
+LAUNCHES_MAX = 3  # that fail, of one contender
+
+
+@dataclass(frozen=True, slots=True)
+class Blow:
+    """What befalls the peer."""
+
+    identifier: str
+    words: str
+    signal: signal.Signals
+    aim_s: float
+    own_times: int
+    their_times: int
+
+
+BLOWS = (
+    Blow("killed", "kill -9 of one in the middle", signal.SIGKILL, 0.5, 5, 3),
+    Blow("frozen", "SIGSTOP of one in the middle", signal.SIGSTOP, 1.0, 5, 2),
+)
+
+
+@dataclass(slots=True)
+class Fate:
+    """What the survivors of some rounds told, all rounds of one contender together."""
+
+    stalls_s: list[float] = field(default_factory=list)  # longer than its usual round, until the last survivor had its result
+    averaged: list[float] = field(default_factory=list)  # of the vector, in per cent, on the survivor that got least
+    failed: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    def stalls(self, name: str) -> Series:
+        return Series(name=f"{name}: stall", unit="s", samples=tuple(self.stalls_s), failed=self.failed, reasons=tuple(self.reasons))
+
+    def fractions(self, name: str) -> Series:
+        return Series(name=f"{name}: averaged", unit="%", samples=tuple(self.averaged), failed=self.failed, reasons=tuple(self.reasons))
+
+
+class Struck(Workers):
+    """Workers of whom one is lost in the middle of a round, after which this launch is of no more use."""
+
+    def lose_one(self, usual_s: float, grouped_s: float, blow: signal.Signals) -> tuple[float, float, str]:
+        """(seconds to the last survivor's end, fraction averaged, what was wrong with it all the same)."""
+        launch = self._launch
+        launch.tell("prepare")
+        launch.hear("prepared", READY_TIMEOUT_S)
+        at_s = time.monotonic() + START_AHEAD_S
+        launch.tell("round", at_s=at_s, timeout_s=ROUND_TIMEOUT_S)
+        time.sleep(max(at_s + (usual_s + grouped_s) / 2 - time.monotonic(), 0.0))  # half of what follows the group's beginning
+        victim = launch.workers[VICTIM]
+        os.killpg(victim.process.pid, blow)
+        survivors = [worker for worker in launch.workers if worker is not victim]
+        deadline_s = time.monotonic() + ROUND_TIMEOUT_S + 10.0
+        done = [worker.hear("done", deadline_s) for worker in survivors]
+        for worker in survivors:
+            worker.tell({"do": "check", "lost": VICTIM})
+        checked = [worker.hear("checked", time.monotonic() + READY_TIMEOUT_S) for worker in survivors]
+        digests = {report["digest"] for report in done if "digest" in report}
+        wrong = "the survivors hold different results" if len(digests) > 1 else ""
+        return max(report["end_s"] for report in done) - at_s, min(report["delivered"] for report in checked), wrong
+
+
+def rows(setting: Setting) -> list[Row]:
+    workload = Workload(elements=VECTOR_MIB * (1 << 20) // 4, tensors=TENSORS, peers=PEERS, target_group_size=PEERS, codec=CODEC)
+    found = []
+    for blow in BLOWS:
+        own = partial(Struck, "swarm", python=OWN_PYTHON, module="swarm_averager", workload=workload)
+        setting.say(f"{PEERS} × {VECTOR_MIB} MiB, {blow.words}: swarm" + (f", {HIVEMIND}" if setting.hivemind else ""))
+        our_fate = suffer(own, blow, blow.own_times, setting.say)
+        their_fate = None
+        if setting.hivemind is not None:
+            theirs = partial(Struck, HIVEMIND, python=setting.hivemind, module="hivemind_averager", workload=workload)
+            their_fate = suffer(theirs, blow, blow.their_times, setting.say)
+        found += _rows(blow, our_fate, their_fate)
+    return found
+
+
+def suffer(make: Callable[[], Struck], blow: Blow, times: int, say: Callable[[str], None]) -> Fate:
+    """As many rounds with a loss, each in a launch of its own."""
+    fate = Fate()
+    while len(fate.stalls_s) < times and fate.failed < LAUNCHES_MAX:
+        try:
+            with make() as contender:
+                contender.round()  # connections, memory
+                usual = [contender.round() for _ in range(USUAL_ROUNDS)]
+                usual_s = statistics.median(outcome.whole_s for outcome in usual)
+                grouped_s = statistics.median(outcome.group_s or 0.0 for outcome in usual)
+                took_s, averaged, wrong = contender.lose_one(usual_s, grouped_s, blow.signal)
+        except LaunchFailed as failure:
+            fate.failed += 1
+            fate.reasons.append(str(failure))
+            continue
+        say(f"  {contender.name}: {took_s:.2f} s instead of {usual_s:.2f} s, {averaged:.0%} averaged")
+        if wrong:
+            fate.failed += 1
+            fate.reasons.append(wrong)
+        else:
+            fate.stalls_s.append(took_s - usual_s)
+            fate.averaged.append(100.0 * averaged)
+    return fate
+
+
+def _rows(blow: Blow, own: Fate, peer: Fate | None) -> list[Row]:
+    workload = f"all-reduce, {PEERS} peers × {VECTOR_MIB} MiB, {CODEC}: {blow.words}"
+    return [
+        Row(
+            identifier=f"{blow.identifier}-stall",
+            workload=workload,
+            quantity="how much longer than its usual round it took until the last survivor had its result",
+            ours=own.stalls("swarm"),
+            peer=None if peer is None else peer.stalls(HIVEMIND),
+            aim=Aim(of="ours", sense="at most", value=blow.aim_s),
+            limit="what the survivors must send and reduce anew of the lost peer's quarter, and the notice of its loss",
+        ),
+        Row(
+            identifier=f"{blow.identifier}-averaged",
+            workload=workload,
+            quantity="elements that hold an average, of all four or of the three, on the survivor that has fewest",
+            ours=own.fractions("swarm"),
+            peer=None if peer is None else peer.fractions(HIVEMIND),
+            aim=Aim(of="ours", sense="at least", value=100.0),
+            shown="ours / peer",
+        ),
+    ]
