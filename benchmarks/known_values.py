@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 
@@ -37,7 +38,7 @@ def delivered(tensors: Sequence[torch.Tensor], peers: int, codec: str, lost: int
         for chunk, start in enumerate(range(0, flat.numel(), CHUNK_ELEMENTS)):
             piece = flat[start : start + CHUNK_ELEMENTS]
             offset = (piece - pattern[: piece.numel()]).sub_((chunk + 3 * place) % 7 / 8)
-            error = torch.stack([(offset - mean_rank).abs_() for mean_rank in mean_ranks]).amin(0)
+            error = reduce(torch.minimum, [(offset - mean_rank).abs_() for mean_rank in mean_ranks])
             right += int((error <= TOLERANCE[codec]).sum())
             total += piece.numel()
             worst = max(worst, float(error.max()))
