@@ -34,8 +34,8 @@ LIMITED_BY: dict[str, str] = {
     **{f"dht-{peers}-{row}": _DHT_TIME for peers in (8, 16) for row in ("all", "all-bulk", "far")},
     **{f"dht-{peers}-one-get": _ONE_GET for peers in (8, 16)},
     "frozen-stall": (
-        "how long silence must last before it counts as death (LivenessConfig: about 0.75 s where beats are punctual, longer on a machine whose "
-        "cores are overcommitted), and the reduction anew of the lost quarter."
+        "how long silence must last before it counts as death (LivenessConfig: about 0.75 s where beats are punctual, longer on a machine "
+        "whose cores are overcommitted), and the reduction anew of the lost quarter."
     ),
     "start-after-import": (
         "torch itself: it imports its compiler (torch._dynamo, about a thousand modules) when the first optimizer is made, which this "

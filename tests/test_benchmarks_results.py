@@ -105,7 +105,7 @@ def test_known_values_tell_an_average_from_what_a_peer_began_with(codec: str) ->
     fill(mean, (peers - 1) / 2)
     dtype = getattr(torch, codec)
     assert delivered([tensor.to(dtype).float() for tensor in mean], peers, codec)[0] == 1.0
-    for rank in range(peers):
+    for rank in (0, peers - 1):
         own = tensors_of(elements, 3)
         fill(own, rank)
         assert delivered(own, peers, codec)[0] == 0.0
