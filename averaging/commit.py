@@ -86,7 +86,8 @@ class Votes:
         self._own = own
         self._name = name  # of a place, for sentences
         self._dead: set[int] = set()
-        self._excluded: set[int] = set()  # grows only: the dead, and whom others exclude
+        self._set_aside: set[int] = set()  # who lives and is not asked any more by us
+        self._excluded: set[int] = set()  # with the dead, whom our last vote excludes, and whom those whom we ask exclude
         self._differed = 0  # ballots in which members held different averages
         self.lone_reason: str | None = None  # why this member must not commit when nobody else is left; None: it may
         self.cast: dict[int, Ballot] = {}
@@ -138,20 +139,20 @@ class Votes:
             if final or (not same and ballot.number == known.number and ballot.failure is None and not ballot.committed):
                 raise PeerError("a member votes once in a ballot")
         self.cast[ballot.place] = ballot
-        if ballot.place not in self._excluded:
-            self._excluded |= ballot.excluded - {self._own}
+        self._weigh(ballot)
         return True
 
     def bury(self, place: int) -> None:
         """This member is dead to us, or has given up: the round goes on without its vote."""
         if place != self._own:
             self._dead.add(place)
-            self._excluded.add(place)
+            self._exclude_anew()
 
     def exclude(self, place: int) -> None:
         """This member lives, and is not asked any more."""
         if place != self._own:
-            self._excluded.add(place)
+            self._set_aside.add(place)
+            self._exclude_anew()
 
     def next_ballot(self, digest: bytes, left_out: Mapping[int, str]) -> Ballot:
         """Our next vote. The caller adds it."""
@@ -206,6 +207,17 @@ class Votes:
             if ballot is None or ballot.number != own.number or ballot.excluded != own.excluded:
                 return None
         return Verdict(None) if len(self._digests()) <= 1 else None
+
+    def _weigh(self, ballot: Ballot) -> None:
+        if ballot.place not in self._excluded:
+            self._excluded |= ballot.excluded - {self._own}
+
+    def _exclude_anew(self) -> None:
+        """Whom somebody excluded whom we ask no more is asked again, unless we have voted so: only on a vote may somebody have relied."""
+        own = self.cast.get(self._own)
+        self._excluded = self._dead | self._set_aside | (own.excluded if own is not None else frozenset())
+        for ballot in self.cast.values():
+            self._weigh(ballot)
 
     def _unanimity(self) -> Verdict | None:
         digests = {ballot.digest for place, ballot in self.cast.items() if place in self.live and ballot.digest}

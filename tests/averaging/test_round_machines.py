@@ -238,6 +238,23 @@ def test_the_last_one_left() -> None:
     assert votes.verdict() == Verdict("nobody else")
 
 
+def test_the_word_of_a_member_that_is_gone_excludes_nobody_unless_we_voted_so() -> None:
+    """Else two members, each excluded by somebody who died, would wait for each other for ever."""
+    votes = votes_of(4)
+    votes.add(Ballot(place=1, digest=A, excluded=frozenset({2, 3})))
+    assert votes.electorate == {0, 1}
+    votes.bury(1)
+    assert votes.electorate == {0, 2, 3}
+    voted = votes_of(4)
+    voted.add(Ballot(place=1, digest=A, excluded=frozenset({3})))
+    voted.add(voted.next_ballot(A, {}))
+    voted.add(Ballot(place=1, number=2, digest=A, excluded=frozenset({2, 3})))
+    voted.bury(1)
+    assert voted.electorate == {0, 2}, "member 1 may have committed what we voted for without member 3"
+    voted.exclude(2)
+    assert voted.electorate == {0}
+
+
 def test_a_vote_is_cast_once() -> None:
     votes = votes_of(2)
     assert votes.add(Ballot(place=1, digest=A))
