@@ -194,7 +194,8 @@ class Votes:
             return Verdict(own.failure)
         if self._unanimous:
             return self._unanimity()
-        if any(not own.digest or self.cast[place].digest == own.digest for place in self.committed):
+        done = [ballot for place, ballot in self.cast.items() if ballot.committed and place != self._own]  # whoever has died since, too
+        if any(not own.digest or ballot.digest == own.digest for ballot in done):
             return Verdict(None)
         asked = [self.cast.get(place) for place in self.electorate]
         if len(asked) == 1 and len(self._members) > 1 and (self.lone_reason is not None or len(self.live) > 1):

@@ -20,6 +20,7 @@ class Reach:
 
     def __init__(self, shared: Shared, caller: Dialer) -> None:
         self.tasks: asyncio.TaskGroup | None = None
+        self.asks_the_dead = False  # who is dead to us may live for others, and have what we need
         self._shared = shared
         self._assembly, self._quorum = shared.assembly, shared.quorum
         self._plan = shared.bench.plan
@@ -82,7 +83,7 @@ class Reach:
 
     async def call(self, place: int, method: Method[RequestT, ReplyT], request: RequestT, timeout_s: float) -> ReplyT:
         """A call that ends when the member dies. NetworkError, PeerError."""
-        if self.tasks is None or place in self._quorum.dead:
+        if self.tasks is None or (place in self._quorum.dead and not self.asks_the_dead):
             raise NetworkError(f"{self._quorum.name(place)} is dead")
         call = self.tasks.create_task(self._quietly(place, method, request, timeout_s))
         calls = self._calls.setdefault(place, set())

@@ -43,7 +43,7 @@ class Recovery:
         self._changed = asyncio.Event()
         self._jobs: deque[Callable[[], Coroutine[Any, Any, None]]] = deque()
         self._repairing: list[asyncio.Task[None]] = []
-        self._adopting = False
+        self.adopting = False  # others have ended the round, and we take what they made of it
         self.lost: dict[int, str] = {}  # reducers, and why
         self.holding = Holding(shared.assembly, shared.bench.averages)
 
@@ -102,7 +102,7 @@ class Recovery:
             while True:
                 while self._jobs:
                     tasks.create_task(self._jobs.popleft()())
-                if not self._adopting:
+                if not self.adopting:
                     for repair in self._repairs.values():
                         self._poll(repair, tasks)
                 self._repairing = [task for task in self._repairing if not task.done()]
@@ -206,21 +206,21 @@ class Recovery:
         return None
 
     async def _adopt(self, digest: bytes, places: tuple[int, ...]) -> None:
-        """Take what others have committed from one of them."""
-        self._adopting = True
+        """Take what others have committed from one of them, or from whoever else holds it: the digest tells."""
+        self.adopting = self._reach.asks_the_dead = True
         for task in self._repairing:
             task.cancel()
         await self._halt(True)
         if self._members[self._own].auxiliary:
             return self._accept(digest)
-        why = "none of them can be dialed"
-        for place in places:
-            if place not in self._dialable:
+        why = "nobody can be dialed"
+        for place in sorted(self._dialable, key=lambda place: (place not in places, place in self._quorum.dead)):
+            if place == self._own:
                 continue
             try:
                 table, _ = await self._reach.table(place, self._reach.everything())
                 if len(table) != len(self._plan.parts) or _digest(table) != digest:
-                    raise PeerError("what it says it holds is not what it committed")
+                    raise PeerError("what it holds is not what they committed")
                 await self._take_over({part: (version, [place]) for part, version in table.items()})
                 if self._assembly.complete and self._assembly.digest() == digest:
                     return self._accept(digest)

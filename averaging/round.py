@@ -132,7 +132,7 @@ class Round:
         self.span.leave_out(place, reason)
         self.recovery.bury(place)
         self._lose(place, reason, trusted=False)
-        if len(self.quorum.votes.live) == 1 and not self._holding():
+        if len(self.quorum.votes.live) == 1 and not self._holding() and not self.recovery.adopting:
             self.quorum.fail(f"nobody else is left: {'; '.join(self.quorum.dead.values())}")
 
     def _lose(self, place: int, reason: str, *, trusted: bool) -> None:

@@ -318,6 +318,7 @@ def test_two_faults_at_once() -> None:
         (901, ["nan average", "freeze"]),  # two clients waited for each other's second ballot
         (502, ["nobody's average"]),  # a successor without weight had believed that nobody contributed
         (106, ["thaw", "stalled reducer"]),  # nobody waited for a reducer that everybody had lost
+        (2549, ["slow"]),  # the only one that could be asked what others had committed was taken for dead
         (2156, ["slow", "stalled reducer"]),  # the exclusions of a member that was excluded itself left nobody to ask
     ],
 )
