@@ -14,7 +14,7 @@ from types import FrameType
 import click
 from rich.console import Console
 
-from benchmarks import allreduce, dht, groups, hostile, losses, quick, report, simulated, trainers
+from benchmarks import allreduce, dht, groups, hostile, losses, quick, report, simulated, simulated_rounds, trainers
 from benchmarks.allreduce import Setting
 from benchmarks.environments import NoEnvironment, hivemind_python, machine, memory_copy_bytes_per_s
 from benchmarks.launch import ROOT
@@ -105,6 +105,7 @@ def _measure(
         for peers in dht.SIZES:
             yield dht.rows(setting, peers=peers)
     if "simulated" in sections:
+        yield from simulated_rounds.rows(say)
         yield from simulated.rows(say)
     if "hostile" in sections:
         yield hostile.rows(say)

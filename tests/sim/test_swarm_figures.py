@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from benchmarks import report, simulated
+from benchmarks import report, simulated, simulated_rounds
 from swarm.testing.chance import Chance
 from swarm.testing.dht_swarm import DhtSwarm, LazySwarm, Overview
 from swarm.testing.hostile import near
@@ -93,3 +93,12 @@ def test_churn_reads_count_what_is_lost() -> None:
     assert reads >= 6
     assert found <= reads
     assert lost <= 20
+
+
+def test_a_round_sends_little_but_its_tensors_and_survives_a_crash() -> None:
+    rows = {row.identifier: row.ours.median or 0.0 for section in simulated_rounds.rows(lambda text: None, (16,)) for row in section}
+    assert rows["simulated-round-16-bytes"] < 2.0, "per cent over the butterfly's own bytes"
+    assert rows["simulated-round-16-messages"] < 9 * (simulated_rounds.GROUP_SIZE - 1)
+    # open and chunk, average, vote and its answer: four messages that follow one upon the other
+    assert rows["simulated-round-16-time"] < 4 * 1.25 * simulated_rounds.LINK.delay_s + 0.15
+    assert rows["simulated-round-16-time"] < rows["simulated-round-16-lost-time"] < rows["simulated-round-16-time"] + 0.5
