@@ -291,8 +291,7 @@ def test_a_member_dies_in_the_middle(victim: int) -> None:
             whole = oracle(group, vectors, SMALL.part_bytes)
             for outcome in survivors:
                 assert (outcome.reason, outcome.digest) == (None, survivors[0].digest)
-                # "died"; or "gave up", if the half of it that runs on after its connections were cut still got to say so
-                assert "while reducing" in outcome.left_out[dead.contact.peer_id]
+                assert "while reducing" in outcome.left_out[dead.contact.peer_id]  # "died", or "gave up" if its other half could say so
                 assert outcome.vector is not None
                 assert torch.equal(outcome.vector, survivors[0].vector)
                 assert all(outcome.contributions[members[place].contact.peer_id] == 1.0 for place in range(4) if place != victim)
