@@ -268,6 +268,7 @@ class Averager:
             name=self._full_name,
             schema=self.schema,
             rng=random.SystemRandom(),
+            background=node.supervisor,
             config=replace(self.config.groups, matchmaking=matchmaking),
         )
         self._renewing: asyncio.Task[None] = self.node.supervisor.spawn(f"presence of {self.name}", self._presence.renew, restart=True)

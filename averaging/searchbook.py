@@ -211,6 +211,10 @@ class SearchBook:
             return False  # two peers that cannot be dialed cannot meet
         return not peer.failed and peer.standing not in (Standing.REFUSED, Standing.PASSED)
 
+    def company(self) -> int:
+        """How many others are known who can still be in a group with us."""
+        return sum(self.may_come(peer) for peer in self.peers.values())
+
     def hopeless(self) -> bool:
         """Nobody who is known can be in a group with us any more. A single failed call does not prove that."""
         return not any(self.may_come(peer) or (peer.failed and peer.failures < 2) for peer in self.peers.values())

@@ -63,6 +63,7 @@ class Swarm:
             name=AveragerName(run="r", averager="a"),
             schema=Schema(digest=schema, text="a schema", codec="float32"),
             rng=random.Random(self.rng.random()),
+            background=peer.supervisor,
             config=GroupServiceConfig(matchmaking=MatchmakingConfig(**limits)),  # type: ignore[arg-type]
         )
         if known:
