@@ -29,8 +29,10 @@ class Table:
 
     records: dict[PeerId, Holder] = field(default_factory=dict)
     delay_s: float = 0.05
+    looks: int = 0
 
     async def look(self, timeout_s: float) -> dict[PeerId, Holder]:
+        self.looks += 1
         await asyncio.sleep(self.delay_s)
         return dict(self.records)
 
