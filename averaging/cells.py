@@ -128,11 +128,15 @@ class Cells:
         return {**{peer_id: self._holders[peer_id] for peer_id in ranked}, **self._mates}
 
     def concerns(self, key: str) -> bool:
-        """Whether who searches under this key may meet us there: where we search; otherwise where we belong, or shall after our round."""
-        place = split_key(key)[1]
+        """Whether who searches under this key may meet us there: where we search; otherwise where we belong, or shall after our round,
+        though not for the same round.
+        """
+        round_key, place = split_key(key)
         if self.at is not None:
             return place == self.at.text
-        return place == self.grid.home.text or (self.grid.next is not None and place == self.grid.next.text)
+        coming = self.grid.next
+        later = coming is not None and place == coming.text and (not round_key or round_key != self._round_key)
+        return later or place == self.grid.home.text
 
     def doubt(self) -> None:
         """Nobody came: read the records before the next search."""

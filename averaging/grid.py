@@ -82,12 +82,17 @@ def shape_for(peers: int, group_size: int) -> Shape:
 
 
 def _finer(group_size: int, cells: int) -> int:
-    """M^k times 1, 2, 3, 4, 6, 8, 12, … below M: at most twice as many each time, and all powers of M among them."""
+    """M^k times 1, 3/2, 2, 3, 4, 6, 8, 12, … below M: about half as many again each time, and all powers of M among them."""
     unit = 1
     while cells >= unit * group_size:
         unit *= group_size
+    if unit > 1 and cells < unit * 3 // 2:
+        return unit * 3 // 2
     times = cells // unit
-    times = times * 4 // 3 if times % 3 == 0 else times + max(times // 2, 1)
+    if cells > unit * times:
+        times = 2
+    else:
+        times = times * 4 // 3 if times % 3 == 0 else times + max(times // 2, 1)
     return unit * min(times, group_size)
 
 
@@ -186,7 +191,7 @@ class Grid:
 
     def heard(self, shape: Shape) -> bool:
         """Somebody lives in this shape. Where ours and theirs both suit the swarm, everybody takes the finer one: a bounded concession,
-        since at most two shapes suit any number of peers. Whether it was taken.
+        since two or three shapes suit any number of peers. Whether it was taken.
         """
         if shape.group_size != self.shape.group_size or shape.cells <= self.shape.cells or not shape.suits(len(self._ids)):
             return False

@@ -1,4 +1,4 @@
-"""A simulated swarm that averages in the grid, round after round: every message of forming groups is real, the averages are one number each.
+"""A simulated swarm that averages in the grid, round after round: all messages of forming groups are real, the averages are one number each.
 
 `measure` forms groups of 16, 64, 256 peers and says what that costs and how far the values still are from their mean; `Averaging` is the
 same with peers that come, die, fail rounds or are late, for tests.
@@ -7,6 +7,7 @@ same with peers that come, die, fail rounds or are late, for tests.
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ class Averaging:
     def deviation(self) -> float:
         """Root mean square distance of the live peers' values from their mean."""
         mean = self.mean()
-        return statistics.fmean((self.values[one.peer.peer_id] - mean) ** 2 for one in self.live()) ** 0.5
+        return math.sqrt(statistics.fmean((self.values[one.peer.peer_id] - mean) ** 2 for one in self.live()))
 
     async def step(
         self,
@@ -85,19 +86,19 @@ class Averaging:
 
         async def one(volunteer: Volunteer, delay_s: float) -> Group | SearchFailed:
             await asyncio.sleep(delay_s)
-            return await volunteer.find(key=key, window_s=window_s, weight=self.weights[volunteer.peer.peer_id])
+            found = await volunteer.find(key=key, window_s=window_s, weight=self.weights[volunteer.peer.peer_id])
+            if isinstance(found, Group):
+                await asyncio.sleep(ROUND_S)
+                volunteer.service.round_over(committed=not breaks(found))
+            return found
 
         async with asyncio.TaskGroup() as tasks:
             searches = [tasks.create_task(one(volunteer, late_s())) for volunteer in live]
         found = [search.result() for search in searches]
-        await asyncio.sleep(ROUND_S)
         averages = self._averages({one.group_id: one for one in found if isinstance(one, Group)})
         for volunteer, group in zip(live, found, strict=True):
-            if isinstance(group, Group):
-                broken = breaks(group)
-                volunteer.service.round_over(committed=not broken)
-                if not broken:
-                    self.values[volunteer.peer.peer_id], self.weights[volunteer.peer.peer_id] = averages[group.group_id]
+            if isinstance(group, Group) and not breaks(group):
+                self.values[volunteer.peer.peer_id], self.weights[volunteer.peer.peer_id] = averages[group.group_id]
         return found
 
     def _averages(self, groups: Mapping[bytes, Group]) -> dict[bytes, tuple[float, float]]:
