@@ -79,7 +79,7 @@ class Cells:
         self._round_key = ""
         self._mates: dict[PeerId, Holder] = {}  # told in this search
         self._met_s = -math.inf
-        self._past: list[bool] = []  # whether those who answered in this search were past our round
+        self._past: dict[PeerId, bool] = {}  # whether those who answered in this search were past our round
         self._passed: dict[str, None] = {}  # keys of rounds that were committed here
         self._entered: dict[str, list[Contact]] = {}  # where we are expected, and whom we told
         self._lost: dict[PeerId, float] = {}  # who did not answer, until when they are taken to be gone
@@ -132,6 +132,8 @@ class Cells:
         though not for the same round.
         """
         round_key, place = split_key(key)
+        if round_key in self._passed:
+            return False
         if self.at is not None:
             return place == self.at.text
         coming = self.grid.next
@@ -148,7 +150,6 @@ class Cells:
         """A search begins there."""
         self.at, self._contact, self._round_key = place, contact, round_key
         self._mates, self._met_s = {}, -math.inf
-        self._past.clear()
 
     async def look(self, report: Callable[[Mapping[PeerId, Holder]], None], timeout_s: float) -> None:
         """Find out who may come, and `report` it as it becomes known. NetworkError when the records are needed and cannot be read."""
@@ -166,11 +167,12 @@ class Cells:
 
     def passed(self) -> bool:
         """Whether most of those who answered have held the round of this search already."""
-        return bool(self._round_key) and 2 * sum(self._past) > len(self._past)
+        return bool(self._round_key) and 2 * sum(self._past.values()) > len(self._past)
 
     def leave(self) -> None:
-        """The search has ended without a group."""
+        """The search has ended."""
         self.at = None
+        self._past.clear()
 
     def seated(self, group: Group) -> None:
         """The search has ended with a group: those in our next cell hear of us while the round runs."""
@@ -237,21 +239,23 @@ class Cells:
             return
         self._met_s = now_s
 
-        def heard(met: Met) -> None:
+        def heard(host: PeerId, met: Met) -> None:
             if self.at != at:
                 return
             for contact in met.mates:
                 known = self._holders.get(contact.peer_id) or Holder(contact=contact, schema=self._around.schema.digest)
                 self._mates[contact.peer_id] = known
             self.hint(met.home)
-            self._past.append(met.passed)
+            self._past[host] = met.passed
             report(self.mates())
 
         await self._tell(at.text, self._hosts(at.text), heard)
         if self.at == at:  # whoever answered: the look is over
             report(self.mates())
 
-    async def _tell(self, place: str, hosts: list[Contact], heard: Callable[[Met], None] | None = None, *, leaves: bool = False) -> None:
+    async def _tell(
+        self, place: str, hosts: list[Contact], heard: Callable[[PeerId, Met], None] | None = None, *, leaves: bool = False
+    ) -> None:
         """Say that we are in a place, or no longer, to the hosts of its list."""
         contact = self._contact
         assert contact is not None
@@ -270,7 +274,7 @@ class Cells:
                 return
             self.heard(host.peer_id)
             if heard is not None:
-                heard(met)
+                heard(host.peer_id, met)
 
         async with asyncio.TaskGroup() as tasks:
             for host in hosts:

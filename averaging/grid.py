@@ -89,11 +89,10 @@ def _finer(group_size: int, cells: int) -> int:
     if unit > 1 and cells < unit * 3 // 2:
         return unit * 3 // 2
     times = cells // unit
-    if cells > unit * times:
-        times = 2
-    else:
+    if cells == unit * times:
         times = times * 4 // 3 if times % 3 == 0 else times + max(times // 2, 1)
-    return unit * min(times, group_size)
+        return unit * min(times, group_size)
+    return 2 * unit
 
 
 def _coarser(group_size: int, cells: int) -> int:

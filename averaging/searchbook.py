@@ -291,7 +291,11 @@ class SearchBook:
         return latest
 
     def _seeking(self, peer: PeerState, rank: Rank, round_key: str, can_lead: bool, now_s: float) -> None:
-        if peer.standing is not Standing.SEEKING or peer.rank != rank or peer.round_key != round_key:
+        # who says that it follows us while we do not hold its call has lost it: its pings do not make it a newcomer
+        ours = (
+            peer.standing is Standing.FOLLOWING and peer.follows is not None and peer.follows.contact.peer_id == self.seek.contact.peer_id
+        )
+        if (peer.standing is not Standing.SEEKING and not ours) or peer.rank != rank or peer.round_key != round_key:
             peer.refusals, peer.avoid_until_s, peer.seeking_since_s = 0, -math.inf, now_s
         peer.standing, peer.rank, peer.round_key, peer.can_lead = Standing.SEEKING, rank, round_key, can_lead
         if round_key == self.seek.round_key and not peer.was_seeking:

@@ -1,4 +1,4 @@
-"""A simulated swarm that averages in the grid, round after round: all messages of forming groups are real, the averages are one number each.
+"""A simulated swarm that averages in the grid, round after round: the messages that form groups are real, an average is one number.
 
 `measure` forms groups of 16, 64, 256 peers and says what that costs and how far the values still are from their mean; `Averaging` is the
 same with peers that come, die, fail rounds or are late, for tests.
