@@ -66,8 +66,8 @@ class AveragerConfig:
 class Averager:
     """Averages `tensors` (floating-point, any device) in place, with the peers that hold an averager of this name and the same shapes.
 
-    `node`: this process as a peer. `target_group_size`: a group takes at most so many, the same number on all peers; more peers form several
-    groups, each time others (`rounds_to_mix`). `codec`: how values
+    `node`: this process as a peer. `target_group_size`: a group takes at most so many (the same number on all peers); more peers form
+    several groups, others each time (`rounds_to_mix`). `codec`: how values
     travel. `aggregation`: "mean", or "trimmed_mean", "median", "centered_clip", which a minority of hostile peers cannot move far, and
     which count every peer once, whatever its weight. `clip_to_median`: shorten contributions whose norm exceeds so many of the group's
     medians (None: never). `audit`: have this share of the parts recomputed by a second peer, and reducers that lied named (0.0: trust

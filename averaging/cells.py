@@ -140,10 +140,6 @@ class Cells:
         later = coming is not None and place == coming.text and (not round_key or round_key != self._round_key)
         return later or place == self.grid.home.text
 
-    def doubt(self) -> None:
-        """Nobody came: read the records before the next search."""
-        self._view_s = -math.inf
-
     # --- a search
 
     def arrive(self, place: Place, contact: Contact, round_key: str) -> None:
@@ -178,9 +174,8 @@ class Cells:
         """The search has ended with a group: those in our next cell hear of us while the round runs."""
         if self.at is not None and self.grid.divided:
             self.grid.began(self.at, group.group_id, group.peer_ids)
-            coming = self.grid.next
-            if coming is not None:
-                self._around.background.spawn("to the next cell", lambda: self._tell(coming.text, self._hosts(coming.text)))
+            if (coming := self.grid.next) is not None:
+                self._enrol(coming)
         self.at = None
 
     def over(self, *, committed: bool) -> None:
@@ -190,6 +185,27 @@ class Cells:
             while len(self._passed) > _PASSED_KEYS_MAX:
                 del self._passed[next(iter(self._passed))]
         self.grid.over(committed=committed)
+        self._tidy()
+
+    def stray(self) -> None:
+        """Nobody is left to wait for in our cell."""
+        self._view_s = -math.inf
+        if self.at == self.grid.home:
+            self.grid.stray()
+            self._tidy()
+            self._enrol(self.grid.home)
+
+    def declare(self, contact: Contact) -> None:
+        """We hold the averager from now on: those of our cell expect us."""
+        self._contact = contact
+        if self.grid.divided:
+            self._enrol(self.grid.home)
+
+    def _enrol(self, place: Place) -> None:
+        self._around.background.spawn("into a cell", lambda: self._tell(place.text, self._hosts(place.text)))
+
+    def _tidy(self) -> None:
+        """Nobody need look for us where we do not belong any more."""
         gone = [place for place in self._entered if place != self.grid.home.text]
         for place in gone:
             told = self._entered.pop(place)

@@ -151,6 +151,7 @@ class Grid:
         self._next: int | None = None  # the cell after the round in progress, should it be committed
         self.shape = Shape(group_size)
         self.cell = 0
+        self._strayed = 0  # how often we found no place in our cell
         self.settled = False  # our cell follows from a group, no longer from our rank
         self.peers = 1  # that live, as far as we know, ourselves included
 
@@ -207,6 +208,14 @@ class Grid:
         if committed and self._next is not None:
             self.cell, self.settled = self._next, True
         self._next = None
+
+    def stray(self) -> None:
+        """Nobody could take us in our cell, which is empty or full: from now on we belong to another, as if by lot."""
+        if self.divided:
+            lot = hashlib.sha256(self._own.public_key + self.home.text.encode() + self._strayed.to_bytes(8, "big")).digest()
+            self._strayed += 1
+            self.cell = (self.cell + 1 + int.from_bytes(lot[:8], "big") % (self.shape.cells - 1)) % self.shape.cells
+            self.settled = True
 
     def ranked(self) -> list[PeerId]:
         """The others who begin in our cell by their rank; nobody once we have moved on."""

@@ -173,13 +173,16 @@ class GroupService:
                 stays_s = -math.inf
                 if outcome is None:  # the grid has another shape by now
                     at = cells.grid.home
-                elif not cells.grid.divided or now_s >= deadline_s:
+                elif not cells.grid.divided:
                     return outcome
-                elif cells.passed():
-                    return SearchFailed(reason="passed", detail=f"most peers have finished round {round_key!r} without this one")
                 else:
-                    cells.doubt()
-                    at = cells.grid.room if at == cells.grid.home else cells.grid.home
+                    there = cells.grid.home
+                    cells.stray()
+                    if now_s >= deadline_s:
+                        return outcome
+                    if cells.passed():
+                        return SearchFailed(reason="passed", detail=f"most peers have finished round {round_key!r} without this one")
+                    at = cells.grid.room if at == there else cells.grid.home
                     stays_s, room_s = now_s + room_s, min(2 * room_s, self.config.cells.room_s_max)
         finally:
             cells.leave()
@@ -240,6 +243,7 @@ class GroupService:
         """Introduce ourselves to the holders there are: they expect us from now on, before they read the records again."""
         holders = await self._presence.look(self.config.look_timeout_s)
         self.cells.saw(holders)
+        self.cells.declare(own)
         if not self.cells.grid.divided:
             self.machine.on_holders(holders, self._clock.monotonic_s())
         hello = Holder(contact=own, schema=self._schema.digest, schema_text=self._schema.text)
