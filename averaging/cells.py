@@ -132,7 +132,7 @@ class Cells:
         though not for the same round.
         """
         round_key, place = split_key(key)
-        if round_key in self._passed:
+        if place and round_key in self._passed:
             return False
         if self.at is not None:
             return place == self.at.text

@@ -20,7 +20,7 @@ class Plan:
     """How much is measured. The default is for the page; tests take less."""
 
     swarms: tuple[tuple[int, int], ...] = ((16, 16), (64, 16), (256, 16), (16, 4), (64, 4), (256, 4), (60, 16))  # peers, target group size
-    rounds: int = 5
+    rounds: int = 4
 
 
 def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
