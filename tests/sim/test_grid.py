@@ -133,23 +133,24 @@ def test_the_grid_follows_the_swarm_up_and_down(seed: int) -> None:
     run_virtual(scenario())
 
 
-def test_who_finds_its_cell_empty_meets_others_to_whom_the_same_happened() -> None:
-    """Six peers in three cells of two; one of each cell dies without a word: the three who are left are one group within seconds."""
+@pytest.mark.parametrize("seed", range(3))
+def test_who_finds_its_cell_empty_meets_others_to_whom_the_same_happened(seed: int) -> None:
+    """Sixteen peers in eight cells of two; one of each cell dies without a word: those who are left meet each other within seconds."""
 
     async def scenario() -> None:
-        averaging = swarm_of(3, 6, 2)
+        averaging = swarm_of(seed, 16, 2)
         await averaging.step()
         await asyncio.sleep(1.0)
         cells: dict[int, list[Volunteer]] = {}
         for volunteer in averaging.live():
             cells.setdefault(volunteer.service.cells.grid.cell, []).append(volunteer)
-        assert [len(cell) for cell in cells.values()] == [2, 2, 2]
-        for cell in list(cells.values())[:2]:
-            averaging.remove(cell[0], goodbye=False)
+        assert [len(cell) for cell in cells.values()] == [2] * 8
+        for one, _ in cells.values():
+            averaging.remove(one, goodbye=False)
         began_s = asyncio.get_running_loop().time()
         found = await averaging.step()
-        assert sizes(found) == [2, 2]
-        assert asyncio.get_running_loop().time() - began_s < 6.0
+        assert sizes(found) == [2] * 4
+        assert asyncio.get_running_loop().time() - began_s < 4.5
         await averaging.swarm.close()
 
     run_virtual(scenario())
