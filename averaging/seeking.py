@@ -2,7 +2,7 @@
 
 Two calls carry it all. `Seek` says "I am looking, with this deadline" and is answered with where the other stands. `Join` asks a peer to
 lead; its answer is held back until the group begins, or until it is clear that it will not: then it says where that peer stands, as an
-answer to a `Seek` does.
+answer to a `Seek` does. In a swarm larger than a group a third, `Meet`, tells and asks who is in which cell of the grid.
 """
 
 from __future__ import annotations
