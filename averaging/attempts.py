@@ -119,6 +119,7 @@ class Attempts:
             detail=self._story(""),
             contributions=dict(outcome.contributions),
             clipped=dict(outcome.clipped),
+            weight=_carried(group, outcome),
             digest=outcome.digest,
             **self._common(group),
         )
@@ -143,6 +144,15 @@ class Attempts:
             "attempts": self._attempts,
             "group_id": group.group_id.hex() if group is not None else "",
         }
+
+
+def _carried(group: Group, outcome: RoundOutcome) -> float:
+    """The weight with which the average goes on: whoever holds it takes an equal part of what went in, so that no weight is lost or made
+    however unequal groups are, and the mean over all peers stays what it was.
+    """
+    holding = sum(not member.auxiliary and member.peer_id not in outcome.left_out for member in group.members)
+    whole = sum(member.weight * outcome.contributions.get(member.peer_id, 0.0) for member in group.members)
+    return whole / holding if holding else 0.0
 
 
 def _empty_round() -> RoundOutcome:

@@ -66,7 +66,8 @@ class AveragerConfig:
 class Averager:
     """Averages `tensors` (floating-point, any device) in place, with the peers that hold an averager of this name and the same shapes.
 
-    `node`: this process as a peer. `target_group_size`: a group takes at most so many; more peers form several groups. `codec`: how values
+    `node`: this process as a peer. `target_group_size`: a group takes at most so many (the same number on all peers); more peers form
+    several groups, others each time (`rounds_to_mix`). `codec`: how values
     travel. `aggregation`: "mean", or "trimmed_mean", "median", "centered_clip", which a minority of hostile peers cannot move far, and
     which count every peer once, whatever its weight. `clip_to_median`: shorten contributions whose norm exceeds so many of the group's
     medians (None: never). `audit`: have this share of the parts recomputed by a second peer, and reducers that lied named; then a
@@ -124,6 +125,15 @@ class Averager:
         self._last_round_s = 0.0
         self._closed = False
         node.network.run(self._open(matchmaking), 10.0)
+
+    @property
+    def rounds_to_mix(self) -> int:
+        """How many rounds carry everybody's values to everybody, in the swarm as this peer last saw it: 1 when it fits into one group.
+
+        For M^d peers in groups of M that is d, and the result is the exact average when each round has a `round_key` of its own and each
+        `weight` after the first is the `weight` of the result before. Otherwise what is left of the deviation shrinks with every round.
+        """
+        return self._groups.cells.grid.shape.rounds_to_mix
 
     # --- one round
 
@@ -269,6 +279,7 @@ class Averager:
             name=self._full_name,
             schema=self.schema,
             rng=random.SystemRandom(),
+            background=node.supervisor,
             config=replace(self.config.groups, matchmaking=matchmaking),
         )
         self._renewing: asyncio.Task[None] = self.node.supervisor.spawn(f"presence of {self.name}", self._presence.renew, restart=True)

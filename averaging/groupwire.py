@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+from averaging.grid import PLACE_MAX
 from averaging.group import GATHERED_BYTES_MAX, GROUP_MEMBERS_MAX, Group, Member
-from averaging.seeking import ROUND_KEY_MAX, TEXT_MAX, Answer, AveragerName, Holder, Join, Leader, Seek, Standing
+from averaging.roster import MATES_MAX
+from averaging.seeking import ROUND_KEY_MAX, TEXT_MAX, Answer, AveragerName, Holder, Join, Leader, Meet, Met, Seek, Standing
 from swarm.errors import PeerError, UsageError
 from swarm.ids import Address, Contact, PeerId
 from swarm.net.rpc import Method
@@ -14,6 +16,7 @@ from swarm.wire import group_pb2, peer_pb2
 ADDRESSES_MAX = 8
 SCHEMA_BYTES_MAX = 64
 _NAME_MAX = 128
+_KEY_MAX = ROUND_KEY_MAX + 1 + PLACE_MAX  # the caller's key and the cell
 _STANDINGS = frozenset(int(standing) for standing in Standing)
 
 SEEK = Method(
@@ -25,6 +28,9 @@ JOIN = Method(
     reply=group_pb2.JoinAnswer,
     request_bytes_max=(16 << 10) + GATHERED_BYTES_MAX,
     reply_bytes_max=GROUP_MEMBERS_MAX * (GATHERED_BYTES_MAX + 1024),
+)
+MEET = Method(
+    name="/swarm.Groups/Meet", request=group_pb2.Meet, reply=group_pb2.MeetAnswer, request_bytes_max=8 << 10, reply_bytes_max=128 << 10
 )
 
 
@@ -91,7 +97,7 @@ def decode_seek(message: group_pb2.Seek, caller: PeerId, now_s: float) -> Seek:
         raise PeerError(f"a schema hash has at most {SCHEMA_BYTES_MAX} bytes")
     return Seek(
         contact=contact,
-        round_key=_text(message.round_key, ROUND_KEY_MAX, "a round key"),
+        round_key=_text(message.round_key, _KEY_MAX, "a round key"),
         schema=message.schema,
         schema_text=_text(message.schema_text, TEXT_MAX, "a schema's description"),
         deadline_s=_number(message.deadline_s, "a deadline"),
@@ -134,7 +140,7 @@ def decode_answer(message: group_pb2.SeekAnswer, now_s: float) -> Answer:
         raise PeerError(f"a member is malformed: {error}") from error
     return Answer(
         standing=Standing(message.standing),
-        round_key=_text(message.round_key, ROUND_KEY_MAX, "a round key"),
+        round_key=_text(message.round_key, _KEY_MAX, "a round key"),
         deadline_s=_number(message.deadline_s, "a deadline"),
         can_lead=message.can_lead,
         leader=leader,
@@ -198,3 +204,46 @@ def decode_join_answer(message: group_pb2.JoinAnswer, now_s: float) -> Group | A
         )
     except UsageError as error:
         raise PeerError(f"it announced a group that cannot be: {error}") from error
+
+
+def encode_meet(meet: Meet, *, name: AveragerName) -> group_pb2.Meet:
+    return group_pb2.Meet(
+        run=name.run,
+        averager=name.averager,
+        contact=encode_contact(meet.contact),
+        schema=meet.schema,
+        place=meet.place,
+        round_key=meet.round_key,
+        turn=meet.turn,
+        leaves=meet.leaves,
+    )
+
+
+def decode_meet(message: group_pb2.Meet, caller: PeerId) -> Meet:
+    contact = decode_contact(message.contact)
+    if contact.peer_id != caller:
+        raise PeerError(f"{caller} speaks for another peer, {contact.peer_id}")
+    if len(message.schema) > SCHEMA_BYTES_MAX:
+        raise PeerError(f"a schema hash has at most {SCHEMA_BYTES_MAX} bytes")
+    return Meet(
+        contact=contact,
+        schema=message.schema,
+        place=_text(message.place, PLACE_MAX, "a place in the grid"),
+        round_key=_text(message.round_key, ROUND_KEY_MAX, "a round key"),
+        turn=message.turn,
+        leaves=message.leaves,
+    )
+
+
+def encode_met(met: Met) -> group_pb2.MeetAnswer:
+    return group_pb2.MeetAnswer(mates=[encode_contact(mate) for mate in met.mates], home=met.home, passed=met.passed)
+
+
+def decode_met(message: group_pb2.MeetAnswer) -> Met:
+    if len(message.mates) > MATES_MAX:
+        raise PeerError(f"a cell's list has at most {MATES_MAX} peers, not {len(message.mates)}")
+    return Met(
+        mates=tuple(decode_contact(mate) for mate in message.mates),
+        home=_text(message.home, PLACE_MAX, "a place in the grid"),
+        passed=message.passed,
+    )

@@ -44,6 +44,7 @@ from swarm.errors import UsageError
 from swarm.ids import PeerId
 
 _LOOK_SOON_S = 0.25  # between two looks when nobody is known
+_LONELY_S = 1.0  # in one cell of several where nobody is known to be: then it is taken to be empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +137,10 @@ class Matchmaker:
             # a look that was under way when the search began may have missed whoever declared itself since
             run.looked, run.looking = run.looked or run.looking, False
             run.book.on_holders(self._history.holders, self._history.unreachable(now_s))
+
+    def moved(self, holders: Mapping[PeerId, Holder]) -> None:
+        """Between two searches: from now on these are who may come, as far as is known, and the next search looks first."""
+        self._history.saw_holders(holders, -math.inf)
 
     def on_announce(self, holder: Holder) -> None:
         """A peer holds the averager from now on. A search in progress hears of it when it looks itself."""
@@ -249,7 +254,7 @@ class Matchmaker:
             times.append(run.pinged_s + self._config.leader_ping_s)
         else:
             times += [run.book.next_ask_s(self._needs_no_asking), run.book.next_leader_s()]
-            times += [run.act_by_s, self._waits_until_s(run), self._born_s + self._config.settle_s]
+            times += [run.act_by_s, run.want.stays_until_s, self._waits_until_s(run), self._born_s + self._config.settle_s]
         # what is past was acted upon by the last poll, or waits for an answer
         return min((at for at in times if now_s < at < math.inf), default=now_s + self._config.look_again_s)
 
@@ -334,12 +339,18 @@ class Matchmaker:
             self._begin(group, now_s)
         elif overdue:
             self._finish(run.book.explain(deadline=True), now_s)
+        elif run.want.expected:  # one cell of several: who has nobody left to wait for tries elsewhere, and not before
+            if run.looked and now_s >= max(run.want.stays_until_s, self._waits_until_s(run)):
+                self._finish(run.book.explain(deadline=False), now_s)
         elif run.looked and run.book.hopeless() and (run.book.peers or now_s >= self._born_s + self._config.settle_s):
             self._finish(run.book.explain(deadline=False), now_s)
 
     def _waits_until_s(self, run: RunningSearch) -> float:
         """Until when a group of at least the least size waits for others: the latest of those who may still come."""
         waits = [run.book.wait_until_s(peer) for peer_id, peer in run.book.peers.items() if peer_id not in run.followers]
+        if 1 + (known := run.book.company()) < run.want.expected:  # nobody has told us of the others yet
+            grace_s = self._history.patience.grace_s(self._own)
+            waits.append(run.started_s + (grace_s if known else min(grace_s, _LONELY_S)))
         if not run.looked and run.started_s - self._history.view_s > self._config.view_max_s:
             waits.append(run.started_s + self._config.look_wait_s)
         return max(waits, default=-math.inf)
@@ -357,6 +368,8 @@ class Matchmaker:
         assert run is not None
         members = frozenset(group.peer_ids)
         run.book.observe(members)
+        if run.want.expected:  # how late its last members are is a habit of a cell, kept under our own name
+            self._history.patience.filled(self._own, now_s - run.started_s, len(members) >= run.want.expected)
         self._history.round_began(round_key=run.want.round_key, members=members, search_started_s=run.started_s, now_s=now_s)
         self._run = None
         self._outbox.append(Finished(outcome=group))

@@ -24,7 +24,8 @@ def _averager() -> AveragerConfig:
 class OptimizerConfig:
     """Times in seconds."""
 
-    group_size_max: int = 64  # peers in one round; all of them must fit, since gradients are averaged in one group
+    # peers in one round; all should fit: beyond it an epoch averages within the cells of a grid, and peers drift (docs/decisions/0013)
+    group_size_max: int = 64
     round_timeout_s: float = (
         60.0  # one attempt at a round, matchmaking included. Too small: slow links never finish; must exceed a training step
     )

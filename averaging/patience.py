@@ -66,6 +66,13 @@ class Patience:
         habit = self._habit(peer_id)
         habit.misses = min(habit.misses + 1, 16)
 
+    def filled(self, cell: PeerId, late_s: float, full: bool) -> None:
+        """A group of a cell (under the name of a peer in it) began: the last who was expected came so late, or did not."""
+        if full:
+            self.arrived(cell, late_s)
+        else:
+            self.missed(cell)
+
     def _habit(self, peer_id: PeerId) -> _Habit:
         habit = self._habits.setdefault(peer_id, _Habit())
         self._habits.move_to_end(peer_id)

@@ -30,6 +30,7 @@ class AveragingResult:
     clipped: Mapping[PeerId, float] = field(default_factory=dict)  # fraction of the elements in which `clip_to_median` shortened its values
     accused: Mapping[PeerId, str] = field(default_factory=dict)  # who lied as a reducer, by this peer's own audit; of all attempts
     left_out: Mapping[PeerId, str] = field(default_factory=dict)  # who dropped out or was left out, and why; of all attempts
+    weight: float = 0.0  # what these tensors now stand for: the weights that went in, in equal parts for all who hold the average
     digest: str = ""  # hex, over the averaged bytes: equal on all members
     seconds: Mapping[str, float] = field(default_factory=dict)  # per phase: staging, matchmaking, …, write_back, total
     bytes_sent: int = 0

@@ -211,6 +211,10 @@ class SearchBook:
             return False  # two peers that cannot be dialed cannot meet
         return not peer.failed and peer.standing not in (Standing.REFUSED, Standing.PASSED)
 
+    def company(self) -> int:
+        """How many others are known who can still be in a group with us."""
+        return sum(self.may_come(peer) for peer in self.peers.values())
+
     def hopeless(self) -> bool:
         """Nobody who is known can be in a group with us any more. A single failed call does not prove that."""
         return not any(self.may_come(peer) or (peer.failed and peer.failures < 2) for peer in self.peers.values())
@@ -287,7 +291,11 @@ class SearchBook:
         return latest
 
     def _seeking(self, peer: PeerState, rank: Rank, round_key: str, can_lead: bool, now_s: float) -> None:
-        if peer.standing is not Standing.SEEKING or peer.rank != rank or peer.round_key != round_key:
+        # who says that it follows us while we do not hold its call has lost it: its pings do not make it a newcomer
+        ours = (
+            peer.standing is Standing.FOLLOWING and peer.follows is not None and peer.follows.contact.peer_id == self.seek.contact.peer_id
+        )
+        if (peer.standing is not Standing.SEEKING and not ours) or peer.rank != rank or peer.round_key != round_key:
             peer.refusals, peer.avoid_until_s, peer.seeking_since_s = 0, -math.inf, now_s
         peer.standing, peer.rank, peer.round_key, peer.can_lead = Standing.SEEKING, rank, round_key, can_lead
         if round_key == self.seek.round_key and not peer.was_seeking:

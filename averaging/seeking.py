@@ -2,12 +2,13 @@
 
 Two calls carry it all. `Seek` says "I am looking, with this deadline" and is answered with where the other stands. `Join` asks a peer to
 lead; its answer is held back until the group begins, or until it is clear that it will not: then it says where that peer stands, as an
-answer to a `Seek` does.
+answer to a `Seek` does. In a swarm larger than a group a third, `Meet`, tells and asks who is in which cell of the grid.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 from averaging.group import Group
@@ -128,6 +129,29 @@ class Search:
     rank_s: float  # the same instant in swarm time: what others see
     weight: float
     gathered: bytes = b""
+    expected: int = 0  # in one cell of several: how many should come, known or not, ourselves included
+    stays_until_s: float = math.inf  # in one cell of several: after this, whoever has nobody left to wait for ends its search
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meet:
+    """A peer says in which cell of the grid it is, to one of the holders that everybody chooses for that cell."""
+
+    contact: Contact
+    schema: bytes
+    place: str
+    round_key: str  # that it is looking under, or ""
+    turn: int
+    leaves: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Met:
+    """The answer."""
+
+    mates: tuple[Contact, ...]
+    home: str  # where the asked peer belongs; "" without a grid
+    passed: bool  # the round of that key is over for the asked peer
 
 
 # --- what the machine asks its service to do

@@ -14,7 +14,7 @@ from types import FrameType
 import click
 from rich.console import Console
 
-from benchmarks import allreduce, dht, groups, hostile, losses, quick, report, simulated, simulated_rounds, trainers
+from benchmarks import allreduce, dht, grid, groups, hostile, losses, quick, report, simulated, simulated_rounds, trainers
 from benchmarks.allreduce import Setting
 from benchmarks.environments import NoEnvironment, hivemind_python, machine, memory_copy_bytes_per_s
 from benchmarks.launch import ROOT
@@ -46,7 +46,7 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
 @click.option("--docs", default=ROOT / "docs", type=click.Path(path_type=Path, file_okay=False), help="Where the figures and the page are.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on standard output; progress goes to standard error.")
 def main(only: tuple[str, ...], sizes: str, passes: int, rounds: int, no_hivemind: bool, is_quick: bool, docs: Path, as_json: bool) -> None:
-    """Measure swarm beside hivemind, gloo and a bare transport on this machine, and the DHT in simulated swarms."""
+    """Measure swarm beside hivemind, gloo and a bare transport on this machine, and the DHT and the grid in simulated swarms."""
     signal.signal(signal.SIGTERM, _stop)
     console = Console(stderr=True, highlight=False)
     started_s, under = time.monotonic(), machine()
@@ -106,6 +106,7 @@ def _measure(
             yield dht.rows(setting, peers=peers)
     if "simulated" in sections:
         yield from simulated_rounds.rows(say)
+        yield from grid.rows(say)
         yield from simulated.rows(say)
     if "hostile" in sections:
         yield hostile.rows(say)

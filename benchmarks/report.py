@@ -152,7 +152,7 @@ def page(book: Mapping[str, Any]) -> str:
         "Written by `make bench` from `benchmarks.json`; not by hand. Figures are medians; a ratio compares medians of one run on one",
         "machine, the contenders taken in turn after a warm-up, each launch in processes of its own. Every averaged vector is compared",
         "with the known mean: a round in which an element on any peer is wrong, or a peer is missing, counts as failed and is in no",
-        "median. `OMP_NUM_THREADS=1` everywhere. Loopback. Rows of simulated swarms are of the production DHT in virtual time:",
+        "median. `OMP_NUM_THREADS=1` everywhere. Loopback. Rows of simulated swarms are of the production services in virtual time:",
         "properties of the protocol and of a seed, not of the machine.",
         "",
     ]

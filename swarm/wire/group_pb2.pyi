@@ -120,6 +120,36 @@ class Group(_message.Message):
     codec: str
     def __init__(self, group_id: _Optional[bytes] = ..., members: _Optional[_Iterable[_Union[GroupMember, _Mapping]]] = ..., codec: _Optional[str] = ...) -> None: ...
 
+class Meet(_message.Message):
+    __slots__ = ("run", "averager", "contact", "schema", "place", "round_key", "turn", "leaves")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    AVERAGER_FIELD_NUMBER: _ClassVar[int]
+    CONTACT_FIELD_NUMBER: _ClassVar[int]
+    SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    ROUND_KEY_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    LEAVES_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    averager: str
+    contact: _peer_pb2.Contact
+    schema: bytes
+    place: str
+    round_key: str
+    turn: int
+    leaves: bool
+    def __init__(self, run: _Optional[str] = ..., averager: _Optional[str] = ..., contact: _Optional[_Union[_peer_pb2.Contact, _Mapping]] = ..., schema: _Optional[bytes] = ..., place: _Optional[str] = ..., round_key: _Optional[str] = ..., turn: _Optional[int] = ..., leaves: _Optional[bool] = ...) -> None: ...
+
+class MeetAnswer(_message.Message):
+    __slots__ = ("mates", "home", "passed")
+    MATES_FIELD_NUMBER: _ClassVar[int]
+    HOME_FIELD_NUMBER: _ClassVar[int]
+    PASSED_FIELD_NUMBER: _ClassVar[int]
+    mates: _containers.RepeatedCompositeFieldContainer[_peer_pb2.Contact]
+    home: str
+    passed: bool
+    def __init__(self, mates: _Optional[_Iterable[_Union[_peer_pb2.Contact, _Mapping]]] = ..., home: _Optional[str] = ..., passed: _Optional[bool] = ...) -> None: ...
+
 class JoinAnswer(_message.Message):
     __slots__ = ("group", "standing")
     GROUP_FIELD_NUMBER: _ClassVar[int]

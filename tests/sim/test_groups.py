@@ -8,9 +8,9 @@ import pytest
 
 from averaging.group import Group
 from averaging.seeking import SearchFailed
+from swarm.testing.group_swarm import Swarm, Volunteer, check_groups
 from swarm.testing.network import LinkConfig
 from swarm.testing.virtual_loop import run_virtual
-from tests.sim.group_swarm import Swarm, Volunteer, check_groups
 
 
 @pytest.mark.parametrize("peers", [2, 3, 4, 8, 16])

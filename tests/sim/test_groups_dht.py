@@ -57,6 +57,7 @@ async def volunteer(network: SimulatedNetwork, bootstrap: SimulatedPeer | None) 
         name=NAME,
         schema=SCHEMA,
         rng=random.Random(peer.index),
+        background=peer.supervisor,
     )
     await groups.announce(peer.contact)
     return Volunteer(peer, presence, groups, renewing)

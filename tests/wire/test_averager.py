@@ -119,6 +119,23 @@ def test_more_peers_than_a_group_takes_form_two(nodes: list[Node]) -> None:
         assert len({result.group_id for result in results}) == 2
 
 
+def test_rounds_to_mix_make_a_swarm_larger_than_a_group_exact(nodes: list[Node]) -> None:
+    weights = [1.0, 2.0, 0.5, 4.5]
+    with Party(nodes, "grid", lambda index: [torch.full((4,), float(index)), torch.arange(9.0) * index], target_group_size=2) as party:
+        mean = sum(weight * index for index, weight in enumerate(weights)) / sum(weights)
+        results = party.step(lambda index: {"weight": weights[index], "round_key": 0})
+        assert not any(result.failed for result in results), results
+        assert {averager.rounds_to_mix for averager in party.averagers} == {2}
+        assert abs(sum(result.weight for result in results) - sum(weights)) < 1e-9
+        results = party.step(lambda index: {"weight": results[index].weight, "round_key": 1})
+        assert not any(result.failed for result in results), results
+        assert len({result.group_id for result in results}) == 2
+        assert {result.weight for result in results} == {sum(weights) / NODES}
+        for first, second in party.tensors:
+            torch.testing.assert_close(first, torch.full((4,), mean), rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(second, torch.arange(9.0) * mean, rtol=1e-6, atol=1e-6)
+
+
 def test_being_alone_is_a_result_and_takes_no_time(nodes: list[Node]) -> None:
     tensor = torch.arange(4.0)
     with Averager(nodes[0], [tensor], name="alone") as averager:

@@ -29,8 +29,10 @@ class Table:
 
     records: dict[PeerId, Holder] = field(default_factory=dict)
     delay_s: float = 0.05
+    looks: int = 0
 
     async def look(self, timeout_s: float) -> dict[PeerId, Holder]:
+        self.looks += 1
         await asyncio.sleep(self.delay_s)
         return dict(self.records)
 
@@ -63,6 +65,7 @@ class Swarm:
             name=AveragerName(run="r", averager="a"),
             schema=Schema(digest=schema, text="a schema", codec="float32"),
             rng=random.Random(self.rng.random()),
+            background=peer.supervisor,
             config=GroupServiceConfig(matchmaking=MatchmakingConfig(**limits)),  # type: ignore[arg-type]
         )
         if known:
