@@ -91,7 +91,7 @@ class ManySearches:
         self._inbox.put_nowait((contact.peer_id, answers))
 
     async def _find(self, contact: Contact, keys: Sequence[Key]) -> list[DhtFindResult] | None:
-        request = DhtFindRequest(sender=self._overlay.sender, queries=map(self._query_of, keys), nearest_max=self._nearest_max)
+        request = DhtFindRequest(sender=self._overlay.sender, queries=map(self._query_of, keys), nearest_max=self._nearest_max, known=self._overlay.known)
         reply = await self._overlay.ask(contact, FIND, request)
         return list(reply.results) if reply is not None and len(reply.results) == len(keys) else None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import enum
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -17,6 +18,7 @@ from typing import TypeAlias
 from swarm.ids import Address, Contact, PeerId
 
 _ADDRESSES_MAX = 8
+_DISTANCE = operator.attrgetter("distance")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +177,10 @@ class Lookup:
     def _insert(self, contact: Contact, state: _State, hops: int = 1) -> None:
         candidate = _Candidate(contact.peer_id.dht_id ^ self.target, contact, state, hops=hops)
         self._candidates[contact.peer_id] = candidate
-        bisect.insort(self._order, candidate, key=lambda other: other.distance)
+        if not self._order or candidate.distance >= self._order[-1].distance:  # as those that a search begins with
+            self._order.append(candidate)
+        else:
+            bisect.insort(self._order, candidate, key=_DISTANCE)
 
     def _trim(self) -> None:
         """Forget the farthest that were never asked. The others, at most `queries_max`, are kept so that nobody is asked twice."""

@@ -22,7 +22,7 @@ from swarm.dht.wire import key_to_wire
 from swarm.errors import DeadlineExceeded
 from swarm.ids import Contact, Key, PeerId
 from swarm.runtime.supervise import Supervisor
-from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtFindResult
+from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtFindResult, DhtRecord
 
 _REPAIR_AGE_US = 2_000_000  # a record issued later may still be on its way to its replicas
 _REPAIR_LIFE_US = 5_000_000  # one that expires sooner is not worth a call
@@ -38,6 +38,7 @@ class Search:
     neighbourhood: int = 0  # `Overlay.neighbourhood` when it began: a change meanwhile counts as one since
     latest: dict[Owner, Record] = field(default_factory=dict)
     given: dict[PeerId, dict[Owner, tuple[int, bytes]]] = field(default_factory=dict)  # what each peer answered with
+    told: tuple[Sequence[DhtRecord], list[Record]] | None = None  # the last answer, and what of it was accepted
     asked: int = 0
     answers: int = 0
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -129,9 +130,12 @@ class Reader:
     async def absorb(self, search: Search, peer: PeerId, result: DhtFindResult) -> list[Contact]:
         """Take a peer's answer in; returns the closer peers that it named. PeerError when it is malformed."""
         closer = self._overlay.heard_of(result.nearest)
-        records = [record for record in await self._replica.accepted(result.records) if isinstance(record, Record)]
-        records = [record for record in records if record.key == search.key]
-        search.merge(records)
+        told = search.told
+        if told is None or told[0] != result.records:  # most often all replicas answer with the same
+            records = [record for record in await self._replica.accepted(result.records) if isinstance(record, Record)]
+            told = search.told = result.records, [record for record in records if record.key == search.key]
+            search.merge(told[1])
+        records = told[1]
         search.given[peer] = {record.owner: record.version for record in records}
         search.answers += 1
         return closer
@@ -176,7 +180,7 @@ class Reader:
         """
         overlay, config, key = self._overlay, self._overlay.config, search.key
         nearest_max = config.replicas if overlay.knows_all and not exhaustive else 0
-        request = DhtFindRequest(sender=overlay.sender, queries=[DhtFindQuery(key=key_to_wire(key))], nearest_max=nearest_max)
+        request = DhtFindRequest(sender=overlay.sender, queries=[DhtFindQuery(key=key_to_wire(key))], nearest_max=nearest_max, known=overlay.known)
 
         async def ask(contact: Contact) -> Sequence[Contact] | None:
             search.asked += 1
@@ -186,14 +190,14 @@ class Reader:
             return await self.absorb(search, contact.peer_id, reply.results[0])
 
         wanted = config.routing.bucket_max if exhaustive else config.replicas // 2 + 1
+        until_s = search.started_s + config.search_timeout_s
         search.merge(self._storage.records(key, overlay.now_us))
         try:
-            async with asyncio.timeout(config.search_timeout_s):
-                lookup = overlay.lookup(key.dht_id, wanted=wanted, parallel=max(wanted, config.parallel) if exhaustive else wanted)
-                nearest = await overlay.search(lookup, ask)
-                if not exhaustive and not self._agreed(search, nearest):
-                    lookup.widen(config.replicas)
-                    nearest = await overlay.search(lookup, ask)
+            lookup = overlay.lookup(key.dht_id, wanted=wanted, parallel=max(wanted, config.parallel) if exhaustive else wanted)
+            nearest = await overlay.search(lookup, ask, until_s)
+            if not exhaustive and not self._agreed(search, nearest):
+                lookup.widen(config.replicas)
+                nearest = await overlay.search(lookup, ask, until_s)
             if search.answers or not search.asked:
                 self.conclude(search, nearest)
         except TimeoutError:
@@ -202,3 +206,4 @@ class Reader:
             search.merge(self._storage.records(key, overlay.now_us))
             if self.running.get((key, exhaustive)) is search:
                 del self.running[key, exhaustive]
+            search.done.set()

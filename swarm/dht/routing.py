@@ -8,6 +8,7 @@ flush the table by appearing often.
 
 from __future__ import annotations
 
+import operator
 import random
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from swarm.ids import Contact, PeerId
 
 ID_BITS = 256
+_DISTANCE = operator.itemgetter(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,7 @@ class RoutingTable:
         self.own_id = own.dht_id
         self._buckets = [_Bucket(0, ID_BITS, 0.0)]  # sorted by `lower`; together they cover every id
         self._by_peer: dict[PeerId, _Bucket] = {}
+        self.changes = 0  # how often somebody came or went
 
     def __len__(self) -> int:
         return len(self._by_peer)
@@ -84,8 +87,12 @@ class RoutingTable:
         return len(self._buckets)
 
     def contact(self, peer_id: PeerId) -> Contact | None:
+        node = self._node(peer_id)
+        return node.contact if node is not None else None
+
+    def _node(self, peer_id: PeerId) -> _Node | None:
         bucket = self._by_peer.get(peer_id)
-        return bucket.nodes[peer_id].contact if bucket else None
+        return bucket.nodes[peer_id] if bucket is not None else None
 
     def met(self, contact: Contact, now_s: float, *, proven: bool = True) -> Contact | None:
         """A peer answered us. Returns the peer to ping when there is no room for it: if that one fails, the newcomer takes its place.
@@ -105,6 +112,7 @@ class RoutingTable:
                 bucket.nodes[contact.peer_id] = _Node(contact, dht_id, now_s, now_s, 0 if proven else self.config.failures_max - 1)
                 bucket.replacements.pop(contact.peer_id, None)
                 self._by_peer[contact.peer_id] = bucket
+                self.changes += 1
                 return None
             if not self._splits(bucket):
                 break
@@ -148,6 +156,7 @@ class RoutingTable:
         if node.failures < self.config.failures_max and not at_once:
             return False
         del bucket.nodes[peer_id], self._by_peer[peer_id]
+        self.changes += 1
         if bucket.replacements:
             newest_id, newest = bucket.replacements.popitem(last=True)
             bucket.nodes[newest_id] = newest
@@ -157,18 +166,20 @@ class RoutingTable:
 
     def nearest(self, dht_id: int, count: int, *, exclude: PeerId | None = None) -> list[Contact]:
         """The `count` known peers nearest to an id, nearest first. Buckets' ranges are aligned: whole buckets come in order of distance."""
-        found: list[_Node] = []
-        for bucket in sorted(self._buckets, key=lambda bucket: bucket.distance(dht_id)):
-            nodes = [node for node in bucket.nodes.values() if node.contact.peer_id != exclude]
-            found.extend(sorted(nodes, key=lambda node: node.dht_id ^ dht_id))
+        found: list[tuple[int, _Node]] = []
+        excluded = self._node(exclude) if exclude is not None else None
+        for bucket in sorted(self._buckets, key=lambda bucket: bucket.distance(dht_id)) if len(self._buckets) > 1 else self._buckets:
+            nodes = [(node.dht_id ^ dht_id, node) for node in bucket.nodes.values() if node is not excluded]
+            nodes.sort(key=_DISTANCE)
+            found.extend(nodes)
             if len(found) >= count:
                 break
-        return [node.contact for node in found[:count]]
+        return [node.contact for _, node in found[:count]]
 
     def since_s(self, peer_id: PeerId) -> float | None:
         """When a peer of the table was first met."""
-        bucket = self._by_peer.get(peer_id)
-        return bucket.nodes[peer_id].since_s if bucket else None
+        node = self._node(peer_id)
+        return node.since_s if node is not None else None
 
     def to_ping(self, now_s: float) -> list[Contact]:
         """Peers that were silent for too long, those nearest to us first: they are pinged often, the others ever more seldom."""
@@ -234,6 +245,7 @@ class RoutingTable:
                 half.nodes[node.contact.peer_id] = node
                 half.nodes.move_to_end(node.contact.peer_id, last=False)
                 self._by_peer[node.contact.peer_id] = half
+                self.changes += 1
             else:
                 half.replacements[node.contact.peer_id] = node
         position = self._buckets.index(bucket)

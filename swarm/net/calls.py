@@ -133,7 +133,8 @@ class CallStream:
         await self._call.wait_for_connection()
         while True:
             await self._wake.wait()
-            await _settled()
+            if len(self._waiting) > len(self._unsent):
+                await _settled()
             self._wake.clear()
             while self._unsent or self._cancelled:
                 batch = self._next_batch()
@@ -155,7 +156,9 @@ class CallStream:
 
 
 async def _settled() -> None:
-    """Let those who are about to speak do so: a message costs as much as ten calls in one."""
+    """Let those who are about to speak do so: a message costs as much as ten calls in one. Where no other call is in progress on the
+    connection nobody is about to, and a lone call is not made to wait.
+    """
     for _ in range(_TURNS):
         await asyncio.sleep(0)
 
@@ -261,7 +264,8 @@ class ServedCalls:
         del self._open[number]
         if task.cancelled():
             self._leave()
-        self._wake.set()
+        if self._stopping:
+            self._wake.set()
 
     def _put(self, number: int, outcome: Outcome, *, counted: bool) -> None:
         code, details, reply = outcome
@@ -271,7 +275,8 @@ class ServedCalls:
     async def _write(self) -> None:
         while not self._stopping or self._open or self._unsent:
             await self._wake.wait()
-            await _settled()
+            if len(self._open) > len(self._unsent):
+                await _settled()
             self._wake.clear()
             while self._unsent:
                 batch, counted, size_bytes = AnswerBatch(), 0, 0
