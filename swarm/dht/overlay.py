@@ -252,7 +252,7 @@ class Overlay:
                         if isinstance(effect, LookupDone):
                             return effect.nearest
                         tasks.append(group.create_task(run(effect.contact)))
-                    for peer_id, closer in await inbox.take(min(lookup.deadline_s() or math.inf, until_s)):
+                    for peer_id, closer in await inbox.take(_earlier(lookup.deadline_s(), until_s)):
                         if closer is None:
                             lookup.on_failure(peer_id)
                         else:
@@ -269,6 +269,10 @@ class Overlay:
 @functools.lru_cache(maxsize=64)
 def _lookup_config(wanted: int, parallel: int, stall_s: float) -> LookupConfig:
     return LookupConfig(wanted=wanted, parallel=parallel, stall_s=stall_s)
+
+
+def _earlier(deadline_s: float | None, until_s: float) -> float:
+    return until_s if deadline_s is None else min(deadline_s, until_s)
 
 
 class _Inbox:

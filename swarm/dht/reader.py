@@ -41,15 +41,31 @@ class Search:
     told: tuple[Sequence[DhtRecord], list[Record]] | None = None  # the last answer, and what of it was accepted
     asked: int = 0
     answers: int = 0
-    done: asyncio.Event = field(default_factory=asyncio.Event)
+    is_done: bool = False
+    waiting: list[asyncio.Future[None]] = field(default_factory=list)
 
     def merge(self, records: Sequence[Record]) -> None:
         """Of each owner's records the latest is kept."""
         self.latest = latest_by_owner([*self.latest.values(), *records])
 
     def end(self, task: object = None) -> None:
-        """Whoever waits goes on."""
-        self.done.set()
+        """Whoever waits goes on. Idempotent."""
+        self.is_done = True
+        while self.waiting:
+            _release(self.waiting.pop())
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until it has ended, at most so long. An event and `asyncio.timeout` would cost a twentieth of a read."""
+        if self.is_done:
+            return
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+        self.waiting.append(waiter)
+        timer = loop.call_later(max(timeout_s, 0.0), _release, waiter)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
 
     def timed_out(self, timeout_s: float) -> DeadlineExceeded | None:
         """The error of a reader that waits no longer; None when there is something to answer with."""
@@ -57,6 +73,11 @@ class Search:
             return None
         text = f"none of the {self.asked} peers asked for {self.key} answered within {timeout_s:g} s"
         return DeadlineExceeded(f"{text}: see node.peers() for who is known")
+
+
+def _release(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 class Reader:
@@ -118,13 +139,10 @@ class Reader:
             search = self.running[key, exhaustive] = self.begin(key)
             task = self._supervisor.spawn(f"DHT read of {key}", functools.partial(self._search, search, exhaustive))
             task.add_done_callback(search.end)
-        try:
-            async with asyncio.timeout(max(timeout_s, 0.0)):
-                await search.done.wait()
-        except TimeoutError:
-            error = search.timed_out(timeout_s)
-            if error is not None:
-                raise error from None
+        await search.wait(timeout_s)
+        error = None if search.is_done else search.timed_out(timeout_s)
+        if error is not None:
+            raise error
         return search
 
     async def absorb(self, search: Search, peer: PeerId, result: DhtFindResult) -> list[Contact]:
@@ -180,7 +198,9 @@ class Reader:
         """
         overlay, config, key = self._overlay, self._overlay.config, search.key
         nearest_max = config.replicas if overlay.knows_all and not exhaustive else 0
-        request = DhtFindRequest(sender=overlay.sender, queries=[DhtFindQuery(key=key_to_wire(key))], nearest_max=nearest_max, known=overlay.known)
+        request = DhtFindRequest(
+            sender=overlay.sender, queries=[DhtFindQuery(key=key_to_wire(key))], nearest_max=nearest_max, known=overlay.known
+        )
 
         async def ask(contact: Contact) -> Sequence[Contact] | None:
             search.asked += 1
@@ -206,4 +226,4 @@ class Reader:
             search.merge(self._storage.records(key, overlay.now_us))
             if self.running.get((key, exhaustive)) is search:
                 del self.running[key, exhaustive]
-            search.done.set()
+            search.end()
