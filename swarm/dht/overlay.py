@@ -276,7 +276,7 @@ def _earlier(deadline_s: float | None, until_s: float) -> float:
 
 
 class _Inbox:
-    """Answers on their way to one search. One timer for all of it and a future where a queue and `asyncio.timeout` cost a tenth of a read."""
+    """Answers on their way to one search. One timer and a future: a queue and `asyncio.timeout` would cost a tenth of a read."""
 
     def __init__(self, clock: DhtClock) -> None:
         self._clock = clock
