@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 
 from swarm.errors import PeerError
-from swarm.wire.calls_pb2 import Answer, AnswerBatch, Call, CallBatch
+from swarm.wire.calls_pb2 import AnswerBatch, Call, CallBatch
 
 CALLS_NAME = "/swarm.Node/Calls"
 SHARED_REQUEST_BYTES_MAX = 64 << 10
@@ -54,7 +54,7 @@ class CallStream:
         self.ended = False
         self._call = channel.stream_stream(CALLS_NAME)()
         self._waiting: dict[int, asyncio.Future[Outcome]] = {}
-        self._unsent: deque[Call] = deque()
+        self._unsent: deque[tuple[int, str, bytes]] = deque()  # number, method, request
         self._cancelled: deque[int] = deque()
         self._wake = asyncio.Event()
         self._last = 0
@@ -67,7 +67,7 @@ class CallStream:
         number = self._last
         answer: asyncio.Future[Outcome] = loop.create_future()
         self._waiting[number] = answer
-        self._unsent.append(Call(number=number, method=method, request=request))
+        self._unsent.append((number, method, request))
         self._wake.set()
         timer = loop.call_later(timeout_s, _expire, answer)
         try:
@@ -146,10 +146,10 @@ class CallStream:
     def _next_batch(self) -> CallBatch:
         batch, size_bytes = CallBatch(), 0
         while self._unsent and size_bytes < _BATCH_BYTES and len(batch.calls) < _BATCH_CALLS_MAX:
-            call = self._unsent.popleft()
-            if call.number in self._waiting:  # else it was given up before it was sent
-                batch.calls.append(call)
-                size_bytes += len(call.request)
+            number, method, request = self._unsent.popleft()
+            if number in self._waiting:  # else it was given up before it was sent
+                batch.calls.add(number=number, method=method, request=request)
+                size_bytes += len(request)
         while self._cancelled and len(batch.cancelled) < _BATCH_CANCELLED_MAX:
             batch.cancelled.append(self._cancelled.popleft())
         return batch
@@ -185,7 +185,7 @@ class ServedCalls:
         self._enter = enter
         self._leave = leave
         self._open: dict[int, asyncio.Task[None]] = {}
-        self._unsent: deque[tuple[Answer, bool]] = deque()  # with whether the call was counted in
+        self._unsent: deque[tuple[int, Outcome, bool]] = deque()  # number, outcome, whether the call was counted in
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
         self._stopping = False
@@ -210,7 +210,7 @@ class ServedCalls:
         except* aio.BaseError:
             pass  # the connection broke; the caller sees it too
         finally:
-            for _, counted in self._unsent:
+            for *_, counted in self._unsent:
                 if counted:
                     self._leave()
 
@@ -268,8 +268,7 @@ class ServedCalls:
             self._wake.set()
 
     def _put(self, number: int, outcome: Outcome, *, counted: bool) -> None:
-        code, details, reply = outcome
-        self._unsent.append((Answer(number=number, status=code.value[0], details=details, reply=reply), counted))
+        self._unsent.append((number, outcome, counted))
         self._wake.set()
 
     async def _write(self) -> None:
@@ -281,10 +280,10 @@ class ServedCalls:
             while self._unsent:
                 batch, counted, size_bytes = AnswerBatch(), 0, 0
                 while self._unsent and size_bytes < _BATCH_BYTES and len(batch.answers) < _BATCH_CALLS_MAX:
-                    answer, was_counted = self._unsent.popleft()
-                    batch.answers.append(answer)
+                    number, (code, details, reply), was_counted = self._unsent.popleft()
+                    batch.answers.add(number=number, status=code.value[0], details=details, reply=reply)
                     counted += was_counted
-                    size_bytes += len(answer.reply) + len(answer.details)
+                    size_bytes += len(reply) + len(details)
                 try:
                     await self._context.write(batch.SerializeToString())
                 finally:

@@ -53,7 +53,7 @@ class Server:
     def __init__(self, *, calls_max: int = 1024, calls_per_peer_max: int = 256) -> None:
         self._calls_max = calls_max
         self._calls_per_peer_max = calls_per_peer_max
-        self._calls: Counter[PeerId] = Counter()
+        self._calls: dict[PeerId, int] = {}
         self._open_calls = 0  # their sum
         self._streams: set[ServedCalls] = set()
         self._streams_by: Counter[PeerId] = Counter()
@@ -102,20 +102,21 @@ class Server:
 
     def enter(self, peer_id: PeerId) -> str | None:
         """Count a call in; a reason when there are too many."""
-        if self._calls[peer_id] >= self._calls_per_peer_max:
+        calls = self._calls.get(peer_id, 0)
+        if calls >= self._calls_per_peer_max:
             return f"you have {self._calls_per_peer_max} calls open here already"
         if self._open_calls >= self._calls_max:
             return f"busy: {self._calls_max} calls open already"
-        self._calls[peer_id] += 1
+        self._calls[peer_id] = calls + 1
         self._open_calls += 1
         return None
 
     def leave(self, peer_id: PeerId) -> None:
         """Count a call out."""
         self._open_calls -= 1
-        self._calls[peer_id] -= 1
-        if not self._calls[peer_id]:
-            del self._calls[peer_id]
+        calls = self._calls.pop(peer_id) - 1
+        if calls:
+            self._calls[peer_id] = calls
 
 
 class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]

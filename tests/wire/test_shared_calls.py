@@ -56,7 +56,7 @@ class Pair:
 
     @property
     def open_calls(self) -> int:
-        assert self.server._open_calls == self.server._calls.total()
+        assert self.server._open_calls == sum(self.server._calls.values())
         return self.server._open_calls
 
 
