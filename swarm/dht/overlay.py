@@ -244,10 +244,7 @@ class Overlay:
         async with asyncio.TaskGroup() as group:
             tasks: list[asyncio.Task[None]] = []
             try:
-                while True:
-                    now_s = self.clock.monotonic_s()
-                    if now_s >= until_s:
-                        raise TimeoutError
+                while (now_s := self.clock.monotonic_s()) < until_s:
                     for effect in lookup.poll(now_s):
                         if isinstance(effect, LookupDone):
                             return effect.nearest
@@ -264,6 +261,7 @@ class Overlay:
                     self.failed(peer_id)
                 for task in tasks:
                     task.cancel()
+        raise TimeoutError
 
 
 @functools.lru_cache(maxsize=64)

@@ -42,6 +42,7 @@ class Search:
     asked: int = 0
     answers: int = 0
     is_done: bool = False
+    gave_up: bool = False  # done because its time was over
     waiting: list[asyncio.Future[None]] = field(default_factory=list)
 
     def merge(self, records: Sequence[Record]) -> None:
@@ -140,7 +141,7 @@ class Reader:
             task = self._supervisor.spawn(f"DHT read of {key}", functools.partial(self._search, search, exhaustive))
             task.add_done_callback(search.end)
         await search.wait(timeout_s)
-        error = None if search.is_done else search.timed_out(timeout_s)
+        error = None if search.is_done and not search.gave_up else search.timed_out(timeout_s)
         if error is not None:
             raise error
         return search
@@ -221,7 +222,7 @@ class Reader:
             if search.answers or not search.asked:
                 self.conclude(search, nearest)
         except TimeoutError:
-            return
+            search.gave_up = True
         finally:
             search.merge(self._storage.records(key, overlay.now_us))
             if self.running.get((key, exhaustive)) is search:
