@@ -55,10 +55,10 @@ class Replica:
 
     def serve(self, handlers: Handlers) -> None:
         """Answer the calls of others."""
-        handlers.unary(PING, self._on_ping)
-        handlers.unary(FIND, self._on_find)
-        handlers.unary(STORE, self._on_store)
-        handlers.unary(HOLDS, self._on_holds)
+        handlers.direct(PING, self._on_ping)
+        handlers.direct(FIND, self._on_find)
+        handlers.unary(STORE, self._on_store)  # signatures take their time
+        handlers.direct(HOLDS, self._on_holds)
 
     def keep(self, record: Record, *, direct: bool) -> str:
         """Store a valid record here; returns why not, or nothing. `direct`: from its writer, not from another holder."""
@@ -85,7 +85,7 @@ class Replica:
                 await asyncio.sleep(0)
         return results
 
-    async def _on_ping(self, caller: PeerId, request: DhtPingRequest) -> DhtPingReply:
+    def _on_ping(self, caller: PeerId, request: DhtPingRequest) -> DhtPingReply:
         time_us = self._overlay.raw_us
         sender = sender_from_wire(request.sender, caller)
         if request.leaving:
@@ -94,7 +94,7 @@ class Replica:
             self._overlay.heard(sender)
         return DhtPingReply(time_us=time_us, contact=self._overlay.sender)
 
-    async def _on_find(self, caller: PeerId, request: DhtFindRequest) -> DhtFindReply:
+    def _on_find(self, caller: PeerId, request: DhtFindRequest) -> DhtFindReply:
         time_us = self._overlay.raw_us
         self._overlay.heard(sender_from_wire(request.sender, caller))
         if len(request.queries) > self._overlay.config.queries_per_call_max:
@@ -131,7 +131,7 @@ class Replica:
             refusals.append(record if isinstance(record, str) else self.keep(record, direct=record.writer == caller))
         return DhtStoreReply(time_us=time_us, refusals=refusals, nearest=nearest)
 
-    async def _on_holds(self, caller: PeerId, request: DhtHoldsRequest) -> DhtHoldsReply:
+    def _on_holds(self, caller: PeerId, request: DhtHoldsRequest) -> DhtHoldsReply:
         time_us, config = self._overlay.raw_us, self._overlay.config
         self._overlay.heard(sender_from_wire(request.sender, caller))
         entries = sum(len(held.entries) // ENTRY_BYTES for held in request.keys)

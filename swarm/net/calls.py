@@ -169,19 +169,22 @@ def _expire(answer: asyncio.Future[Outcome]) -> None:
 
 
 class ServedCalls:
-    """The callee's end. `handle(method, request)` is the RPC boundary: it raises nothing. `enter` and `leave` count calls: one is open
-    until its answer was sent, so that a caller that reads nothing cannot make answers pile up.
+    """The callee's end. `handle(method, request)` is the RPC boundary: it raises nothing. `at_once` is the same for methods that never
+    wait, and need no task; None: this one may. `enter` and `leave` count calls: one is open until its answer was sent, so that a caller
+    that reads nothing cannot make answers pile up.
     """
 
     def __init__(
         self,
         context: aio.ServicerContext[Any, Any],
         handle: Callable[[str, bytes], Awaitable[Outcome]],
+        at_once: Callable[[str, bytes], Outcome | None],
         enter: Callable[[], str | None],
         leave: Callable[[], None],
     ) -> None:
         self._context = context
         self._handle = handle
+        self._at_once = at_once
         self._enter = enter
         self._leave = leave
         self._open: dict[int, asyncio.Task[None]] = {}
@@ -249,15 +252,15 @@ class ServedCalls:
         if refusal is not None:
             self._put(call.number, (grpc.StatusCode.RESOURCE_EXHAUSTED, refusal, b""), counted=False)
             return
+        outcome = self._at_once(call.method, call.request)
+        if outcome is not None:
+            self._put(call.number, _checked(call.method, outcome), counted=True)
+            return
         task = self._open[call.number] = group.create_task(self._perform(call))
         task.add_done_callback(functools.partial(self._performed, call.number))
 
     async def _perform(self, call: Call) -> None:
-        outcome = await self._handle(call.method, call.request)
-        if len(outcome[2]) > SHARED_REPLY_BYTES_MAX:
-            text = f"the reply has more than {SHARED_REPLY_BYTES_MAX} bytes: {call.method} wants a call of its own"
-            outcome = (grpc.StatusCode.OUT_OF_RANGE, text, b"")
-        self._put(call.number, outcome, counted=True)
+        self._put(call.number, _checked(call.method, await self._handle(call.method, call.request)), counted=True)
 
     def _performed(self, number: int, task: asyncio.Task[None]) -> None:
         """A task that is cancelled before it has begun runs no line of its coroutine, so its call is counted out here."""
@@ -290,3 +293,9 @@ class ServedCalls:
                     for _ in range(counted):
                         self._leave()
                 self._room.set()
+
+
+def _checked(method: str, outcome: Outcome) -> Outcome:
+    if len(outcome[2]) <= SHARED_REPLY_BYTES_MAX:
+        return outcome
+    return grpc.StatusCode.OUT_OF_RANGE, f"the reply has more than {SHARED_REPLY_BYTES_MAX} bytes: {method} wants a call of its own", b""
