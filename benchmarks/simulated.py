@@ -45,7 +45,7 @@ class Size:
 
 
 SMALL = (Size(peers=100), Size(peers=1_000))
-LARGE = Size(peers=10_000, rest_warm_up_s=60.0, rest_s=300.0, churn_s=120.0, split_s=180.0)  # 3 GB, a few minutes
+LARGE = Size(peers=10_000, rest_warm_up_s=60.0, rest_s=180.0, churn_s=60.0, split_s=150.0)  # 3 GB, a few minutes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,7 +299,8 @@ def _heal_rows(size: Size, plan: Plan, healing: Healing) -> list[Row]:
 
 
 def _replaced(size: Size) -> str:
-    return f"{100 * CHURN_SHARE_PER_S * size.churn_s:.0f} % replaced in {size.churn_s / 60:.0f} minutes"
+    time = f"{size.churn_s / 60:.0f} minutes" if size.churn_s >= 120.0 else f"{size.churn_s:.0f} s"
+    return f"{100 * CHURN_SHARE_PER_S * size.churn_s:.0f} % replaced in {time}"
 
 
 def _churn_row(size: Size, found: int, reads: int, lost: int) -> Row:
