@@ -41,7 +41,8 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
     "--quick",
     "is_quick",
     is_flag=True,
-    help="Small sizes, ours and the bare transport only, results checked, nothing kept: under a minute.",
+    help="Small sizes, ours and the bare transport only, results checked, nothing kept: under a minute. "
+    "With --only simulated: all but the swarm of 10,000 peers.",
 )
 @click.option("--docs", default=ROOT / "docs", type=click.Path(path_type=Path, file_okay=False), help="Where the figures and the page are.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on standard output; progress goes to standard error.")
@@ -57,7 +58,10 @@ def main(only: tuple[str, ...], sizes: str, passes: int, rounds: int, no_hivemin
     run = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     keep = not is_quick and not (no_hivemind and COMPARED & set(only or SECTIONS))
     if is_quick:
-        sections: Iterable[list[Row]] = [quick.rows(say)]
+        # with --only simulated: all of it but the swarm of 10,000, which takes gigabytes and most of the time
+        sections: Iterable[list[Row]] = (
+            simulated.rows(say, simulated.Plan(sizes=simulated.SMALL)) if only == ("simulated",) else [quick.rows(say)]
+        )
     else:
         try:
             hivemind = None if no_hivemind or not COMPARED & set(only or SECTIONS) else hivemind_python(say)

@@ -26,25 +26,35 @@ from swarm.testing.virtual_loop import run_virtual
 
 Say = Callable[[str], None]
 T = TypeVar("T")
-CHURN_S = 600.0
-CHURN_SHARE = 0.2
+CHURN_SHARE_PER_S = 0.2 / 600.0  # of the peers, replaced in every second of churn
 _TTL_S = 3600.0
 _LINK = LinkConfig(delay_s=0.04, jitter=0.5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """A swarm, and for how long it is watched. A virtual second of 10,000 peers costs a quarter of one of the processor: what is measured
+    over a shorter time there says so.
+    """
+
+    peers: int
+    rest_warm_up_s: float = 300.0
+    rest_s: float = 600.0
+    churn_s: float = 600.0
+    split_s: float = 600.0
+
+
+SMALL = (Size(peers=100), Size(peers=1_000))
+LARGE = Size(peers=10_000, rest_warm_up_s=60.0, rest_s=180.0, churn_s=60.0, split_s=150.0)  # 3 GB, a few minutes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How much is measured. The default is for the page; tests take less."""
 
-    hops_peers: tuple[int, ...] = (100, 1_000, 10_000)
+    sizes: tuple[Size, ...] = (*SMALL, LARGE)
     lookups: int = 100
-    rest_peers: tuple[int, ...] = (100, 1_000)
-    rest_warm_up_s: float = 300.0
-    rest_s: float = 600.0
-    churn_peers: tuple[int, ...] = (100, 1_000)
     churn_keys: int = 300
-    heal_peers: tuple[int, ...] = (100, 1_000)
-    split_s: float = 600.0
     heal_s_max: float = 900.0
     hostile_peers: int = 500
     identities_tried: int = 20_000  # by an attacker who wants to be near a key
@@ -83,8 +93,8 @@ def at_rest(peers: int, warm_up_s: float, measured_s: float, seed: int = 1) -> t
     return _simulate(seed, scenario)
 
 
-def churn_reads(peers: int, keys: int, seed: int = 1) -> tuple[int, int, int]:
-    """A fifth of the peers crash within ten minutes, one after the other, and as many newcomers join through three of those that live.
+def churn_reads(peers: int, keys: int, churn_s: float, seed: int = 1) -> tuple[int, int, int]:
+    """Peers crash, a fifth of all in ten minutes, one after the other, and as many newcomers join through three of those that live.
     Meanwhile keys that were stored before are read, by peers drawn from the seed. (reads that found the value, reads, keys that no live
     peer held in the end.) Nothing is renewed: what is found is what the replicas keep among themselves.
     """
@@ -94,10 +104,10 @@ def churn_reads(peers: int, keys: int, seed: int = 1) -> tuple[int, int, int]:
         swarm.settle(peers)
         names = await _store(swarm, keys, chance)
         found = reads = 0
-        gone = round(peers * CHURN_SHARE)
+        gone = round(peers * CHURN_SHARE_PER_S * churn_s)
         async with asyncio.TaskGroup() as joining:
             for _ in range(gone):
-                await asyncio.sleep(CHURN_S / gone)
+                await asyncio.sleep(churn_s / gone)
                 leaver = chance.choice(swarm.members)
                 swarm.members.remove(leaver)
                 await network.crash(leaver.peer)
@@ -240,21 +250,18 @@ def _simulate(seed: int, scenario: Callable[[SimulatedNetwork], Coroutine[Any, A
 def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
     """Every figure of the section, as soon as it is there."""
     plan = plan or Plan()
-    for peers in plan.hops_peers:
-        say(f"simulated, {peers} peers: hops of {plan.lookups} reads")
-        yield [_hops_row(peers, hops(peers, plan.lookups))]
-    for peers in plan.heal_peers:
-        say(f"simulated, {peers} peers: healing of a split of {plan.split_s:.0f} s")
-        yield _heal_rows(peers, plan, heal(peers, plan.split_s, plan.heal_s_max))
-    for peers in plan.churn_peers:
-        say(f"simulated, {peers} peers: reads while {CHURN_SHARE:.0%} of them are replaced in ten minutes")
-        yield [_churn_row(peers, *churn_reads(peers, plan.churn_keys))]
+    for size in plan.sizes:
+        say(f"simulated, {size.peers} peers: hops of {plan.lookups} reads")
+        yield [_hops_row(size.peers, hops(size.peers, plan.lookups))]
+        say(f"simulated, {size.peers} peers: healing of a split of {size.split_s:.0f} s")
+        yield _heal_rows(size, plan, heal(size.peers, size.split_s, plan.heal_s_max))
+        say(f"simulated, {size.peers} peers: reads while {_replaced(size)}")
+        yield [_churn_row(size, *churn_reads(size.peers, plan.churn_keys, size.churn_s))]
+        say(f"simulated, {size.peers} peers: traffic at rest")
+        yield _rest_rows(size, *at_rest(size.peers, size.rest_warm_up_s, size.rest_s))
     for attack in ATTACKS:
         say(f"simulated, {plan.hostile_peers} peers: {attack.title}")
         yield [_attack_row(attack, plan.hostile_peers, *attacked_reads(attack, plan.hostile_peers, tried=plan.identities_tried))]
-    for peers in plan.rest_peers:
-        say(f"simulated, {peers} peers: traffic at rest")
-        yield _rest_rows(peers, plan, *at_rest(peers, plan.rest_warm_up_s, plan.rest_s))
 
 
 def _row(identifier: str, workload: str, quantity: str, series: Series, aim: Aim | None = None, notes: tuple[str, ...] = ()) -> Row:
@@ -272,7 +279,7 @@ def _hops_row(peers: int, found: list[float]) -> Row:
     )
 
 
-def _heal_rows(peers: int, plan: Plan, healing: Healing) -> list[Row]:
+def _heal_rows(size: Size, plan: Plan, healing: Healing) -> list[Row]:
     def row(identifier: str, quantity: str, found_s: float | None, reason: str) -> Row:
         series = Series(
             name=f"swarm: healing, {identifier}",
@@ -281,8 +288,8 @@ def _heal_rows(peers: int, plan: Plan, healing: Healing) -> list[Row]:
             failed=int(found_s is None),
             reasons=() if found_s is not None else (f"{reason} after {plan.heal_s_max:.0f} s",),
         )
-        title = f"simulated swarm of {peers:,} peers, cut in halves for {plan.split_s:.0f} s"
-        return _row(f"{peers}-heal-{identifier}", title, quantity, series)
+        title = f"simulated swarm of {size.peers:,} peers, cut in halves for {size.split_s:.0f} s"
+        return _row(f"{size.peers}-heal-{identifier}", title, quantity, series)
 
     missing = f"{healing.missing} of 50 values not found"
     return [
@@ -291,13 +298,18 @@ def _heal_rows(peers: int, plan: Plan, healing: Healing) -> list[Row]:
     ]
 
 
-def _churn_row(peers: int, found: int, reads: int, lost: int) -> Row:
+def _replaced(size: Size) -> str:
+    time = f"{size.churn_s / 60:.0f} minutes" if size.churn_s >= 120.0 else f"{size.churn_s:.0f} s"
+    return f"{100 * CHURN_SHARE_PER_S * size.churn_s:.0f} % replaced in {time}"
+
+
+def _churn_row(size: Size, found: int, reads: int, lost: int) -> Row:
     return _row(
-        f"{peers}-churn",
-        f"simulated swarm of {peers:,} peers, 20 % replaced in ten minutes",
+        f"{size.peers}-churn",
+        f"simulated swarm of {size.peers:,} peers, {_replaced(size)}",
         "reads that find what was stored before",
         Series(name="swarm: reads that succeed", unit="%", samples=(100.0 * found / reads,)),
-        Aim(of="ours", sense="at least", value=99.5) if peers == 1_000 else None,
+        Aim(of="ours", sense="at least", value=99.5) if size.peers == 1_000 else None,
         (f"{found} of {reads} reads; keys that no live peer holds in the end: {lost}",),
     )
 
@@ -311,14 +323,13 @@ def _attack_row(attack: Attack, peers: int, found: int, reads: int) -> Row:
     )
 
 
-def _rest_rows(peers: int, plan: Plan, messages: float, size_bytes: float) -> list[Row]:
-    title = f"simulated swarm of {peers:,} peers at rest"
-    note = (
-        f"measured over {plan.rest_s:.0f} s after {plan.rest_warm_up_s:.0f} s; requests and replies, protobuf bytes without TLS and TCP",
-    )
+def _rest_rows(size: Size, messages: float, size_bytes: float) -> list[Row]:
+    title = f"simulated swarm of {size.peers:,} peers at rest"
+    over = f"measured over {size.rest_s:.0f} s after {size.rest_warm_up_s:.0f} s and extrapolated to an hour"
+    note = (f"{over}; requests and replies, protobuf bytes without TLS and TCP",)
     return [
         _row(
-            f"{peers}-rest-messages",
+            f"{size.peers}-rest-messages",
             title,
             "messages that a peer sends in an hour",
             Series(name="swarm: messages", unit="messages/h", samples=(messages,)),
@@ -326,7 +337,7 @@ def _rest_rows(peers: int, plan: Plan, messages: float, size_bytes: float) -> li
             note,
         ),
         _row(
-            f"{peers}-rest-bytes",
+            f"{size.peers}-rest-bytes",
             title,
             "bytes that a peer sends in an hour",
             Series(name="swarm: bytes", unit="kB/h", samples=(size_bytes / 1e3,)),

@@ -8,19 +8,20 @@ both are read too.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import stat
 from pathlib import Path
 
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from nacl.bindings import crypto_sign_open
+from nacl.exceptions import BadSignatureError
 
 from swarm.errors import UsageError
 from swarm.ids import PeerId
 
 _SEED_BYTES = 32
+_SIGNATURE_BYTES = 64
 _FILE_BYTES_MAX = 1024
 # protobuf: field 1 (type) varint 1 (Ed25519), field 2 (data) of a one-byte length
 _ENCODED_PREFIX = bytes.fromhex("080112")
@@ -87,18 +88,14 @@ class Identity:
 
 
 def verify(peer_id: PeerId, message: bytes, signature: bytes) -> bool:
-    """Did this peer sign this message?"""
+    """Did this peer sign this message? By libsodium: half the time of OpenSSL's, and stricter, as it refuses keys of small order."""
+    if len(signature) != _SIGNATURE_BYTES:  # libsodium takes both in one piece, so that bytes could move from one into the other
+        return False
     try:
-        _public_key(peer_id.public_key).verify(signature, message)
-    except (InvalidSignature, ValueError):
+        crypto_sign_open(signature + message, peer_id.public_key)
+    except (BadSignatureError, ValueError):
         return False
     return True
-
-
-@functools.lru_cache(maxsize=1024)
-def _public_key(raw: bytes) -> Ed25519PublicKey:
-    """Peers sign many messages."""
-    return Ed25519PublicKey.from_public_bytes(raw)
 
 
 def _encode(key: Ed25519PrivateKey) -> bytes:

@@ -12,6 +12,7 @@ import hashlib
 import ipaddress
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import base58
 
@@ -32,20 +33,31 @@ def _place(public_key: bytes) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
+def _place_of_key(namespace: str, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{namespace}/{name}".encode()).digest(), "big")
+
+
+@functools.lru_cache(maxsize=4096)
 def _text(public_key: bytes) -> str:
     return base58.b58encode(_PEER_ID_PREFIX + public_key).decode()
 
 
-@functools.total_ordering
-@dataclass(frozen=True, slots=True, repr=False)
-class PeerId:
-    """A peer's name: its Ed25519 public key, written as a libp2p PeerID (`12D3Koo…`)."""
-
+class _PublicKey(NamedTuple):
     public_key: bytes  # 32 bytes, raw
 
-    def __post_init__(self) -> None:
-        if len(self.public_key) != _PUBLIC_KEY_BYTES:
-            raise UsageError(f"an Ed25519 public key has {_PUBLIC_KEY_BYTES} bytes, not {len(self.public_key)}")
+
+class PeerId(_PublicKey):
+    """A peer's name: its Ed25519 public key, written as a libp2p PeerID (`12D3Koo…`).
+
+    A tuple, so that it is hashed and compared without a line of Python: PeerIDs are what every table is keyed by.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, public_key: bytes) -> PeerId:
+        if len(public_key) != _PUBLIC_KEY_BYTES:
+            raise UsageError(f"an Ed25519 public key has {_PUBLIC_KEY_BYTES} bytes, not {len(public_key)}")
+        return super().__new__(cls, public_key)
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> PeerId:
@@ -80,14 +92,8 @@ class PeerId:
     def __str__(self) -> str:
         return _text(self.public_key)
 
-    def __hash__(self) -> int:  # as the generated one, four times faster: PeerIDs are what every table is keyed by
-        return hash(self.public_key)
-
     def __repr__(self) -> str:
         return f"PeerId({self})"
-
-    def __lt__(self, other: PeerId) -> bool:
-        return self.public_key < other.public_key
 
 
 @functools.lru_cache(maxsize=16384)
@@ -188,7 +194,7 @@ class Key:
     @property
     def dht_id(self) -> int:
         """Its place in the DHT's key space: SHA-256 of `namespace/name`, 256 bits."""
-        return int.from_bytes(hashlib.sha256(str(self).encode()).digest(), "big")
+        return _place_of_key(self.namespace, self.name)
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"

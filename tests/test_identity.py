@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from swarm.errors import UsageError
 from swarm.identity import Identity, verify
+from swarm.ids import PeerId
 
 
 def test_a_file_is_made_once_and_read_again(tmp_path: Path) -> None:
@@ -137,3 +138,32 @@ def test_only_the_owner_can_sign(message: bytes) -> None:
 def test_nothing_of_the_key_shows() -> None:
     identity = Identity.generate()
     assert identity.encode()[4:36].hex() not in repr(identity)
+
+
+def test_verifying_follows_the_standard() -> None:
+    """RFC 8032, section 7.1, tests 2 and 3; and what no signature may get away with."""
+    vectors = [
+        (
+            "3d4017c3e843895a92b70aa74d1b7ebc9c982ccf2ec4968cc0cd55f12af4660c",
+            "72",
+            "92a009a9f0d4cab8720e820b5f642540a2b27b5416503f8fb3762223ebdb69da085ac1e43e15996e458f3613d0f11d8c387b2eaeb4302aeeb00d291612bb0c00",
+        ),
+        (
+            "fc51cd8e6218a1a38da47ed00230f0580816ed13ba3303ac5deb911548908025",
+            "af82",
+            "6291d657deec24024827e69c3abe01a30ce548a284743a445e3680d7db5ac3ac18ff9b538d16f290ae67f760984dc6594a7c15e9716ed28dc027beceea1ec40a",
+        ),
+    ]
+    for public, message, signature in ((PeerId(bytes.fromhex(p)), bytes.fromhex(m), bytes.fromhex(s)) for p, m, s in vectors):
+        assert verify(public, message, signature)
+        assert not verify(public, message + b"\0", signature)
+        assert not verify(public, message[1:], signature + message[:1])  # the same bytes, cut elsewhere
+        assert not verify(public, signature[-1:] + message, signature[:-1])
+        assert not verify(public, message, signature[:-1] + bytes([signature[-1] ^ 1]))
+        assert not verify(public, message, b"")
+
+
+def test_a_key_of_small_order_signs_nothing() -> None:
+    """With the neutral element for a key, a signature of (neutral element, 0) would fit every message."""
+    neutral = b"\1" + bytes(31)
+    assert not verify(PeerId(neutral), b"anything", neutral + bytes(32))

@@ -1,4 +1,4 @@
-"""Where the commands keep what must outlive them: identities, and beside each its peer book.
+"""Where the commands keep what must outlive them: identities, beside each its peer book, and the specifications of runs taken part in.
 
 That is the platform's folder for a user's data, or `$SWARM_HOME`.
 """
@@ -35,3 +35,8 @@ def default_identity() -> Path:
 def bootstrap_identity() -> Path:
     """Of `swarm bootstrap`: a file of its own, so that it runs beside `swarm start`."""
     return home() / "bootstrap.identity"
+
+
+def kept_runs() -> Path:
+    """The specifications of runs that this user's machine took part in."""
+    return home() / "runs"

@@ -14,7 +14,7 @@ from typing import Any
 from swarm.cli.identity import open_identity
 from swarm.cli.leaving import Leaving
 from swarm.cli.output import Output, make_output
-from swarm.cli.places import default_identity
+from swarm.cli.places import default_identity, kept_runs
 from swarm.errors import DeadlineExceeded, NetworkError, UsageError
 from swarm.identity import Identity
 from swarm.ids import Contact
@@ -82,7 +82,11 @@ def join_and_train(run: str | None, choices: Choices) -> int:
         raise UsageError("there is no terminal to ask on: pass --yes to train without being asked")
     with _session(choices, None) as session:
         if not _answered(session.node):
-            raise NetworkError(f"nobody answers at {choices.bootstrap[0]}: {_why(session.node)}. Ask for the address of another live peer")
+            if run is None or not session.node.network.run(session.directory.kept(run), 30.0):
+                where = choices.bootstrap[0]
+                raise NetworkError(f"nobody answers at {where}: {_why(session.node)}. Ask for the address of another live peer")
+            text = "nobody answers yet; going on alone with the specification that this machine kept, and trying again"
+            session.emit(Notice(text=f"{text}: {_why(session.node)}"))
         signed = session.node.network.run(session.directory.find(run), 30.0)
         session.volunteer(signed, founded=False)
     return 0
@@ -93,10 +97,11 @@ class _Session:
 
     def __init__(self, node: Any, own: Identity, output: Output, leaving: Leaving, choices: Choices, importing: threading.Thread) -> None:
         from swarm.run.directory import RunDirectory
+        from swarm.run.keeping import KeptSpecifications
 
         self._importing = importing
         self.node, self.own, self.output, self.leaving, self.choices = node, own, output, leaving, choices
-        self.directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
+        self.directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock, kept=KeptSpecifications(kept_runs()))
 
     def emit(self, event: Event) -> None:
         """Show an event."""

@@ -91,7 +91,9 @@ class ManySearches:
         self._inbox.put_nowait((contact.peer_id, answers))
 
     async def _find(self, contact: Contact, keys: Sequence[Key]) -> list[DhtFindResult] | None:
-        request = DhtFindRequest(sender=self._overlay.sender, queries=map(self._query_of, keys), nearest_max=self._nearest_max)
+        request = DhtFindRequest(
+            sender=self._overlay.sender, queries=map(self._query_of, keys), nearest_max=self._nearest_max, known=self._overlay.known
+        )
         reply = await self._overlay.ask(contact, FIND, request)
         return list(reply.results) if reply is not None and len(reply.results) == len(keys) else None
 
@@ -139,7 +141,7 @@ class ManyReads:
             found = None if exhaustive else self._reader.remembered(key, max_age_s)
             self.searches[key] = found or self._reader.begin(key)
             if found is not None:
-                found.done.set()
+                found.end()
             else:
                 unknown.append(key)
         wanted = overlay.config.routing.bucket_max if exhaustive else overlay.config.replicas
@@ -161,7 +163,7 @@ class ManyReads:
         search = self.searches[key]
         if search.answers or not search.asked:
             self._reader.conclude(search, nearest)
-        search.done.set()
+        search.end()
 
 
 class ManyWrites:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import enum
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -17,6 +18,7 @@ from typing import TypeAlias
 from swarm.ids import Address, Contact, PeerId
 
 _ADDRESSES_MAX = 8
+_DISTANCE = operator.attrgetter("distance")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,11 +54,15 @@ class _State(enum.Enum):
     FAILED = enum.auto()
 
 
+# An enumeration's members are looked up slowly, and every answer to a search looks at all of its candidates.
+_FRESH, _ASKED, _STALLED, _ANSWERED, _FAILED = _State
+
+
 @dataclass(slots=True, eq=False)
 class _Candidate:
     distance: int
     contact: Contact
-    state: _State = _State.FRESH
+    state: _State = _FRESH
     asked_s: float = 0.0
     hops: int = 1  # calls in a row that lead to it, its own included
 
@@ -75,10 +81,11 @@ class Lookup:
         self._own = own
         self._candidates: dict[PeerId, _Candidate] = {}
         self._order: list[_Candidate] = []  # by distance
+        self._asked: dict[PeerId, _Candidate] = {}  # those in that state, the one that was asked first at the beginning
         self._done = False
         self._deadline_s: float | None = None
         if own_contact is not None:
-            self._insert(own_contact, _State.ANSWERED)
+            self._insert(own_contact, _ANSWERED)
         for contact in seeds:
             self._learn(contact)
         self._trim()
@@ -86,14 +93,15 @@ class Lookup:
     @property
     def stalled(self) -> list[PeerId]:
         """Peers that were silent for too long and have neither answered nor failed since."""
-        return [candidate.contact.peer_id for candidate in self._order if candidate.state is _State.STALLED]
+        return [candidate.contact.peer_id for candidate in self._order if candidate.state is _STALLED]
 
     def on_reply(self, peer: PeerId, closer: Sequence[Contact]) -> None:
         """A peer that was asked answered with the contacts nearest to the target that it knows."""
         candidate = self._candidates.get(peer)
-        if candidate is None or candidate.state not in (_State.ASKED, _State.STALLED):
+        if candidate is None or candidate.state not in (_ASKED, _STALLED):
             return
-        candidate.state = _State.ANSWERED
+        candidate.state = _ANSWERED
+        self._asked.pop(peer, None)
         self.answers += 1
         for contact in closer[: self.config.closer_max]:
             self._learn(contact, candidate.hops + 1)
@@ -102,8 +110,9 @@ class Lookup:
     def on_failure(self, peer: PeerId) -> None:
         """A peer that was asked could not be reached, refused, or broke the protocol."""
         candidate = self._candidates.get(peer)
-        if candidate is not None and candidate.state in (_State.ASKED, _State.STALLED):
-            candidate.state = _State.FAILED
+        if candidate is not None and candidate.state in (_ASKED, _STALLED):
+            candidate.state = _FAILED
+            self._asked.pop(peer, None)
 
     def widen(self, wanted: int) -> None:
         """Go on until so many of the nearest have answered; nobody is asked twice. For a lookup that is done, or about to be."""
@@ -119,46 +128,51 @@ class Lookup:
         """What to do now. `LookupDone` is returned once, and alone."""
         if self._done:
             return []
-        self._stall(now_s)
         config = self.config
-        waiting = sum(candidate.state is _State.ASKED for candidate in self._order)
+        self._stall(now_s - config.stall_s)
         effects: list[Effect] = []
         counted = unsettled = 0
         for candidate in self._order:
             if counted == config.wanted:
                 break
-            if candidate.state in (_State.FAILED, _State.STALLED):
+            state = candidate.state
+            if state is _FAILED or state is _STALLED:
                 continue
-            if candidate.state is _State.FRESH:
+            if state is _FRESH:
                 if self.queries >= config.queries_max:
                     continue
-                if waiting < config.parallel:
-                    candidate.state, candidate.asked_s = _State.ASKED, now_s
-                    waiting += 1
+                if len(self._asked) < config.parallel:
+                    candidate.state, candidate.asked_s = _ASKED, now_s
+                    self._asked[candidate.contact.peer_id] = candidate
                     self.queries += 1
                     effects.append(SendFind(candidate.contact))
             counted += 1
-            unsettled += candidate.state is not _State.ANSWERED
-        asked_s = [candidate.asked_s for candidate in self._order if candidate.state is _State.ASKED]
-        self._deadline_s = min(asked_s) + config.stall_s if asked_s else None
+            unsettled += state is not _ANSWERED
+        # In the order in which they were asked: the first is the first to be late.
+        self._deadline_s = next(iter(self._asked.values())).asked_s + config.stall_s if self._asked else None
         # Nobody at all has answered yet: a peer that is merely slow is better than none.
-        only_hope = not self.answers and any(candidate.state is _State.STALLED for candidate in self._order)
-        if unsettled or only_hope:
+        if unsettled or (not self.answers and self._any_stalled()):
             return effects
         self._done = True
         self._deadline_s = None
-        answered = [candidate.contact for candidate in self._order if candidate.state is _State.ANSWERED]
+        answered = [candidate.contact for candidate in self._order if candidate.state is _ANSWERED]
         return [LookupDone(tuple(answered[: config.wanted]))]
 
-    def _stall(self, now_s: float) -> None:
-        for candidate in self._order:
-            if candidate.state is _State.ASKED and now_s >= candidate.asked_s + self.config.stall_s:
-                candidate.state = _State.STALLED
+    def _stall(self, asked_before_s: float) -> None:
+        while self._asked:
+            peer_id, candidate = next(iter(self._asked.items()))
+            if candidate.asked_s > asked_before_s:
+                return
+            candidate.state = _STALLED
+            del self._asked[peer_id]
+
+    def _any_stalled(self) -> bool:
+        return any(candidate.state is _STALLED for candidate in self._order)
 
     @property
     def hops(self) -> int:
         """Calls in a row that led to the farthest-led of the nearest peers that have answered; 0 when none has."""
-        answered = [candidate for candidate in self._order if candidate.state is _State.ANSWERED][: self.config.wanted]
+        answered = [candidate for candidate in self._order if candidate.state is _ANSWERED][: self.config.wanted]
         return max((candidate.hops for candidate in answered if candidate.contact.peer_id != self._own), default=0)
 
     def _learn(self, contact: Contact, hops: int = 1) -> None:
@@ -166,8 +180,8 @@ class Lookup:
             return
         known = self._candidates.get(contact.peer_id)
         if known is None:
-            self._insert(contact, _State.FRESH, hops)
-        elif known.state is _State.FRESH and known.contact.addresses != contact.addresses:
+            self._insert(contact, _FRESH, hops)
+        elif known.state is _FRESH and known.contact.addresses != contact.addresses:
             # One of those who told us may have invented the address: keep both.
             addresses: tuple[Address, ...] = tuple(dict.fromkeys(known.contact.addresses + contact.addresses))
             known.contact = Contact(contact.peer_id, addresses[:_ADDRESSES_MAX])
@@ -175,7 +189,10 @@ class Lookup:
     def _insert(self, contact: Contact, state: _State, hops: int = 1) -> None:
         candidate = _Candidate(contact.peer_id.dht_id ^ self.target, contact, state, hops=hops)
         self._candidates[contact.peer_id] = candidate
-        bisect.insort(self._order, candidate, key=lambda other: other.distance)
+        if not self._order or candidate.distance >= self._order[-1].distance:  # as those that a search begins with
+            self._order.append(candidate)
+        else:
+            bisect.insort(self._order, candidate, key=_DISTANCE)
 
     def _trim(self) -> None:
         """Forget the farthest that were never asked. The others, at most `queries_max`, are kept so that nobody is asked twice."""
@@ -183,6 +200,6 @@ class Lookup:
         for position in range(len(self._order) - 1, -1, -1):
             if excess <= 0:
                 return
-            if self._order[position].state is _State.FRESH:
+            if self._order[position].state is _FRESH:
                 del self._candidates[self._order.pop(position).contact.peer_id]
                 excess -= 1

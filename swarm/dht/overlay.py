@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from swarm.clock import Clock
 from swarm.dht.clock_offset import ClockOffset
 from swarm.dht.config import DhtConfig
 from swarm.dht.lookup import Lookup, LookupConfig, LookupDone
 from swarm.dht.routing import RoutingTable
-from swarm.dht.wire import contact_to_wire, contacts_from_wire
+from swarm.dht.wire import contact_to_wire, contacts_from_wire, known_to_wire
 from swarm.errors import PeerError, SwarmError
 from swarm.ids import Contact, PeerId
 from swarm.net.rpc import Caller, Method, RequestT
@@ -40,6 +41,7 @@ _NOTE_S = 1.0  # the book hears of a peer that was met at most this often
 _NOTED_MAX = 2048
 
 DhtReplyT = TypeVar("DhtReplyT", DhtPingReply, DhtFindReply, DhtStoreReply, DhtHoldsReply)
+Noted: TypeAlias = "OrderedDict[PeerId, tuple[Contact, float]]"
 Ask = Callable[[Contact], Awaitable[Sequence[Contact] | None]]
 
 
@@ -67,12 +69,18 @@ class Overlay:
         self.neighbourhood = 0  # how often the peers nearest to us have changed
         self.changed_s = clock.monotonic_s()  # when they last did
         self._caller = caller
-        self._noted: OrderedDict[Contact, float] = OrderedDict()  # when the book was last told of them
+        self._sender = own(), contact_to_wire(own())
+        self._known = -1, b""
+        self._met: Noted = OrderedDict()  # what the book was last told of those that answered, and when
+        self._heard: Noted = OrderedDict()  # and of those that called
         self._suspects: OrderedDict[PeerId, tuple[float, int]] = OrderedDict()  # peer -> (not before, failures in a row)
 
     @property
     def sender(self) -> WireContact:
-        return contact_to_wire(self.own())
+        own = self.own()
+        if own is not self._sender[0]:
+            self._sender = own, contact_to_wire(own)
+        return self._sender[1]
 
     @property
     def raw_us(self) -> int:
@@ -89,13 +97,20 @@ class Overlay:
         if contact.peer_id == self.own_id:
             return
         self._suspects.pop(contact.peer_id, None)
-        now_s = self.clock.monotonic_s()
-        if self._noted.get(contact, -math.inf) <= now_s - _NOTE_S:  # in a storm of calls the book would be a tenth of the work
-            self._noted[contact] = now_s
-            if len(self._noted) > _NOTED_MAX:
-                self._noted.popitem(last=False)
+        if self._is_news(self._met, contact):
             self.book.seen(contact, round_trip_s=round_trip_s)
         self._enter(contact, proven=True)
+
+    def _is_news(self, noted: Noted, contact: Contact) -> bool:
+        """Whether the book has not heard of this for a while: in a storm of calls it would be a tenth of the work."""
+        now_s = self.clock.monotonic_s()
+        known = noted.get(contact.peer_id)
+        if known is not None and known[1] > now_s - _NOTE_S and known[0] == contact:
+            return False
+        noted[contact.peer_id] = contact, now_s
+        if len(noted) > _NOTED_MAX:
+            noted.popitem(last=False)
+        return True
 
     def heard(self, contact: Contact) -> None:
         """The peer itself called, authenticated. That it can be called, too, is for its answer to a ping to show: it is believed until
@@ -103,7 +118,8 @@ class Overlay:
         """
         if contact.peer_id == self.own_id:
             return
-        self.book.seen(contact)
+        if self._is_news(self._heard, contact):
+            self.book.seen(contact)
         unproven = self.table.heard(contact, self.clock.monotonic_s())
         if unproven is None or not self.on_unproven(unproven):
             return
@@ -194,17 +210,28 @@ class Overlay:
         own = self.own()
         seeds = self.table.nearest(target, self.config.routing.bucket_max)
         self.table.touch(target, self.clock.monotonic_s())
-        config = LookupConfig(wanted=wanted, parallel=parallel, stall_s=self.config.stall_s)
+        config = _lookup_config(wanted, parallel, self.config.stall_s)
         return Lookup(target, seeds, own=self.own_id, own_contact=own if own.addresses else None, config=config)
+
+    @property
+    def known(self) -> bytes:
+        """For a request: whom this peer knows anyway. Empty in a swarm so large that most of what others name is news."""
+        if not self.knows_all:
+            return b""
+        if self.table.changes != self._known[0]:
+            self._known = self.table.changes, known_to_wire(self.table)
+        return self._known[1]
 
     def heard_of(self, messages: Iterable[WireContact]) -> list[Contact]:
         """Contacts out of an answer, without those that just failed. An address that this peer has seen work beats hearsay."""
         contacts = contacts_from_wire(messages)
         return [self.table.contact(contact.peer_id) or contact for contact in contacts if not self.is_suspect(contact.peer_id)]
 
-    async def search(self, lookup: Lookup, ask: Ask) -> tuple[Contact, ...]:
-        """Perform a lookup. `ask` returns the closer contacts that a peer named, or None when it failed; PeerError counts as failed."""
-        inbox: asyncio.Queue[tuple[PeerId, Sequence[Contact] | None]] = asyncio.Queue()
+    async def search(self, lookup: Lookup, ask: Ask, until_s: float = math.inf) -> tuple[Contact, ...]:
+        """Perform a lookup. `ask` returns the closer contacts that a peer named, or None when it failed; PeerError counts as failed.
+        TimeoutError when it has not ended at `until_s` of the clock.
+        """
+        inbox = _Inbox(self.clock)
 
         async def run(contact: Contact) -> None:
             try:
@@ -212,38 +239,77 @@ class Overlay:
             except PeerError:
                 self.failed(contact.peer_id, broke_protocol=True)
                 closer = None
-            inbox.put_nowait((contact.peer_id, closer))
+            inbox.put(contact.peer_id, closer)
 
         async with asyncio.TaskGroup() as group:
             tasks: list[asyncio.Task[None]] = []
             try:
-                while True:
-                    for effect in lookup.poll(self.clock.monotonic_s()):
+                while (now_s := self.clock.monotonic_s()) < until_s:
+                    for effect in lookup.poll(now_s):
                         if isinstance(effect, LookupDone):
                             return effect.nearest
                         tasks.append(group.create_task(run(effect.contact)))
-                    for peer_id, closer in await self._arrivals(inbox, lookup.deadline_s()):
+                    for peer_id, closer in await inbox.take(_earlier(lookup.deadline_s(), until_s)):
                         if closer is None:
                             lookup.on_failure(peer_id)
                         else:
                             lookup.on_reply(peer_id, closer)
             finally:
+                inbox.close()
                 # A call that is cut off reports nothing: whoever kept the search waiting is noted here, or it would do so every time.
                 for peer_id in lookup.stalled:
                     self.failed(peer_id)
                 for task in tasks:
                     task.cancel()
+        raise TimeoutError
 
-    async def _arrivals(
-        self, inbox: asyncio.Queue[tuple[PeerId, Sequence[Contact] | None]], deadline_s: float | None
-    ) -> list[tuple[PeerId, Sequence[Contact] | None]]:
-        """What has come in, at least one answer; nothing when the deadline comes first."""
-        arrivals = []
-        try:
-            async with asyncio.timeout(None if deadline_s is None else max(deadline_s - self.clock.monotonic_s(), 0.001)):
-                arrivals.append(await inbox.get())
-        except TimeoutError:
-            return arrivals
-        while not inbox.empty():
-            arrivals.append(inbox.get_nowait())
-        return arrivals
+
+@functools.lru_cache(maxsize=64)
+def _lookup_config(wanted: int, parallel: int, stall_s: float) -> LookupConfig:
+    return LookupConfig(wanted=wanted, parallel=parallel, stall_s=stall_s)
+
+
+def _earlier(deadline_s: float | None, until_s: float) -> float:
+    return until_s if deadline_s is None else min(deadline_s, until_s)
+
+
+class _Inbox:
+    """Answers on their way to one search. One timer and a future: a queue and `asyncio.timeout` would cost a tenth of a read."""
+
+    def __init__(self, clock: DhtClock) -> None:
+        self._clock = clock
+        self._arrived: list[tuple[PeerId, Sequence[Contact] | None]] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_s = math.inf  # when the timer goes off
+
+    def put(self, peer_id: PeerId, closer: Sequence[Contact] | None) -> None:
+        self._arrived.append((peer_id, closer))
+        self._wake()
+
+    async def take(self, deadline_s: float) -> list[tuple[PeerId, Sequence[Contact] | None]]:
+        """What has come in, at least one answer; nothing when the deadline comes first, or an earlier one that was set before it."""
+        if not self._arrived:
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            if deadline_s < self._due_s:
+                self.close()
+                self._due_s = deadline_s
+                self._timer = loop.call_later(max(deadline_s - self._clock.monotonic_s(), 0.001), self._ring)
+            await self._waiter
+            self._waiter = None
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def close(self) -> None:
+        """No timer is left behind."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _ring(self) -> None:
+        self._timer, self._due_s = None, math.inf
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -22,7 +22,7 @@ from swarm.dht.wire import key_to_wire
 from swarm.errors import DeadlineExceeded
 from swarm.ids import Contact, Key, PeerId
 from swarm.runtime.supervise import Supervisor
-from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtFindResult
+from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtFindResult, DhtRecord
 
 _REPAIR_AGE_US = 2_000_000  # a record issued later may still be on its way to its replicas
 _REPAIR_LIFE_US = 5_000_000  # one that expires sooner is not worth a call
@@ -38,17 +38,35 @@ class Search:
     neighbourhood: int = 0  # `Overlay.neighbourhood` when it began: a change meanwhile counts as one since
     latest: dict[Owner, Record] = field(default_factory=dict)
     given: dict[PeerId, dict[Owner, tuple[int, bytes]]] = field(default_factory=dict)  # what each peer answered with
+    told: tuple[Sequence[DhtRecord], list[Record]] | None = None  # the last answer, and what of it was accepted
     asked: int = 0
     answers: int = 0
-    done: asyncio.Event = field(default_factory=asyncio.Event)
+    is_done: bool = False
+    gave_up: bool = False  # done because its time was over
+    waiting: list[asyncio.Future[None]] = field(default_factory=list)
 
     def merge(self, records: Sequence[Record]) -> None:
         """Of each owner's records the latest is kept."""
         self.latest = latest_by_owner([*self.latest.values(), *records])
 
     def end(self, task: object = None) -> None:
-        """Whoever waits goes on."""
-        self.done.set()
+        """Whoever waits goes on. Idempotent."""
+        self.is_done = True
+        while self.waiting:
+            _release(self.waiting.pop())
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until it has ended, at most so long. An event and `asyncio.timeout` would cost a twentieth of a read."""
+        if self.is_done:
+            return
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+        self.waiting.append(waiter)
+        timer = loop.call_later(max(timeout_s, 0.0), _release, waiter)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
 
     def timed_out(self, timeout_s: float) -> DeadlineExceeded | None:
         """The error of a reader that waits no longer; None when there is something to answer with."""
@@ -56,6 +74,11 @@ class Search:
             return None
         text = f"none of the {self.asked} peers asked for {self.key} answered within {timeout_s:g} s"
         return DeadlineExceeded(f"{text}: see node.peers() for who is known")
+
+
+def _release(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 class Reader:
@@ -117,21 +140,21 @@ class Reader:
             search = self.running[key, exhaustive] = self.begin(key)
             task = self._supervisor.spawn(f"DHT read of {key}", functools.partial(self._search, search, exhaustive))
             task.add_done_callback(search.end)
-        try:
-            async with asyncio.timeout(max(timeout_s, 0.0)):
-                await search.done.wait()
-        except TimeoutError:
-            error = search.timed_out(timeout_s)
-            if error is not None:
-                raise error from None
+        await search.wait(timeout_s)
+        error = None if search.is_done and not search.gave_up else search.timed_out(timeout_s)
+        if error is not None:
+            raise error
         return search
 
     async def absorb(self, search: Search, peer: PeerId, result: DhtFindResult) -> list[Contact]:
         """Take a peer's answer in; returns the closer peers that it named. PeerError when it is malformed."""
         closer = self._overlay.heard_of(result.nearest)
-        records = [record for record in await self._replica.accepted(result.records) if isinstance(record, Record)]
-        records = [record for record in records if record.key == search.key]
-        search.merge(records)
+        told = search.told
+        if told is None or told[0] != result.records:  # most often all replicas answer with the same
+            records = [record for record in await self._replica.accepted(result.records) if isinstance(record, Record)]
+            told = search.told = result.records, [record for record in records if record.key == search.key]
+            search.merge(told[1])
+        records = told[1]
         search.given[peer] = {record.owner: record.version for record in records}
         search.answers += 1
         return closer
@@ -176,7 +199,9 @@ class Reader:
         """
         overlay, config, key = self._overlay, self._overlay.config, search.key
         nearest_max = config.replicas if overlay.knows_all and not exhaustive else 0
-        request = DhtFindRequest(sender=overlay.sender, queries=[DhtFindQuery(key=key_to_wire(key))], nearest_max=nearest_max)
+        request = DhtFindRequest(
+            sender=overlay.sender, queries=[DhtFindQuery(key=key_to_wire(key))], nearest_max=nearest_max, known=overlay.known
+        )
 
         async def ask(contact: Contact) -> Sequence[Contact] | None:
             search.asked += 1
@@ -186,19 +211,20 @@ class Reader:
             return await self.absorb(search, contact.peer_id, reply.results[0])
 
         wanted = config.routing.bucket_max if exhaustive else config.replicas // 2 + 1
+        until_s = search.started_s + config.search_timeout_s
         search.merge(self._storage.records(key, overlay.now_us))
         try:
-            async with asyncio.timeout(config.search_timeout_s):
-                lookup = overlay.lookup(key.dht_id, wanted=wanted, parallel=max(wanted, config.parallel) if exhaustive else wanted)
-                nearest = await overlay.search(lookup, ask)
-                if not exhaustive and not self._agreed(search, nearest):
-                    lookup.widen(config.replicas)
-                    nearest = await overlay.search(lookup, ask)
+            lookup = overlay.lookup(key.dht_id, wanted=wanted, parallel=max(wanted, config.parallel) if exhaustive else wanted)
+            nearest = await overlay.search(lookup, ask, until_s)
+            if not exhaustive and not self._agreed(search, nearest):
+                lookup.widen(config.replicas)
+                nearest = await overlay.search(lookup, ask, until_s)
             if search.answers or not search.asked:
                 self.conclude(search, nearest)
         except TimeoutError:
-            return
+            search.gave_up = True
         finally:
             search.merge(self._storage.records(key, overlay.now_us))
             if self.running.get((key, exhaustive)) is search:
                 del self.running[key, exhaustive]
+            search.end()

@@ -17,6 +17,7 @@ from swarm.dht.wire import (
     record_from_wire,
     record_to_wire,
     sender_from_wire,
+    unknown_of,
 )
 from swarm.errors import PeerError
 from swarm.ids import Key, PeerId
@@ -54,10 +55,10 @@ class Replica:
 
     def serve(self, handlers: Handlers) -> None:
         """Answer the calls of others."""
-        handlers.unary(PING, self._on_ping)
-        handlers.unary(FIND, self._on_find)
-        handlers.unary(STORE, self._on_store)
-        handlers.unary(HOLDS, self._on_holds)
+        handlers.direct(PING, self._on_ping)
+        handlers.direct(FIND, self._on_find)
+        handlers.unary(STORE, self._on_store)  # signatures take their time
+        handlers.direct(HOLDS, self._on_holds)
 
     def keep(self, record: Record, *, direct: bool) -> str:
         """Store a valid record here; returns why not, or nothing. `direct`: from its writer, not from another holder."""
@@ -84,7 +85,7 @@ class Replica:
                 await asyncio.sleep(0)
         return results
 
-    async def _on_ping(self, caller: PeerId, request: DhtPingRequest) -> DhtPingReply:
+    def _on_ping(self, caller: PeerId, request: DhtPingRequest) -> DhtPingReply:
         time_us = self._overlay.raw_us
         sender = sender_from_wire(request.sender, caller)
         if request.leaving:
@@ -93,7 +94,7 @@ class Replica:
             self._overlay.heard(sender)
         return DhtPingReply(time_us=time_us, contact=self._overlay.sender)
 
-    async def _on_find(self, caller: PeerId, request: DhtFindRequest) -> DhtFindReply:
+    def _on_find(self, caller: PeerId, request: DhtFindRequest) -> DhtFindReply:
         time_us = self._overlay.raw_us
         self._overlay.heard(sender_from_wire(request.sender, caller))
         if len(request.queries) > self._overlay.config.queries_per_call_max:
@@ -103,18 +104,18 @@ class Replica:
         nearest_max = max(_CONTACTS_MAX // max(len(request.queries), 1), _CONTACTS_MIN)
         nearest_max = min(request.nearest_max or nearest_max, nearest_max)
         for query in request.queries:
-            result, size_bytes = self._answer(query, caller, room_bytes, nearest_max)
+            result, size_bytes = self._answer(query, caller, room_bytes, nearest_max, request.known)
             room_bytes -= size_bytes
             reply.results.append(result)
         return reply
 
-    def _answer(self, query: DhtFindQuery, caller: PeerId, room_bytes: int, nearest_max: int) -> tuple[DhtFindResult, int]:
+    def _answer(self, query: DhtFindQuery, caller: PeerId, room_bytes: int, nearest_max: int, known: bytes) -> tuple[DhtFindResult, int]:
         if query.WhichOneof("what") == "target":
-            return DhtFindResult(nearest=self._nearest(id_from_wire(query.target), caller, nearest_max)), 0
+            return DhtFindResult(nearest=self._nearest(id_from_wire(query.target), caller, nearest_max, known)), 0
         key = key_from_wire(query.key)
         records = self._storage.records(key, self._overlay.now_us)
         size_bytes = sum(record.size_bytes for record in records)
-        nearest = self._nearest(key.dht_id, caller, nearest_max)
+        nearest = self._nearest(key.dht_id, caller, nearest_max, known)
         if size_bytes > room_bytes:
             return DhtFindResult(nearest=nearest, left_out=True), 0
         return DhtFindResult(records=map(record_to_wire, records), nearest=nearest), size_bytes
@@ -124,13 +125,13 @@ class Replica:
         self._overlay.heard(sender_from_wire(request.sender, caller))
         if len(request.records) > self._overlay.config.records_per_call_max:
             raise PeerError(f"a call may store at most {self._overlay.config.records_per_call_max} records, not {len(request.records)}")
-        nearest = self._nearest(id_from_wire(request.target), caller, request.nearest_max) if request.target else []
+        nearest = self._nearest(id_from_wire(request.target), caller, request.nearest_max, request.known) if request.target else []
         refusals = []
         for record in await self.accepted(request.records):
             refusals.append(record if isinstance(record, str) else self.keep(record, direct=record.writer == caller))
         return DhtStoreReply(time_us=time_us, refusals=refusals, nearest=nearest)
 
-    async def _on_holds(self, caller: PeerId, request: DhtHoldsRequest) -> DhtHoldsReply:
+    def _on_holds(self, caller: PeerId, request: DhtHoldsRequest) -> DhtHoldsReply:
         time_us, config = self._overlay.raw_us, self._overlay.config
         self._overlay.heard(sender_from_wire(request.sender, caller))
         entries = sum(len(held.entries) // ENTRY_BYTES for held in request.keys)
@@ -147,6 +148,7 @@ class Replica:
             before += len(held.entries) // ENTRY_BYTES
         return DhtHoldsReply(time_us=time_us, wanted=wanted)
 
-    def _nearest(self, dht_id: int, caller: PeerId, count_max: int) -> list[WireContact]:
+    def _nearest(self, dht_id: int, caller: PeerId, count_max: int, known: bytes) -> list[WireContact]:
         count = min(count_max or self._overlay.config.routing.bucket_max, self._overlay.config.routing.bucket_max)
-        return [contact_to_wire(contact) for contact in self._overlay.table.nearest(dht_id, count, exclude=caller)]
+        nearest = self._overlay.table.nearest(dht_id, count, exclude=caller)
+        return [contact_to_wire(contact) for contact in unknown_of(nearest, known)]

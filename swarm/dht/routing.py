@@ -8,6 +8,8 @@ flush the table by appearing often.
 
 from __future__ import annotations
 
+import bisect
+import operator
 import random
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from dataclasses import dataclass, field
 from swarm.ids import Contact, PeerId
 
 ID_BITS = 256
+_DISTANCE = operator.itemgetter(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,7 @@ class _Node:
     seen_s: float
     since_s: float
     failures: int = 0
+    early: bool = False  # moved up from the replacements: stands before those that were silent for longer
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +72,10 @@ class RoutingTable:
         self.own = own
         self.own_id = own.dht_id
         self._buckets = [_Bucket(0, ID_BITS, 0.0)]  # sorted by `lower`; together they cover every id
+        self._lowers = [0]  # of the buckets
         self._by_peer: dict[PeerId, _Bucket] = {}
+        self._failing: dict[PeerId, None] = {}  # of those in the table; by when they first failed
+        self.changes = 0  # how often somebody came or went
 
     def __len__(self) -> int:
         return len(self._by_peer)
@@ -84,12 +91,17 @@ class RoutingTable:
         return len(self._buckets)
 
     def contact(self, peer_id: PeerId) -> Contact | None:
-        bucket = self._by_peer.get(peer_id)
-        return bucket.nodes[peer_id].contact if bucket else None
+        node = self._node(peer_id)
+        return node.contact if node is not None else None
 
-    def met(self, contact: Contact, now_s: float, *, proven: bool = True) -> Contact | None:
+    def _node(self, peer_id: PeerId) -> _Node | None:
+        bucket = self._by_peer.get(peer_id)
+        return bucket.nodes[peer_id] if bucket is not None else None
+
+    def met(self, contact: Contact, now_s: float, *, proven: bool = True, since_s: float | None = None) -> Contact | None:
         """A peer answered us. Returns the peer to ping when there is no room for it: if that one fails, the newcomer takes its place.
-        Not `proven`: it has only called, and goes with its first failure.
+        Not `proven`: it has only called, and goes with its first failure. `since_s`: when it was first met, if that was before this table
+        was made.
         """
         if contact.peer_id == self.own or not contact.addresses:
             return None
@@ -98,13 +110,19 @@ class RoutingTable:
             bucket = self._bucket_of(dht_id)
             node = bucket.nodes.get(contact.peer_id)
             if node is not None:
-                node.contact, node.seen_s, node.failures = contact, now_s, 0
+                if node.failures:
+                    self._failing.pop(contact.peer_id, None)
+                node.contact, node.seen_s, node.failures, node.early = contact, now_s, 0, False
                 bucket.nodes.move_to_end(contact.peer_id)
                 return None
             if len(bucket.nodes) < self.config.bucket_max:
-                bucket.nodes[contact.peer_id] = _Node(contact, dht_id, now_s, now_s, 0 if proven else self.config.failures_max - 1)
+                failures = 0 if proven else self.config.failures_max - 1
+                bucket.nodes[contact.peer_id] = _Node(contact, dht_id, now_s, now_s if since_s is None else since_s, failures)
+                if not proven:
+                    self._failing[contact.peer_id] = None
                 bucket.replacements.pop(contact.peer_id, None)
                 self._by_peer[contact.peer_id] = bucket
+                self.changes += 1
                 return None
             if not self._splits(bucket):
                 break
@@ -122,7 +140,7 @@ class RoutingTable:
         if node is not None:
             if node.failures:
                 return contact  # it calls, but does not answer: a cut in one direction looks like this
-            node.contact, node.seen_s = contact, now_s
+            node.contact, node.seen_s, node.early = contact, now_s, False
             bucket.nodes.move_to_end(contact.peer_id)
             return None
         if len(bucket.nodes) < self.config.bucket_max or self._splits(bucket):
@@ -146,47 +164,59 @@ class RoutingTable:
         node = bucket.nodes[peer_id]
         node.failures += 1
         if node.failures < self.config.failures_max and not at_once:
+            self._failing[peer_id] = None
             return False
         del bucket.nodes[peer_id], self._by_peer[peer_id]
+        self._failing.pop(peer_id, None)
+        self.changes += 1
         if bucket.replacements:
             newest_id, newest = bucket.replacements.popitem(last=True)
             bucket.nodes[newest_id] = newest
             bucket.nodes.move_to_end(newest_id, last=False)  # unproven: the first to be pinged
+            newest.early = True
             self._by_peer[newest_id] = bucket
         return True
 
     def nearest(self, dht_id: int, count: int, *, exclude: PeerId | None = None) -> list[Contact]:
         """The `count` known peers nearest to an id, nearest first. Buckets' ranges are aligned: whole buckets come in order of distance."""
-        found: list[_Node] = []
-        for bucket in sorted(self._buckets, key=lambda bucket: bucket.distance(dht_id)):
-            nodes = [node for node in bucket.nodes.values() if node.contact.peer_id != exclude]
-            found.extend(sorted(nodes, key=lambda node: node.dht_id ^ dht_id))
+        found: list[tuple[int, _Node]] = []
+        excluded = self._node(exclude) if exclude is not None else None
+        for bucket in sorted(self._buckets, key=lambda bucket: bucket.distance(dht_id)) if len(self._buckets) > 1 else self._buckets:
+            nodes = [(node.dht_id ^ dht_id, node) for node in bucket.nodes.values() if node is not excluded]
+            nodes.sort(key=_DISTANCE)
+            found.extend(nodes)
             if len(found) >= count:
                 break
-        return [node.contact for node in found[:count]]
+        return [node.contact for _, node in found[:count]]
 
     def since_s(self, peer_id: PeerId) -> float | None:
         """When a peer of the table was first met."""
-        bucket = self._by_peer.get(peer_id)
-        return bucket.nodes[peer_id].since_s if bucket else None
+        node = self._node(peer_id)
+        return node.since_s if node is not None else None
 
     def to_ping(self, now_s: float) -> list[Contact]:
         """Peers that were silent for too long, those nearest to us first: they are pinged often, the others ever more seldom."""
         config = self.config
-        near = {contact.peer_id for contact in self.nearest(self.own_id, config.near_count)}
+        near = {contact.peer_id: None for contact in self.nearest(self.own_id, config.near_count)}
         due: list[tuple[bool, float, Contact]] = []
         for peer_id in near:
             node = self._by_peer[peer_id].nodes[peer_id]
             if node.failures or now_s - node.seen_s >= config.near_silent_s:
                 due.append((False, node.seen_s, node.contact))
+        for peer_id in self._failing:
+            if peer_id not in near:
+                node = self._by_peer[peer_id].nodes[peer_id]
+                due.append((False, node.seen_s, node.contact))
         for bucket in self._buckets:
             for peer_id, node in bucket.nodes.items():
                 silent_s = now_s - node.seen_s
-                if silent_s < config.far_silent_s_min and not node.failures:
-                    continue  # most of them: a table has hundreds of peers, and this runs every few seconds
+                if silent_s < config.far_silent_s_min:
+                    if node.early:
+                        continue
+                    break  # all others were seen later: a table has hundreds of peers, and this runs every few seconds
                 patience_s = min(max(node.seen_s - node.since_s, config.far_silent_s_min), config.far_silent_s_max)
-                if (node.failures or silent_s >= patience_s) and peer_id not in near:
-                    due.append((not node.failures, node.seen_s, node.contact))
+                if silent_s >= patience_s and not node.failures and peer_id not in near:
+                    due.append((True, node.seen_s, node.contact))
         return [contact for *_, contact in sorted(due, key=lambda one: one[:2])]
 
     def touch(self, dht_id: int, now_s: float) -> None:
@@ -204,14 +234,7 @@ class RoutingTable:
         ]
 
     def _bucket_of(self, dht_id: int) -> _Bucket:
-        low, high = 0, len(self._buckets)
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._buckets[middle].lower <= dht_id:
-                low = middle
-            else:
-                high = middle
-        return self._buckets[low]
+        return self._buckets[bisect.bisect_right(self._lowers, dht_id) - 1]
 
     def _splits(self, bucket: _Bucket) -> bool:
         if bucket.width_bits == 0:
@@ -233,8 +256,11 @@ class RoutingTable:
             if len(half.nodes) < self.config.bucket_max:
                 half.nodes[node.contact.peer_id] = node
                 half.nodes.move_to_end(node.contact.peer_id, last=False)
+                node.early = True
                 self._by_peer[node.contact.peer_id] = half
+                self.changes += 1
             else:
                 half.replacements[node.contact.peer_id] = node
-        position = self._buckets.index(bucket)
+        position = bisect.bisect_right(self._lowers, bucket.lower) - 1
         self._buckets[position : position + 1] = halves
+        self._lowers.insert(position + 1, halves[1].lower)

@@ -230,7 +230,7 @@ class DhtService:
         for name, key in wanted.items():
             search = reads.searches.get(key) or Search(key, 0.0)
             error = None
-            if not search.done.is_set():
+            if not search.is_done:
                 error = search.timed_out(timeout_s)
                 if not search.answers and error is None and not search.latest:
                     error = DeadlineExceeded(f"{key} was not asked for within {timeout_s:g} s: ask for fewer keys, or give it more time")

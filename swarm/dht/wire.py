@@ -14,6 +14,8 @@ from swarm.wire.peer_pb2 import Contact as WireContact
 _ADDRESSES_MAX = 8
 _ADDRESS_CHARACTERS_MAX = 300
 _ID_BYTES = 32
+_KNOWN_BYTES = 8
+KNOWN_MAX = 64  # peers in one request
 
 
 # The same few contacts travel in every answer. The caches are bounded, and so is what a stranger can put into them.
@@ -48,6 +50,21 @@ def _address(text: str) -> Address | None:
 
 def contacts_from_wire(messages: Iterable[WireContact]) -> list[Contact]:
     return [contact_from_wire(message) for message in messages]
+
+
+def known_to_wire(contacts: Iterable[Contact]) -> bytes:
+    """Peers that need not be named in an answer: enough of each to tell it from others that somebody could make."""
+    return b"".join([contact.peer_id.public_key[-_KNOWN_BYTES:] for contact in contacts])
+
+
+def unknown_of(contacts: list[Contact], known: bytes) -> list[Contact]:
+    """Those that the caller does not know yet. PeerError when it says that it knows more peers than a table's bucket has."""
+    if not known:
+        return contacts
+    if len(known) > KNOWN_MAX * _KNOWN_BYTES or len(known) % _KNOWN_BYTES:
+        raise PeerError(f"a request names at most {KNOWN_MAX} known peers with {_KNOWN_BYTES} bytes each, not {len(known)} bytes")
+    ends = {known[place : place + _KNOWN_BYTES] for place in range(0, len(known), _KNOWN_BYTES)}
+    return [contact for contact in contacts if contact.peer_id.public_key[-_KNOWN_BYTES:] not in ends]
 
 
 def sender_from_wire(message: WireContact, caller: PeerId) -> Contact:

@@ -82,6 +82,7 @@ class Write:
             records=[record_to_wire(record)],
             target=id_to_wire(record.key.dht_id),
             nearest_max=overlay.config.replicas,
+            known=overlay.known,
         )
         reply = await overlay.ask(contact, STORE, request)
         if reply is None or len(reply.refusals) != 1:

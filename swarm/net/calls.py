@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from grpc import aio
 
 from swarm.errors import PeerError
-from swarm.wire.calls_pb2 import Answer, AnswerBatch, Call, CallBatch
+from swarm.wire.calls_pb2 import AnswerBatch, Call, CallBatch
 
 CALLS_NAME = "/swarm.Node/Calls"
 SHARED_REQUEST_BYTES_MAX = 64 << 10
@@ -54,7 +54,7 @@ class CallStream:
         self.ended = False
         self._call = channel.stream_stream(CALLS_NAME)()
         self._waiting: dict[int, asyncio.Future[Outcome]] = {}
-        self._unsent: deque[Call] = deque()
+        self._unsent: deque[tuple[int, str, bytes]] = deque()  # number, method, request
         self._cancelled: deque[int] = deque()
         self._wake = asyncio.Event()
         self._last = 0
@@ -67,7 +67,7 @@ class CallStream:
         number = self._last
         answer: asyncio.Future[Outcome] = loop.create_future()
         self._waiting[number] = answer
-        self._unsent.append(Call(number=number, method=method, request=request))
+        self._unsent.append((number, method, request))
         self._wake.set()
         timer = loop.call_later(timeout_s, _expire, answer)
         try:
@@ -133,7 +133,8 @@ class CallStream:
         await self._call.wait_for_connection()
         while True:
             await self._wake.wait()
-            await _settled()
+            if len(self._waiting) > len(self._unsent):
+                await _settled()
             self._wake.clear()
             while self._unsent or self._cancelled:
                 batch = self._next_batch()
@@ -145,17 +146,19 @@ class CallStream:
     def _next_batch(self) -> CallBatch:
         batch, size_bytes = CallBatch(), 0
         while self._unsent and size_bytes < _BATCH_BYTES and len(batch.calls) < _BATCH_CALLS_MAX:
-            call = self._unsent.popleft()
-            if call.number in self._waiting:  # else it was given up before it was sent
-                batch.calls.append(call)
-                size_bytes += len(call.request)
+            number, method, request = self._unsent.popleft()
+            if number in self._waiting:  # else it was given up before it was sent
+                batch.calls.add(number=number, method=method, request=request)
+                size_bytes += len(request)
         while self._cancelled and len(batch.cancelled) < _BATCH_CANCELLED_MAX:
             batch.cancelled.append(self._cancelled.popleft())
         return batch
 
 
 async def _settled() -> None:
-    """Let those who are about to speak do so: a message costs as much as ten calls in one."""
+    """Let those who are about to speak do so: a message costs as much as ten calls in one. Where no other call is in progress on the
+    connection nobody is about to, and a lone call is not made to wait.
+    """
     for _ in range(_TURNS):
         await asyncio.sleep(0)
 
@@ -166,23 +169,26 @@ def _expire(answer: asyncio.Future[Outcome]) -> None:
 
 
 class ServedCalls:
-    """The callee's end. `handle(method, request)` is the RPC boundary: it raises nothing. `enter` and `leave` count calls: one is open
-    until its answer was sent, so that a caller that reads nothing cannot make answers pile up.
+    """The callee's end. `handle(method, request)` is the RPC boundary: it raises nothing. `at_once` is the same for methods that never
+    wait, and need no task; None: this one may. `enter` and `leave` count calls: one is open until its answer was sent, so that a caller
+    that reads nothing cannot make answers pile up.
     """
 
     def __init__(
         self,
         context: aio.ServicerContext[Any, Any],
         handle: Callable[[str, bytes], Awaitable[Outcome]],
+        at_once: Callable[[str, bytes], Outcome | None],
         enter: Callable[[], str | None],
         leave: Callable[[], None],
     ) -> None:
         self._context = context
         self._handle = handle
+        self._at_once = at_once
         self._enter = enter
         self._leave = leave
         self._open: dict[int, asyncio.Task[None]] = {}
-        self._unsent: deque[tuple[Answer, bool]] = deque()  # with whether the call was counted in
+        self._unsent: deque[tuple[int, Outcome, bool]] = deque()  # number, outcome, whether the call was counted in
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
         self._stopping = False
@@ -207,7 +213,7 @@ class ServedCalls:
         except* aio.BaseError:
             pass  # the connection broke; the caller sees it too
         finally:
-            for _, counted in self._unsent:
+            for *_, counted in self._unsent:
                 if counted:
                     self._leave()
 
@@ -246,43 +252,50 @@ class ServedCalls:
         if refusal is not None:
             self._put(call.number, (grpc.StatusCode.RESOURCE_EXHAUSTED, refusal, b""), counted=False)
             return
+        outcome = self._at_once(call.method, call.request)
+        if outcome is not None:
+            self._put(call.number, _checked(call.method, outcome), counted=True)
+            return
         task = self._open[call.number] = group.create_task(self._perform(call))
         task.add_done_callback(functools.partial(self._performed, call.number))
 
     async def _perform(self, call: Call) -> None:
-        outcome = await self._handle(call.method, call.request)
-        if len(outcome[2]) > SHARED_REPLY_BYTES_MAX:
-            text = f"the reply has more than {SHARED_REPLY_BYTES_MAX} bytes: {call.method} wants a call of its own"
-            outcome = (grpc.StatusCode.OUT_OF_RANGE, text, b"")
-        self._put(call.number, outcome, counted=True)
+        self._put(call.number, _checked(call.method, await self._handle(call.method, call.request)), counted=True)
 
     def _performed(self, number: int, task: asyncio.Task[None]) -> None:
         """A task that is cancelled before it has begun runs no line of its coroutine, so its call is counted out here."""
         del self._open[number]
         if task.cancelled():
             self._leave()
-        self._wake.set()
+        if self._stopping:
+            self._wake.set()
 
     def _put(self, number: int, outcome: Outcome, *, counted: bool) -> None:
-        code, details, reply = outcome
-        self._unsent.append((Answer(number=number, status=code.value[0], details=details, reply=reply), counted))
+        self._unsent.append((number, outcome, counted))
         self._wake.set()
 
     async def _write(self) -> None:
         while not self._stopping or self._open or self._unsent:
             await self._wake.wait()
-            await _settled()
+            if len(self._open) > len(self._unsent):
+                await _settled()
             self._wake.clear()
             while self._unsent:
                 batch, counted, size_bytes = AnswerBatch(), 0, 0
                 while self._unsent and size_bytes < _BATCH_BYTES and len(batch.answers) < _BATCH_CALLS_MAX:
-                    answer, was_counted = self._unsent.popleft()
-                    batch.answers.append(answer)
+                    number, (code, details, reply), was_counted = self._unsent.popleft()
+                    batch.answers.add(number=number, status=code.value[0], details=details, reply=reply)
                     counted += was_counted
-                    size_bytes += len(answer.reply) + len(answer.details)
+                    size_bytes += len(reply) + len(details)
                 try:
                     await self._context.write(batch.SerializeToString())
                 finally:
                     for _ in range(counted):
                         self._leave()
                 self._room.set()
+
+
+def _checked(method: str, outcome: Outcome) -> Outcome:
+    if len(outcome[2]) <= SHARED_REPLY_BYTES_MAX:
+        return outcome
+    return grpc.StatusCode.OUT_OF_RANGE, f"the reply has more than {SHARED_REPLY_BYTES_MAX} bytes: {method} wants a call of its own", b""

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
 import grpc
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from grpc import aio
 
 from swarm.errors import NetworkError, PeerError, SwarmError, UsageError
@@ -32,6 +32,7 @@ from swarm.net.rpc import (
 
 _logger = logging.getLogger(__name__)
 
+_INTERNAL: Outcome = (grpc.StatusCode.INTERNAL, "internal error", b"")
 _STREAMS_PER_PEER_MAX = 4  # of shared calls: one a connection
 _REFUSAL_CHARACTERS_MAX = 1000  # gRPC carries it in a header
 _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -53,7 +54,7 @@ class Server:
     def __init__(self, *, calls_max: int = 1024, calls_per_peer_max: int = 256) -> None:
         self._calls_max = calls_max
         self._calls_per_peer_max = calls_per_peer_max
-        self._calls: Counter[PeerId] = Counter()
+        self._calls: dict[PeerId, int] = {}
         self._open_calls = 0  # their sum
         self._streams: set[ServedCalls] = set()
         self._streams_by: Counter[PeerId] = Counter()
@@ -102,20 +103,21 @@ class Server:
 
     def enter(self, peer_id: PeerId) -> str | None:
         """Count a call in; a reason when there are too many."""
-        if self._calls[peer_id] >= self._calls_per_peer_max:
+        calls = self._calls.get(peer_id, 0)
+        if calls >= self._calls_per_peer_max:
             return f"you have {self._calls_per_peer_max} calls open here already"
         if self._open_calls >= self._calls_max:
             return f"busy: {self._calls_max} calls open already"
-        self._calls[peer_id] += 1
+        self._calls[peer_id] = calls + 1
         self._open_calls += 1
         return None
 
     def leave(self, peer_id: PeerId) -> None:
         """Count a call out."""
         self._open_calls -= 1
-        self._calls[peer_id] -= 1
-        if not self._calls[peer_id]:
-            del self._calls[peer_id]
+        calls = self._calls.pop(peer_id) - 1
+        if calls:
+            self._calls[peer_id] = calls
 
 
 class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
@@ -158,9 +160,20 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
                 return grpc.StatusCode.UNIMPLEMENTED, "", b""
             return await self._outcome(name, peer_id, _answer(handler, peer_id, raw))
 
-        stream = ServedCalls(
-            context, handle, functools.partial(self._server.enter, peer_id), functools.partial(self._server.leave, peer_id)
-        )
+        def at_once(name: str, raw: bytes) -> Outcome | None:
+            handler = self._handlers.find(name)
+            if not isinstance(handler, UnaryHandler) or handler.at_once is None:
+                return None
+            try:
+                return grpc.StatusCode.OK, "", _encoded(handler, handler.at_once(peer_id, _decoded(handler, raw)))
+            except (SwarmError, _Ended) as error:
+                return _failure(name, peer_id, error)
+            except Exception:  # the boundary, as in `_outcome`
+                _logger.exception("%s, called by %s, failed", name, peer_id)
+                return _INTERNAL
+
+        enter, leave = functools.partial(self._server.enter, peer_id), functools.partial(self._server.leave, peer_id)
+        stream = ServedCalls(context, handle, at_once, enter, leave)
         try:
             await self._server.share(peer_id, stream)
         except PeerError as error:
@@ -191,16 +204,21 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
         """What a handler's end means to its caller."""
         try:
             return grpc.StatusCode.OK, "", await work
-        except (PeerError, UsageError) as error:
-            return grpc.StatusCode.FAILED_PRECONDITION, _told(str(error) or type(error).__name__), b""
-        except _Ended:
-            return grpc.StatusCode.CANCELLED, "the stream was ended by its handler", b""
-        except SwarmError as error:  # the network's: of this stream, or of a call that the handler made
-            _logger.debug("%s from %s: %s", name, peer_id.short, error)
-            return grpc.StatusCode.ABORTED, _told(str(error)), b""
+        except (SwarmError, _Ended) as error:
+            return _failure(name, peer_id, error)
         except Exception:  # the boundary: whatever a handler raises ends its call only
             _logger.exception("%s, called by %s, failed", name, peer_id)
-            return grpc.StatusCode.INTERNAL, "internal error", b""
+            return _INTERNAL
+
+
+def _failure(name: str, peer_id: PeerId, error: SwarmError | _Ended) -> Outcome:
+    """What a caller is told of what its handler raised."""
+    if isinstance(error, (PeerError, UsageError)):
+        return grpc.StatusCode.FAILED_PRECONDITION, _told(str(error) or type(error).__name__), b""
+    if isinstance(error, _Ended):
+        return grpc.StatusCode.CANCELLED, "the stream was ended by its handler", b""
+    _logger.debug("%s from %s: %s", name, peer_id.short, error)  # the network's: of this stream, or of a call that the handler made
+    return grpc.StatusCode.ABORTED, _told(str(error)), b""
 
 
 class _Busy(Exception):
@@ -254,15 +272,24 @@ class _HandlerStream:
 
 
 async def _answer(handler: UnaryHandler, peer_id: PeerId, raw: bytes) -> bytes:
+    return _encoded(handler, await handler.function(peer_id, _decoded(handler, raw)))
+
+
+def _decoded(handler: UnaryHandler, raw: bytes) -> Message:
     method = handler.method
     if len(raw) > method.request_bytes_max:
         raise PeerError(f"{method.name} takes requests of at most {method.request_bytes_max} bytes; this one has {len(raw)}")
-    request = method.request()
+    request: Message = method.request()
     try:
         request.ParseFromString(raw)
     except DecodeError:
         raise PeerError(f"the request of {method.name} is not a {method.request.DESCRIPTOR.full_name}") from None
-    reply = (await handler.function(peer_id, request)).SerializeToString()
+    return request
+
+
+def _encoded(handler: UnaryHandler, message: Message) -> bytes:
+    method = handler.method
+    reply = message.SerializeToString()
     if len(reply) > method.reply_bytes_max:
         raise RuntimeError(f"our reply has {len(reply)} bytes, more than {method.name} allows ({method.reply_bytes_max})")
     return reply

@@ -13,17 +13,19 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from swarm.clock import Clock
-from swarm.errors import NetworkError, PeerError, UsageError
+from swarm.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
 from swarm.ids import Key, PeerId
+from swarm.run.keeping import KeptSpecifications
 from swarm.run.specification import SignedSpecification, newest, run_id_of, specification_key, verified
 
 if TYPE_CHECKING:
     from swarm.dht.service import DhtService, Entry
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 LISTING_KEY = Key("public", "runs")
 _TTL_S = 3600.0  # how long a run stays findable after its last member vanished
@@ -43,15 +45,23 @@ class RunListing:
     def full_name(self) -> str:
         return f"{self.name}@{self.run_id}"
 
+    def is_meant_by(self, wanted: str | None) -> bool:
+        """`wanted`: a name, `name@id`, an id, or None for any."""
+        return wanted in (None, self.name, self.full_name, self.run_id)
+
 
 class RunDirectory:
     """Publishes and finds runs through one node's DHT. All of it runs on the node's network loop."""
 
-    def __init__(self, dht: DhtService, own: PeerId, *, clock: Clock, rng: random.Random | None = None) -> None:
+    def __init__(
+        self, dht: DhtService, own: PeerId, *, clock: Clock, rng: random.Random | None = None, kept: KeptSpecifications | None = None
+    ) -> None:
+        """`kept`: where specifications are kept on disk; None: nowhere."""
         self._dht = dht
         self._clock = clock
         self._own = own
         self._rng = rng or random.Random()
+        self._kept = kept
 
     async def publish(self, signed: SignedSpecification, *, timeout_s: float = 10.0) -> None:
         """Store the specification, and list the run under this peer's name. NetworkError when no peer, not even this one, took them."""
@@ -73,34 +83,66 @@ class RunDirectory:
                 found.add(listing)
         return sorted(found)
 
-    async def specification(self, run_id: str, *, timeout_s: float = 10.0) -> SignedSpecification:
-        """The newest genuine specification of a run. PeerError with the reasons when there is one that cannot be used here, or none."""
-        genuine, refused = await self._copies(run_id, timeout_s, latest=True)
-        found = newest([signed for _, signed in genuine])
+    async def kept(self, wanted: str) -> list[SignedSpecification]:
+        """The runs that this machine took part in, of this name, `name@id` or id."""
+        every = await self._on_disk(KeptSpecifications.all) or []
+        return [signed for signed in every if RunListing(signed.name, signed.run_id).is_meant_by(wanted)]
+
+    async def specification(self, run_id: str, *, from_disk: bool = True, timeout_s: float = 10.0) -> SignedSpecification:
+        """The newest genuine specification of a run, be it the one that this machine kept. PeerError with the reasons when there is one
+        that cannot be used here, or none.
+        """
+        own = await self._on_disk(lambda kept: kept.load(run_id)) if from_disk else None
+        try:
+            genuine, refused = await self._copies(run_id, timeout_s, latest=True)
+        except DeadlineExceeded:
+            if own is None:
+                raise
+            genuine, refused = [], []
+        found = newest([signed for _, signed in genuine] + ([own] if own is not None else []))
         if found is None:
             reasons = "; ".join(sorted(set(refused))[:3]) or "nobody stores it, so its last member has probably left"
             raise PeerError(f"the specification of run {run_id} was not found: {reasons}")
         return found
 
     async def find(self, wanted: str | None, *, timeout_s: float = 10.0) -> SignedSpecification:
-        """The run that `wanted` (a name, `name@id`, or an id) means, or the only one there is. UsageError lists what exists otherwise."""
+        """The run that `wanted` (a name, `name@id`, or an id) means, or the only one there is. UsageError lists what exists otherwise.
+
+        A run that this machine took part in is found by its name although the swarm has forgotten it; never without, since it may be
+        another swarm's.
+        """
         listings = await self.listings(timeout_s=timeout_s)
+        if wanted is not None and not any(listing.is_meant_by(wanted) for listing in listings):
+            listings += [RunListing(signed.name, signed.run_id) for signed in await self.kept(wanted)]
         return await self.specification(choose(listings, wanted).run_id, timeout_s=timeout_s)
 
     async def keep(self, signed: SignedSpecification, on_newer: Callable[[SignedSpecification], Awaitable[None]]) -> None:
-        """Keep the specification in the DHT for as long as this runs, and take over newer versions of the owner's as they appear."""
+        """Keep the specification in the DHT for as long as this runs, and take over newer versions of the owner's as they appear. What
+        is kept there is kept on disk, too.
+        """
+        await self._save(signed)
         while True:
             try:
                 genuine, _ = await self._copies(signed.run_id, 10.0)
                 latest = newest([signed, *(copy for _, copy in genuine)])
                 if latest is not None and latest.version > signed.version:
                     signed = latest
+                    await self._save(signed)
                     await on_newer(signed)
                 if not self._is_kept([entry for entry, copy in genuine if copy.version >= signed.version]):
                     await self.publish(signed)
             except (NetworkError, PeerError) as error:
                 _log.info("the specification of %s was not refreshed, tried again later: %s", signed.full_name, error)
             await asyncio.sleep(_REFRESH_S * self._rng.uniform(0.7, 1.3))
+
+    async def _save(self, signed: SignedSpecification) -> None:
+        await self._on_disk(lambda kept: kept.save(signed))
+
+    async def _on_disk(self, work: Callable[[KeptSpecifications], T]) -> T | None:
+        """In a thread of the loop's: a disk can take its time. None when nothing is kept on disk."""
+        if self._kept is None:
+            return None
+        return await asyncio.get_running_loop().run_in_executor(None, work, self._kept)
 
     def _is_kept(self, entries: list[Entry]) -> bool:
         """Does somebody keep the current version, with enough time left?"""
@@ -125,7 +167,7 @@ def choose(listings: Iterable[RunListing], wanted: str | None) -> RunListing:
     every = list(listings)
     if not every:
         raise UsageError("this swarm announces no run: found one with `swarm start RUN.toml --bootstrap ADDRESS`, or check the address")
-    matching = [listing for listing in every if wanted in (None, listing.name, listing.full_name, listing.run_id)]
+    matching = [listing for listing in every if listing.is_meant_by(wanted)]
     if len(matching) == 1:
         return matching[0]
     shown = ", ".join(listing.full_name for listing in (matching or every)[:_SHOWN_MAX])

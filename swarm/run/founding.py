@@ -15,12 +15,15 @@ async def found(
     """Sign, publish, and return the specification, and whether the run is new.
 
     Where the swarm knows a run of this owner and name already, an unchanged specification is taken as it is (version, founding time), and
-    a changed one becomes the next version of it.
+    a changed one becomes the next version of it. Where the swarm has forgotten it the run is founded anew, with a version above that of the
+    copies that members may still have on disk.
     """
+    run_id = run_id_of(owner.peer_id, specification.name)
     try:
-        known = await directory.specification(run_id_of(owner.peer_id, specification.name))
+        known = await directory.specification(run_id, from_disk=False)
     except PeerError:
-        signed, new = sign(specification, owner, version=1, founded_s=clock.swarm_s()), True
+        version = max((kept.version for kept in await directory.kept(run_id)), default=0) + 1
+        signed, new = sign(specification, owner, version=version, founded_s=clock.swarm_s()), True
     else:
         new = False
         if known.specification == specification:

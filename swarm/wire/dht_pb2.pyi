@@ -62,14 +62,16 @@ class DhtFindQuery(_message.Message):
     def __init__(self, key: _Optional[_Union[DhtKey, _Mapping]] = ..., target: _Optional[bytes] = ...) -> None: ...
 
 class DhtFindRequest(_message.Message):
-    __slots__ = ("sender", "queries", "nearest_max")
+    __slots__ = ("sender", "queries", "nearest_max", "known")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     QUERIES_FIELD_NUMBER: _ClassVar[int]
     NEAREST_MAX_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
     sender: _peer_pb2.Contact
     queries: _containers.RepeatedCompositeFieldContainer[DhtFindQuery]
     nearest_max: int
-    def __init__(self, sender: _Optional[_Union[_peer_pb2.Contact, _Mapping]] = ..., queries: _Optional[_Iterable[_Union[DhtFindQuery, _Mapping]]] = ..., nearest_max: _Optional[int] = ...) -> None: ...
+    known: bytes
+    def __init__(self, sender: _Optional[_Union[_peer_pb2.Contact, _Mapping]] = ..., queries: _Optional[_Iterable[_Union[DhtFindQuery, _Mapping]]] = ..., nearest_max: _Optional[int] = ..., known: _Optional[bytes] = ...) -> None: ...
 
 class DhtFindResult(_message.Message):
     __slots__ = ("records", "nearest", "left_out")
@@ -90,16 +92,18 @@ class DhtFindReply(_message.Message):
     def __init__(self, time_us: _Optional[int] = ..., results: _Optional[_Iterable[_Union[DhtFindResult, _Mapping]]] = ...) -> None: ...
 
 class DhtStoreRequest(_message.Message):
-    __slots__ = ("sender", "records", "target", "nearest_max")
+    __slots__ = ("sender", "records", "target", "nearest_max", "known")
     SENDER_FIELD_NUMBER: _ClassVar[int]
     RECORDS_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     NEAREST_MAX_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
     sender: _peer_pb2.Contact
     records: _containers.RepeatedCompositeFieldContainer[DhtRecord]
     target: bytes
     nearest_max: int
-    def __init__(self, sender: _Optional[_Union[_peer_pb2.Contact, _Mapping]] = ..., records: _Optional[_Iterable[_Union[DhtRecord, _Mapping]]] = ..., target: _Optional[bytes] = ..., nearest_max: _Optional[int] = ...) -> None: ...
+    known: bytes
+    def __init__(self, sender: _Optional[_Union[_peer_pb2.Contact, _Mapping]] = ..., records: _Optional[_Iterable[_Union[DhtRecord, _Mapping]]] = ..., target: _Optional[bytes] = ..., nearest_max: _Optional[int] = ..., known: _Optional[bytes] = ...) -> None: ...
 
 class DhtStoreReply(_message.Message):
     __slots__ = ("time_us", "refusals", "nearest")

@@ -145,6 +145,31 @@ def test_a_bug_of_a_handler_is_not_told(run: Run, caplog: pytest.LogCaptureFixtu
         run(scenario)
 
 
+def test_a_handler_that_never_waits_is_answered_for_like_any_other(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    raised = {"refuse": PeerError("the schema differs"), "unreachable": NetworkError("the third is away"), "broken": KeyError("secret")}
+    told = {"refuse": (PeerError, "the schema differs"), "unreachable": (NetworkError, "the third is away")}
+
+    def direct(caller: PeerId, request: Hello) -> Hello:
+        if request.agent in raised:
+            raise raised[request.agent]
+        return Hello(agent="x" * 3000 if request.agent == "too much" else f"{caller} {request.agent}")
+
+    async def scenario(two: Transport) -> None:
+        two.handlers.direct(ECHO, direct)
+        calls = [two.caller.call(two.contact, ECHO, Hello(agent=str(number)), timeout_s=5) for number in range(40)]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+        assert [task.result().agent for task in tasks] == [f"{two.own} {number}" for number in range(40)]
+        for agent in (*raised, "too much"):
+            kind, text = told.get(agent, (PeerError, "internal error"))
+            with pytest.raises(kind, match=text):
+                await two.caller.call(two.contact, ECHO, Hello(agent=agent), timeout_s=5)
+        assert (await two.caller.call(two.contact, ECHO, Hello(agent="on"), timeout_s=5)).agent == f"{two.own} on"
+
+    with caplog.at_level(logging.CRITICAL):
+        run(scenario)
+
+
 def test_what_a_handler_could_not_reach_is_the_networks_fault(run: Run) -> None:
     async def relay(caller: PeerId, request: Hello) -> Hello:
         raise NetworkError("cannot reach the third")

@@ -192,3 +192,38 @@ def test_a_caller_is_let_in_by_its_answer_only() -> None:
     assert far[2].peer_id in table
     assert table.heard(Contact(far[5].peer_id), 20.0) is None, "who cannot be dialed"
     check_invariants(table)
+
+
+def due_by_brute_force(table: RoutingTable, now_s: float) -> set[PeerId]:
+    config, found = table.config, set()
+    near = {contact.peer_id for contact in table.nearest(table.own_id, config.near_count)}
+    for bucket in table._buckets:
+        for peer_id, node in bucket.nodes.items():
+            known_s = min(max(node.seen_s - node.since_s, config.far_silent_s_min), config.far_silent_s_max)
+            if node.failures or now_s - node.seen_s >= (config.near_silent_s if peer_id in near else known_s):
+                found.add(peer_id)
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 10**6), bucket_max=st.integers(1, 8), steps=st.integers(1, 400), pause_s=st.sampled_from([1.0, 20.0, 90.0]))
+def test_who_is_to_be_pinged_equals_brute_force(seed: int, bucket_max: int, steps: int, pause_s: float) -> None:
+    """The table looks at those only that were silent for longest; comings, goings, failures and replacements must hide nobody."""
+    table = RoutingTable(OWN, RoutingConfig(bucket_max=bucket_max, near_count=4, depth_step=2))
+    rng, now_s = random.Random(seed), 0.0
+    people = [contact_of(rng.getrandbits(200) + 1) for _ in range(60)]
+    for _ in range(steps):
+        now_s += pause_s * rng.random()
+        contact = rng.choice(people)
+        act = rng.randrange(6)
+        if act < 3:
+            table.met(contact, now_s, proven=act > 0)
+        elif act == 3:
+            table.heard(contact, now_s)
+        else:
+            table.failed(contact.peer_id, at_once=act == 5)
+        due = table.to_ping(now_s)
+        assert {contact.peer_id for contact in due} == due_by_brute_force(table, now_s)
+        assert len(due) == len(set(due))
+    check_invariants(table)
+    assert set(table._failing) == {peer_id for bucket in table._buckets for peer_id, node in bucket.nodes.items() if node.failures}

@@ -7,10 +7,13 @@ import asyncio
 import pytest
 
 from swarm.dht.config import DhtConfig
+from swarm.dht.overlay import FIND, STORE
 from swarm.dht.routing import RoutingConfig
-from swarm.errors import UsageError
+from swarm.dht.wire import KNOWN_MAX, contacts_from_wire, id_to_wire, key_to_wire, known_to_wire
+from swarm.errors import DeadlineExceeded, PeerError, UsageError
 from swarm.ids import Key
 from swarm.testing.network import SimulatedNetwork
+from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtStoreRequest
 from tests.sim.dht_scenarios import nearest, peer_of, play, record_by, service_of, swarm_of, value_at
 
 KEY = Key.parse("thing")
@@ -234,3 +237,65 @@ def test_a_replica_that_lacks_something_is_mended_by_a_read() -> None:
         assert replicas[2].storage.records(KEY, replicas[2].overlay.now_us), "and others"
 
     play(scenario, seed=6)
+
+
+def test_who_is_known_is_not_named_again() -> None:
+    async def scenario(network: SimulatedNetwork) -> None:
+        one, two, *_ = services = await swarm_of(network, 9)
+        everybody = [service.own() for service in services]
+        caller, sender = peer_of(network, one).caller, one.overlay.sender
+
+        async def named(known: bytes) -> list[object]:
+            query = DhtFindQuery(key=key_to_wire(KEY))
+            request = DhtFindRequest(
+                sender=sender, queries=[query, DhtFindQuery(target=id_to_wire(KEY.dht_id))], nearest_max=5, known=known
+            )
+            found = [contacts_from_wire(result.nearest) for result in (await caller.call(two.own(), FIND, request, timeout_s=3)).results]
+            store = DhtStoreRequest(sender=sender, target=id_to_wire(KEY.dht_id), nearest_max=5, known=known)
+            found.append(contacts_from_wire((await caller.call(two.own(), STORE, store, timeout_s=3)).nearest))
+            assert found[0] == found[1] == found[2]
+            return list(found[0])
+
+        near = await named(b"")
+        assert len(near) == 5
+        assert await named(known_to_wire(everybody)) == []
+        for place in range(5):
+            assert await named(known_to_wire(contact for contact in everybody if contact != near[place])) == [near[place]]
+        assert await named(bytes(8)) == near
+        for wrong in (b"1234567", bytes(8 * KNOWN_MAX + 8)):
+            with pytest.raises(PeerError, match=f"at most {KNOWN_MAX} known peers"):
+                await named(wrong)
+        assert one.overlay.known == known_to_wire(one.overlay.table)
+        one.overlay.left(two.peer_id)
+        assert one.overlay.known == known_to_wire(one.overlay.table), "a list of long ago would hide who came back"
+
+    play(scenario, seed=3)
+
+
+def test_a_replica_that_the_reader_has_never_met_is_named_to_it_and_asked() -> None:
+    async def scenario(network: SimulatedNetwork) -> None:
+        services = await swarm_of(network, 8)
+        replicas = nearest(services, KEY)
+        reader = next(service for service in services if service not in replicas)
+        reader.overlay.table.failed(replicas[0].peer_id, at_once=True)
+        network.trace.clear()
+        await reader.get(KEY)
+        own, other = peer_of(network, reader).index, peer_of(network, replicas[0]).index
+        assert any(f" {own}->{other} /swarm.Dht/Find" in line for line in network.trace)
+
+    play(scenario, seed=1)
+
+
+def test_a_search_that_nobody_answers_ends_and_says_so() -> None:
+    """Also when the reader would wait for longer, and however many answers come that lead nowhere."""
+
+    async def scenario(network: SimulatedNetwork) -> None:
+        reader, *others = await swarm_of(network, 8, DhtConfig(search_timeout_s=2.0))
+        for other in others:
+            peer_of(network, other).frozen = True
+        begun_s = asyncio.get_running_loop().time()
+        with pytest.raises(DeadlineExceeded, match="none of the"):
+            await reader.get(KEY, timeout_s=60.0, max_age_s=0.0)
+        assert asyncio.get_running_loop().time() - begun_s <= 2.01
+
+    play(scenario, seed=1)

@@ -62,15 +62,9 @@ def test_identities_near_a_key_are_nearest() -> None:
 
 def test_every_figure_becomes_a_row() -> None:
     plan = simulated.Plan(
-        hops_peers=(30,),
+        sizes=(simulated.Size(peers=30, rest_warm_up_s=10.0, rest_s=60.0, churn_s=300.0, split_s=120.0),),
         lookups=5,
-        rest_peers=(20,),
-        rest_warm_up_s=10.0,
-        rest_s=60.0,
-        churn_peers=(30,),
         churn_keys=10,
-        heal_peers=(30,),
-        split_s=120.0,
         heal_s_max=120.0,
         hostile_peers=40,
         identities_tried=300,
@@ -81,7 +75,7 @@ def test_every_figure_becomes_a_row() -> None:
     assert values["simulated-30-churn"] is not None
     assert (values["simulated-30-heal-tables"] or 0.0) < 120.0
     assert "simulated-30-heal-reads" in values
-    assert (values["simulated-20-rest-messages"] or 0) > 10
+    assert (values["simulated-30-rest-messages"] or 0) > 10
     assert (values["simulated-40-eclipse"] or 0) > 50
     cells = report.cells(report.as_record(rows[0], "run"))
     assert cells[4] in ("1 hops", "2 hops")
@@ -89,7 +83,7 @@ def test_every_figure_becomes_a_row() -> None:
 
 
 def test_churn_reads_count_what_is_lost() -> None:
-    found, reads, lost = simulated.churn_reads(30, keys=20, seed=Chance(1).below(100))
+    found, reads, lost = simulated.churn_reads(30, keys=20, churn_s=600.0, seed=Chance(1).below(100))
     assert reads >= 6
     assert found <= reads
     assert lost <= 20

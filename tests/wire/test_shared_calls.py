@@ -22,14 +22,15 @@ from swarm.wire import peer_pb2
 from swarm.wire.calls_pb2 import AnswerBatch, Call, CallBatch
 
 ECHO = Method(name="/swarm.Test/Echo", request=peer_pb2.Hello, reply=peer_pb2.Hello)
+DIRECT = Method(name="/swarm.Test/Direct", request=peer_pb2.Hello, reply=peer_pb2.Hello)
 SLOW = Method(name="/swarm.Test/Slow", request=peer_pb2.Hello, reply=peer_pb2.Hello)
 
 
 class Pair:
     """A server that echoes, also slowly, and a caller."""
 
-    def __init__(self, server: Server, contact: Contact, channels: Channels) -> None:
-        self.server, self.contact, self.channels = server, contact, channels
+    def __init__(self, server: Server, contact: Contact, channels: Channels, handlers: Handlers) -> None:
+        self.server, self.contact, self.channels, self.handlers = server, contact, channels, handlers
         self.entered, self.release, self.cancelled = asyncio.Event(), asyncio.Event(), 0
 
     async def call(self, method: Method[peer_pb2.Hello, peer_pb2.Hello], agent: str, timeout_s: float = 5.0) -> str:
@@ -56,7 +57,7 @@ class Pair:
 
     @property
     def open_calls(self) -> int:
-        assert self.server._open_calls == self.server._calls.total()
+        assert self.server._open_calls == sum(self.server._calls.values())
         return self.server._open_calls
 
 
@@ -64,7 +65,7 @@ class Pair:
 async def pair(server: Server | None = None) -> AsyncIterator[Pair]:
     identity, handlers, server = Identity.generate(), Handlers(), server or Server()
     port = await server.start(identity, handlers, "127.0.0.1", 0)
-    two = Pair(server, Contact(identity.peer_id, (Address("127.0.0.1", port),)), Channels(Identity.generate()))
+    two = Pair(server, Contact(identity.peer_id, (Address("127.0.0.1", port),)), Channels(Identity.generate()), handlers)
     handlers.unary(ECHO, two.echo)
     handlers.unary(SLOW, two.slow)
     try:
@@ -138,6 +139,27 @@ def test_a_large_request_has_a_call_of_its_own() -> None:
             assert await two.call(ECHO, text) == text
 
     run(scenario)
+
+
+def test_a_handler_that_never_waits_is_counted_in_and_out_and_kept_to_the_limits() -> None:
+    async def scenario() -> None:
+        async with pair(Server(calls_per_peer_max=20)) as two:
+            seen: list[int] = []
+
+            def direct(peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
+                seen.append(two.open_calls)
+                return request
+
+            two.handlers.direct(DIRECT, direct)
+            await two.call(DIRECT, "connect")
+            calls = [two.call(DIRECT, str(number)) for number in range(30)]
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            assert answers[:20] == [str(number) for number in range(20)]
+            assert all("you have 20 calls open" in str(answer) for answer in answers[20:]), "open until they are answered"
+            assert seen == [1, *range(1, 21)]
+            await until(lambda: two.open_calls == 0)
+
+    asyncio.run(scenario())
 
 
 def test_a_call_that_is_cancelled_before_it_begins_is_counted_out() -> None:
@@ -263,7 +285,7 @@ def test_a_call_is_open_until_its_answer_was_sent_and_a_caller_that_does_not_rea
         async def handle(name: str, request: bytes) -> calls.Outcome:
             return grpc.StatusCode.OK, "", b"x"
 
-        served = calls.ServedCalls(context, handle, enter, leave)  # type: ignore[arg-type]
+        served = calls.ServedCalls(context, handle, lambda name, request: None, enter, leave)  # type: ignore[arg-type]
         async with asyncio.TaskGroup() as group:
             task = group.create_task(served.run())
             await until(lambda: len(served._unsent) >= calls._UNSENT_MAX)
