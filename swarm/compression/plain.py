@@ -96,6 +96,15 @@ class PlainCodec:
         sign = 1 << (8 * self.dtype.itemsize - 1)
         return bool(np.maximum.reduce(array.view(signed)) < infinity) and bool(np.maximum.reduce(array.view(unsigned)) < sign + infinity)
 
+    def flaw(self, payload: Buffer | torch.Tensor, numel: int) -> str:
+        size = len(payload)
+        if size != self.encoded_bytes(numel):
+            return f"{numel} elements in {self.name} are {self.encoded_bytes(numel)} bytes, not {size}"
+        if self.is_finite(payload):
+            return ""
+        bad = (~torch.isfinite(self.decode(payload, torch.empty(numel)))).nonzero()
+        return f"element {int(bad[0])} is NaN or infinity"
+
 
 # the bits of a number as an unsigned and as a signed integer, and those of infinity
 _BITS: dict[torch.dtype, tuple[type[np.unsignedinteger[Any]], type[np.signedinteger[Any]], int]] = {
