@@ -1,7 +1,8 @@
 """Codecs that keep a few bits of every element: 8, 4, 2 (ternary) or 1 (the sign), beside a scale for each block.
 
 Elements that share a byte lie far apart: a segment of n elements with p of them to the byte is seen as p planes of n / p, and byte j holds
-element j of each plane, the first in its lowest bits. So packing is a sum of planes, and no loop runs over single elements.
+element j of each plane, the first in its lowest bits; what the last plane lacks has the code of 0. So packing is a sum of planes, and no
+loop runs over single elements.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ class PlainCodec:
     def is_finite(self, payload: Buffer | torch.Tensor) -> bool:
         """NaN and infinity are what has all bits of the exponent set: in the bits, the largest numbers of either sign."""
         raw = payload if isinstance(payload, torch.Tensor) else view_bytes(payload)
-        if not raw.numel():
-            return True
+        if raw.numel() % self.dtype.itemsize or not raw.numel():
+            return not raw.numel()
         unsigned, signed, infinity = _BITS[self.dtype]
         array = raw.numpy()  # NumPy's extrema take one thread and a few microseconds
         sign = 1 << (8 * self.dtype.itemsize - 1)

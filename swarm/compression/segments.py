@@ -182,6 +182,8 @@ class SegmentCodec:
     def _split(self, segments: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The scales and the codes in encoded segments of `numel` elements."""
         at = self._blocks(numel) * _SCALE_BYTES
+        if segments.shape[0] == 1:  # of any length: torch would have rows begin at whole float32
+            return segments[0, :at].view(torch.float32)[None], segments[:, at:]
         return segments[:, :at].view(torch.float32), segments[:, at:]
 
 
