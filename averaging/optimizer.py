@@ -27,7 +27,7 @@ from averaging.rounds import Manner, Rounds, check_extras
 from averaging.runexchange import exchange_of
 from averaging.state import Scheduler, TrainingState
 from averaging.tracker import Tracker, TrackerServices
-from swarm.compression import find
+from swarm.compression import resolve
 from swarm.errors import NetworkError, UsageError
 
 if TYPE_CHECKING:
@@ -48,7 +48,8 @@ class Optimizer(torch.optim.Optimizer):
 
     `inner`: the optimizer to step once an epoch; its parameters are the model's. `node`: this process as a peer. `run`: a name that all
     peers use, or a run's id. An epoch is `target_batch_size` samples over the whole swarm; `batch_size_per_step`: samples behind one call
-    of `step`, unless the call says. `codec`: how gradients travel. `aggregation`, `clip_to_median`, `audit`: how far hostile peers get, see
+    of `step`, unless the call says. `codec`: how gradients travel, a name of `swarm.compression`, or "adaptive" for
+    what suits their size. `aggregation`, `clip_to_median`, `audit`: how far hostile peers get, see
     `swarm.Averager`; by default a part of somebody's gradients that is longer than ten medians is shortened to that. `scheduler`: a factory
     like `lambda inner: StepLR(inner, 10)`, stepped once an epoch, part of the state. `state_sync_epochs`: every so many epochs parameters
     and statistics are averaged, so that peers with different processors stay equal (0: never). `extra_tensors`: more to share, for instance
@@ -78,7 +79,7 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         # torch's __init__ is not called: groups, state and hooks are those of `inner`, by delegation.
         self._check(inner, mode, batch_size_per_step, state_sync_epochs)
-        find(codec)
+        resolve(codec, "gradient", 0)  # UsageError for one that does not exist, before anything is opened
         manner = Manner(codec=codec, aggregation=Aggregation(rule=aggregation, clip_to_median=clip_to_median), audit=audit)
         config = config or OptimizerConfig()
         self.inner, self.node, self.run_id = inner, node, run_id_of(run)

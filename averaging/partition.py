@@ -20,6 +20,7 @@ from swarm.errors import UsageError
 
 ALIGNMENT_ELEMENTS = 1024  # edges of parts: whole blocks for blockwise codecs, whole pages in float32
 PARTS_MAX = 1 << 24
+PART_ELEMENTS_MAX = 1 << 21  # a codec of a quarter of a bit would put tens of millions into a megabyte: working space is in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +80,12 @@ def spans(numel: int, shares: Sequence[float]) -> list[tuple[int, int]]:
 
 
 def plan_parts(numel: int, shares: Sequence[float], codec: Codec, part_bytes: int) -> Plan:
-    """Spans by `shares` (one per member, in group order), and each cut into equal parts of at most about `part_bytes` encoded.
+    """Spans by `shares` (one per member, in group order), and each cut into equal parts of at most about `part_bytes` encoded,
+    and PART_ELEMENTS_MAX elements.
 
     UsageError: nobody reduces, or there would be more than PARTS_MAX parts.
     """
-    elements = int(part_bytes * 8 / codec.bits_per_element)
+    elements = min(int(part_bytes * 8 / codec.bits_per_element), PART_ELEMENTS_MAX)
     part_elements_max = max(elements // ALIGNMENT_ELEMENTS, 1) * ALIGNMENT_ELEMENTS
     if numel > PARTS_MAX * (part_elements_max // 2):
         raise UsageError(f"{numel} elements in parts of {part_bytes} bytes are too many parts (at most {PARTS_MAX})")

@@ -18,6 +18,7 @@ from averaging.optimizerconfig import OptimizerConfig
 from averaging.result import AveragingResult, PendingRound
 from averaging.robust import MEAN, Aggregation
 from averaging.state import TrainingState
+from swarm.compression import resolve
 from swarm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class Rounds:
     def open(self) -> None:
         """Hold the averager of the epochs from now on: others expect this peer in their rounds."""
         if self._epochs is None:
-            self._epochs = self._averager(self._mode.tensors(), "epochs", self._manner)
+            self._epochs = self._averager(self._mode.tensors(), "epochs", "gradient", self._manner)
 
     def average(self, epoch: int, enough: Callable[[], bool], grace_s: float) -> AveragingResult:
         """One attempt at the round of `epoch`. When it did not fail, the mode's tensors hold the average.
@@ -88,7 +89,8 @@ class Rounds:
         if self._states is not None:
             self._states.close()
         aggregation = replace(self._manner.aggregation, clip_to_median=None)
-        self._states = self._averager(tensors, "state", replace(self._manner, codec=self._config.state_codec, aggregation=aggregation))
+        manner = replace(self._manner, codec=self._config.state_codec, aggregation=aggregation)
+        self._states = self._averager(tensors, "state", "statistic", manner)
         self._states_over = over
 
     def synchronise(self, enough: Callable[[], bool], grace_s: float) -> Synchronised:
@@ -127,13 +129,13 @@ class Rounds:
             if averager is not None:
                 averager.close()
 
-    def _averager(self, tensors: Sequence[torch.Tensor], name: str, manner: Manner) -> Averager:
+    def _averager(self, tensors: Sequence[torch.Tensor], name: str, role: str, manner: Manner) -> Averager:
         return Averager(
             self._node,
             tensors,
             name=name,
             target_group_size=self._config.group_size_max,
-            codec=manner.codec,
+            codec=resolve(manner.codec, role, sum(tensor.numel() for tensor in tensors)).name,
             aggregation=manner.aggregation.rule,
             clip_to_median=manner.aggregation.clip_to_median,
             audit=manner.audit,

@@ -14,15 +14,15 @@ from types import FrameType
 import click
 from rich.console import Console
 
-from benchmarks import allreduce, dht, grid, groups, hostile, losses, quick, report, simulated, simulated_rounds, trainers
+from benchmarks import allreduce, codecs, dht, grid, groups, hostile, losses, quick, report, simulated, simulated_rounds, trainers
 from benchmarks.allreduce import Setting
 from benchmarks.environments import NoEnvironment, hivemind_python, machine, memory_copy_bytes_per_s
 from benchmarks.launch import ROOT
 from benchmarks.results import Row
 from benchmarks.turns import Plan
 
-SECTIONS = ("allreduce", "groups", "losses", "trainers", "dht", "simulated", "hostile")
-COMPARED = frozenset({"allreduce", "groups", "losses", "trainers", "dht"})  # with hivemind, whose environment they need
+SECTIONS = ("allreduce", "groups", "losses", "trainers", "dht", "simulated", "hostile", "codecs")
+COMPARED = frozenset({"allreduce", "groups", "losses", "trainers", "dht", "codecs"})  # with hivemind, whose environment they need
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
@@ -114,6 +114,8 @@ def _measure(
         yield from simulated.rows(say)
     if "hostile" in sections:
         yield hostile.rows(say)
+    if "codecs" in sections:
+        yield codecs.rows(say, hivemind)
 
 
 def _command(arguments: list[str]) -> str:

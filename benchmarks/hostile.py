@@ -197,12 +197,13 @@ def _sign_and_check(plan: Plan, jobs: Sequence[tuple[Part, Sequence[Contribution
 
 def rows(say: Callable[[str], None]) -> list[Row]:
     """All of the section."""
-    with _one_thread():
+    with one_thread():
         return [*costs(say), *losses(say)]
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """Inside of it torch works on the calling thread alone."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -15,7 +15,7 @@ STEPS = 30
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    with hostile._one_thread():
+    with hostile.one_thread():
         yield
 
 

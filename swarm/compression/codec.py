@@ -81,7 +81,14 @@ class Codec(Protocol):
         ...
 
     def is_finite(self, payload: Buffer | torch.Tensor) -> bool:
-        """False when some element of `payload` (as for `decode`) decodes to NaN or infinity. Far cheaper than to decode and look."""
+        """False when some element of `payload` (as for `decode`) decodes to NaN or infinity, or `payload` is no encoding at all.
+
+        Far cheaper than to decode and look. What it passes decodes to finite values, whatever number of elements it is taken for.
+        """
+        ...
+
+    def flaw(self, payload: Buffer | torch.Tensor, numel: int) -> str:
+        """What is wrong with `payload` as an encoding of `numel` elements, in words; "" for nothing. Any bytes may be asked about."""
         ...
 
 

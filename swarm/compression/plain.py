@@ -89,12 +89,21 @@ class PlainCodec:
     def is_finite(self, payload: Buffer | torch.Tensor) -> bool:
         """NaN and infinity are what has all bits of the exponent set: in the bits, the largest numbers of either sign."""
         raw = payload if isinstance(payload, torch.Tensor) else view_bytes(payload)
-        if not raw.numel():
-            return True
+        if raw.numel() % self.dtype.itemsize or not raw.numel():
+            return not raw.numel()
         unsigned, signed, infinity = _BITS[self.dtype]
         array = raw.numpy()  # NumPy's extrema take one thread and a few microseconds
         sign = 1 << (8 * self.dtype.itemsize - 1)
         return bool(np.maximum.reduce(array.view(signed)) < infinity) and bool(np.maximum.reduce(array.view(unsigned)) < sign + infinity)
+
+    def flaw(self, payload: Buffer | torch.Tensor, numel: int) -> str:
+        size = len(payload)
+        if size != self.encoded_bytes(numel):
+            return f"{numel} elements in {self.name} are {self.encoded_bytes(numel)} bytes, not {size}"
+        if self.is_finite(payload):
+            return ""
+        bad = (~torch.isfinite(self.decode(payload, torch.empty(numel)))).nonzero()
+        return f"element {int(bad[0])} is NaN or infinity"
 
 
 # the bits of a number as an unsigned and as a signed integer, and those of infinity

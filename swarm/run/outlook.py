@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from averaging.progress import Claim, ProgressConfig
 from swarm.clock import Clock
+from swarm.compression import resolve
 from swarm.dht.service import Entry
 from swarm.errors import PeerError
 from swarm.ids import Key, PeerId
@@ -15,7 +16,6 @@ from swarm.run.specification import RunSpecification
 if TYPE_CHECKING:
     from swarm.dht.service import DhtService
 
-_VALUE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _STATISTICS = {"adamw": 2, "adam": 2, "sgd": 1}  # tensors of the size of the parameters that the optimizer keeps
 
 
@@ -48,7 +48,7 @@ def round_bytes(specification: RunSpecification, parameters: int, peers: int) ->
     """
     members = max(2, min(peers, specification.target_group_size))
     share = 2 * (members - 1) / members
-    gradients = parameters * _VALUE_BYTES[specification.codec]
+    gradients = resolve(specification.codec, "gradient", parameters).encoded_bytes(parameters)
     state = parameters * 4 * (1 + _STATISTICS[specification.optimizer.name]) / specification.state_sync_epochs
     return int(share * (gradients + state))
 

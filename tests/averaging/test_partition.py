@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from averaging.partition import ALIGNMENT_ELEMENTS, plan_parts, spans
+from averaging.partition import ALIGNMENT_ELEMENTS, PART_ELEMENTS_MAX, plan_parts, spans
 from swarm.compression import find
 from swarm.errors import UsageError
 
@@ -86,3 +86,10 @@ def test_equal_shares_are_equal() -> None:
     sizes = {stop - start for start, stop in spans(1024 * 40, [0.3] * 10)}
     assert sizes == {4096}
     assert all(earlier[1] == later[0] for earlier, later in itertools.pairwise(spans(99_999, [3.0, 1.0, 2.0])))
+
+
+@pytest.mark.parametrize("codec", ["topk", "sign", "float32"])
+def test_parts_need_bounded_working_space(codec: str) -> None:
+    plan = plan_parts(100_000_000, [1.0, 2.0], find(codec), 1 << 20)
+    assert max(part.numel for part in plan.parts) <= PART_ELEMENTS_MAX
+    assert max(find(codec).encoded_bytes(part.numel) for part in plan.parts) <= 1 << 20

@@ -54,7 +54,10 @@ def test_the_demo_trains_what_the_example_trains() -> None:
         (MINIMAL.replace("batch_size = 8\n", ""), "run.toml: batch_size is missing"),
         (MINIMAL.replace('"tiny"', '"Tiny Run"'), "run.toml: name: 1 to 63 of a-z"),
         (MINIMAL + "colour = 3\n", "run.toml: task.colour is not a known key (misspelt?)"),
-        ('codec = "zip"\n' + MINIMAL, "run.toml: codec must be one of 'float32', 'float16' or 'bfloat16', not 'zip'"),
+        (
+            'codec = "zip"\n' + MINIMAL,
+            "run.toml: codec must be one of 'float32', 'float16', 'bfloat16', 'int8', 'int4' or 'adaptive', not 'zip'",
+        ),
         (MINIMAL + '[optimizer]\n[optimizer.schedule]\nname = "cosine"\n', "run.toml: optimizer: schedule.total_epochs must be given"),
         (MINIMAL + "[optimizer]\nlearning_rate = nan\n", "run.toml: optimizer.learning_rate must be a finite number"),
     ],

@@ -1,0 +1,28 @@
+"""What codecs are measured on. Imports torch alone: both contenders' environments run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+def normal(elements: int) -> torch.Tensor:
+    """N(0, 1)."""
+    return torch.randn(elements, generator=torch.Generator().manual_seed(1))
+
+
+def heavy_tailed(elements: int) -> torch.Tensor:
+    """Student's t with 3 degrees of freedom: a normal value over the root of the mean of three squared ones."""
+    chance = torch.Generator().manual_seed(2)
+    squares = sum(torch.randn(elements, generator=chance).square() for _ in range(3))
+    assert isinstance(squares, torch.Tensor)
+    return torch.randn(elements, generator=chance) / (squares / 3.0).sqrt()
+
+
+VALUES: dict[str, Callable[[int], torch.Tensor]] = {"N(0, 1)": normal, "heavy-tailed": heavy_tailed}
+
+
+def relative_error(decoded: torch.Tensor, values: torch.Tensor) -> float:
+    """‖decoded - values‖ / ‖values‖."""
+    return float((decoded - values).double().norm() / values.double().norm())
