@@ -250,18 +250,19 @@ def _simulate(seed: int, scenario: Callable[[SimulatedNetwork], Coroutine[Any, A
 def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
     """Every figure of the section, as soon as it is there."""
     plan = plan or Plan()
-    for size in plan.sizes:
-        say(f"simulated, {size.peers} peers: hops of {plan.lookups} reads")
-        yield [_hops_row(size.peers, hops(size.peers, plan.lookups))]
-        say(f"simulated, {size.peers} peers: healing of a split of {size.split_s:.0f} s")
-        yield _heal_rows(size, plan, heal(size.peers, size.split_s, plan.heal_s_max))
-        say(f"simulated, {size.peers} peers: reads while {_replaced(size)}")
-        yield [_churn_row(size, *churn_reads(size.peers, plan.churn_keys, size.churn_s))]
-        say(f"simulated, {size.peers} peers: traffic at rest")
-        yield _rest_rows(size, *at_rest(size.peers, size.rest_warm_up_s, size.rest_s))
+    # The largest swarm comes last: who interrupts it has everything else.
     for attack in ATTACKS:
         say(f"simulated, {plan.hostile_peers} peers: {attack.title}")
         yield [_attack_row(attack, plan.hostile_peers, *attacked_reads(attack, plan.hostile_peers, tried=plan.identities_tried))]
+    for size in plan.sizes:
+        say(f"simulated, {size.peers} peers: hops of {plan.lookups} reads")
+        yield [_hops_row(size.peers, hops(size.peers, plan.lookups))]
+        say(f"simulated, {size.peers} peers: traffic at rest")
+        yield _rest_rows(size, *at_rest(size.peers, size.rest_warm_up_s, size.rest_s))
+        say(f"simulated, {size.peers} peers: reads while {_replaced(size)}")
+        yield [_churn_row(size, *churn_reads(size.peers, plan.churn_keys, size.churn_s))]
+        say(f"simulated, {size.peers} peers: healing of a split of {size.split_s:.0f} s")
+        yield _heal_rows(size, plan, heal(size.peers, size.split_s, plan.heal_s_max))
 
 
 def _row(identifier: str, workload: str, quantity: str, series: Series, aim: Aim | None = None, notes: tuple[str, ...] = ()) -> Row:
