@@ -20,12 +20,13 @@ from averaging.averages import Averages, Landing
 from averaging.balance import shares_of
 from averaging.chunks import unpack
 from averaging.group import GROUP_ID_BYTES, Group
+from averaging.holding import Holding
 from averaging.metering import MeteredDialer, MeteredStream
 from averaging.partition import plan_parts
 from averaging.quorum import Quorum
 from averaging.reduce import relative_weights
 from averaging.round import Round
-from averaging.roundconfig import ACCOUNT, BEAT, EXCHANGE, VOTE, Dialer, RoundConfig
+from averaging.roundconfig import ACCOUNT, BEAT, EXCHANGE, FETCH, HELD, OFFER, VOTE, Dialer, RoundConfig
 from averaging.roundwork import Workbench
 from averaging.speed import Speed
 from averaging.vector import FlatVector
@@ -34,7 +35,20 @@ from swarm.compression import find
 from swarm.errors import PeerError, UsageError
 from swarm.ids import PeerId
 from swarm.net.rpc import Handlers, Stream
-from swarm.wire.reduce_pb2 import AccountReply, AccountRequest, BeatReply, BeatRequest, VoteReply, VoteRequest
+from swarm.wire.reduce_pb2 import (
+    AccountReply,
+    AccountRequest,
+    BeatReply,
+    BeatRequest,
+    FetchReply,
+    FetchRequest,
+    HeldReply,
+    HeldRequest,
+    OfferReply,
+    OfferRequest,
+    VoteReply,
+    VoteRequest,
+)
 
 _FINISHED_MAX = 16  # rounds whose end is remembered, for members that ask late
 _WAITING_MAX = 256  # streams and votes of rounds that have not begun here
@@ -78,6 +92,7 @@ class AllReduce:
         self._clock = clock
         self._rounds: dict[bytes, Round] = {}
         self._quorums: OrderedDict[bytes, Quorum] = OrderedDict()  # of running and of the last finished rounds
+        self._holdings: dict[bytes, Holding] = {}  # of those of them that committed: others may come for what they hold
         self._begun = asyncio.Event()
         self._waiting: Counter[PeerId] = Counter()
         self._join_s = RoundConfig().join_s
@@ -87,10 +102,13 @@ class AllReduce:
         handlers.unary(BEAT, self._serve_beat)
         handlers.unary(VOTE, self._serve_vote)
         handlers.unary(ACCOUNT, self._serve_account)
+        handlers.unary(HELD, self._serve_held)
+        handlers.unary(FETCH, self._serve_fetch)
+        handlers.unary(OFFER, self._serve_offer)
 
     def close(self) -> None:
         """Answer no more, and fail the rounds that run."""
-        for method in (EXCHANGE, BEAT, VOTE, ACCOUNT):
+        for method in (EXCHANGE, BEAT, VOTE, ACCOUNT, HELD, FETCH, OFFER):
             self._handlers.remove(method.name)
         for running in list(self._rounds.values()):
             running.quorum.fail(f"peer {self._own} was closed")
@@ -128,11 +146,11 @@ class AllReduce:
             quorum.fail(f"peer {self._own} gave the round up")  # without effect after any other end
             del self._rounds[group.group_id]
             self.speed.round_over()
+            if quorum.verdict is not None and quorum.verdict.failure is None and not config.audit:
+                self._holdings[group.group_id] = running.recovery.holding
         conducted_s = self._clock.monotonic_s()
-        verdict = quorum.verdict
-        if verdict is not None and verdict.failure is not None:
-            await quorum.announce()
-        return self._outcome(running, started_s, conducted_s)
+        await quorum.announce()
+        return self._outcome(running, config, started_s, conducted_s)
 
     # ---- rounds
 
@@ -158,20 +176,21 @@ class AllReduce:
         finished = [group_id for group_id in self._quorums if group_id not in self._rounds]
         for group_id in finished[:-_FINISHED_MAX]:
             del self._quorums[group_id]
+            self._holdings.pop(group_id, None)
         self._begun.set()
         self._begun = asyncio.Event()
         return running
 
-    def _outcome(self, running: Round, started_s: float, conducted_s: float) -> RoundOutcome:
+    def _outcome(self, running: Round, config: RoundConfig, started_s: float, conducted_s: float) -> RoundOutcome:
         quorum, bench, group = running.quorum, running.bench, running.group
         own = quorum.votes.cast[bench.own]
         failure = quorum.verdict.failure if quorum.verdict is not None else "internal error"
-        left_out = {place: reason for ballot in quorum.votes.cast.values() for place, reason in ballot.left_out.items()}
-        left_out |= running.reduction.left_out | quorum.dead
-        if running.withdrawn is not None:
-            left_out[bench.own] = running.withdrawn
-        fractions = running.assembly.fractions() if failure is None else {}
-        clipped = bench.clipped_fractions() if failure is None else {}
+        fared = running.fared()
+        if failure is None and not group.members[bench.own].auxiliary and fared.covered < config.min_fraction:
+            failure = f"nobody is left who contributes to {1.0 - fared.covered:.0%} of the vector: {'; '.join(fared.left_out.values())}"
+        fractions = fared.fractions if failure is None else {}
+        clipped = fared.clipped if failure is None else {}
+        left_out = fared.left_out
         whole = failure is None and not group.members[bench.own].auxiliary
         exchanged_s = quorum.cast_s if quorum.cast_s is not None else conducted_s
         return RoundOutcome(
@@ -183,8 +202,8 @@ class AllReduce:
             left_out={group.members[place].peer_id: reason for place, reason in sorted(left_out.items())},
             digest=own.digest.hex() if whole else "",
             clipped={group.members[place].peer_id: fraction for place, fraction in clipped.items()},
-            bytes_sent=running.bytes_sent,
-            bytes_received=running.bytes_received,
+            bytes_sent=running.traffic.sent,
+            bytes_received=running.traffic.received,
             seconds={
                 "total": self._clock.monotonic_s() - started_s,
                 "exchange": exchanged_s - started_s,
@@ -207,7 +226,7 @@ class AllReduce:
         if running is None:
             failure = quorum.verdict.failure if quorum.verdict is not None else None
             raise PeerError(f"this round failed here: {failure}" if failure is not None else "this round is over")
-        await running.serve(_place(quorum, stream.peer_id), header.open, MeteredStream(stream, self.speed, self._clock))
+        await running.span.serve(_place(quorum, stream.peer_id), header.open, MeteredStream(stream, self.speed, self._clock))
 
     async def _serve_beat(self, caller: PeerId, request: BeatRequest) -> BeatReply:
         quorum = self._quorums.get(request.group_id)
@@ -215,7 +234,38 @@ class AllReduce:
 
     async def _serve_vote(self, caller: PeerId, request: VoteRequest) -> VoteReply:
         quorum = await self._find(request.group_id, caller)
-        return await quorum.answer_vote(_place(quorum, caller), request.vote)
+        return await quorum.answer_vote(_place(quorum, caller), request)
+
+    async def _serve_held(self, caller: PeerId, request: HeldRequest) -> HeldReply:
+        quorum = await self._find(request.group_id, caller)
+        place = _place(quorum, caller)
+        running = self._rounds.get(request.group_id)
+        if running is not None:
+            return await running.recovery.answer_held(place, request)
+        return self._held(request.group_id).tell(request, sealed=True)
+
+    async def _serve_fetch(self, caller: PeerId, request: FetchRequest) -> FetchReply:
+        quorum = await self._find(request.group_id, caller)
+        _place(quorum, caller)
+        running = self._rounds.get(request.group_id)
+        if running is not None:
+            return await running.recovery.answer_fetch(request)
+        return self._held(request.group_id).give(request.part, request.digest)
+
+    async def _serve_offer(self, caller: PeerId, request: OfferRequest) -> OfferReply:
+        quorum = await self._find(request.group_id, caller)
+        place = _place(quorum, caller)
+        running = self._rounds.get(request.group_id)
+        if running is None:
+            raise PeerError("this round is over")
+        return running.recovery.contributions.take_offer(place, request)
+
+    def _held(self, group_id: bytes) -> Holding:
+        """What a finished round left in memory."""
+        holding = self._holdings.get(group_id)
+        if holding is None:
+            raise PeerError("this round failed here")
+        return holding
 
     async def _serve_account(self, caller: PeerId, request: AccountRequest) -> AccountReply:
         running = self._rounds.get(request.group_id)

@@ -93,6 +93,8 @@ class Auditor:
         reducer = self._group.members[part.reducer]
         name = f"peer {reducer.peer_id}"
         digest, contributors = self._bench.noted[part.index]
+        if not any(contributors):
+            return None  # nobody is in it: members that contribute have refused it
         shown: list[Signed] = []
         for place in decode_places(contributors, len(self._group.members)):
             if self._bench.weights[place] <= 0.0:

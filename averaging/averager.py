@@ -69,7 +69,8 @@ class Averager:
     `node`: this process as a peer. `target_group_size`: a group takes at most so many; more peers form several groups. `codec`: how values
     travel. `aggregation`: "mean", or "trimmed_mean", "median", "centered_clip", which a minority of hostile peers cannot move far, and
     which count every peer once, whatever its weight. `clip_to_median`: shorten contributions whose norm exceeds so many of the group's
-    medians (None: never). `audit`: have this share of the parts recomputed by a second peer, and reducers that lied named (0.0: trust
+    medians (None: never). `audit`: have this share of the parts recomputed by a second peer, and reducers that lied named; then a
+    reducer's death fails the round, which is tried again, because nobody takes over what could not be audited (0.0: trust
     reducers; robust aggregations bound senders, not reducers). `min_fraction`: a round counts as failed when less of the vector was
     averaged. `auxiliary`: reduce for others, contribute and receive nothing. What the network does is a result; only UsageError raises. A
     context manager; `close` says goodbye to the others.
@@ -99,7 +100,7 @@ class Averager:
                 f"the config has numbers for {self.config.aggregation.rule!r}, and this averager's aggregation is {aggregation!r}"
             )
         self._aggregation = replace(self.config.aggregation, rule=aggregation, clip_to_median=clip_to_median)
-        if not 0.0 < min_fraction <= 1.0:
+        if not 0.0 < min_fraction <= 1.0:  # also RoundConfig's, where it would be told too late
             raise UsageError(f"min_fraction is above 0 and at most 1, not {min_fraction!r}")
         node.network.check()
         self.node, self.name = node, name

@@ -8,18 +8,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from averaging.commit import Ballot, Verdict, Votes
+from averaging.commit import Ballot, Next, Verdict, Votes
 from averaging.group import Group, can_dial
 from averaging.liveness import Liveness
-from averaging.roundconfig import BEAT, REASON_CHARACTERS_MAX, VOTE, RoundConfig
+from averaging.pacing import Pacing
+from averaging.roundconfig import REASON_CHARACTERS_MAX, VOTE, RoundConfig
+from averaging.vigil import Findings, Vigil
+from averaging.voting import ballot_of, vote_of
 from swarm.clock import Clock
 from swarm.errors import DeadlineExceeded, NetworkError, PeerError, SwarmError
 from swarm.net.rpc import Caller
-from swarm.wire.reduce_pb2 import BeatReply, BeatRequest, LeftOut, Vote, VoteReply, VoteRequest
+from swarm.wire.reduce_pb2 import BeatReply, Vote, VoteReply, VoteRequest
 
 _VOTE_RETRY_S = 0.05
+_VOTE_WAIT_S = 60.0  # a vote call waits so long for something new
+_LINGER_S = 0.05  # after an exchange of votes, before asking for the next: nearly always the round is over by then
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Events:
+    """What the round is told and asked."""
+
+    dead: Callable[[int, str], None]  # this member died, or gave up
+    doing: Callable[[int], str]  # what a member was at, for sentences
+    elsewhere: Callable[[bytes, tuple[int, ...]], None]  # most others committed this digest, which is not ours: take it from these
+    resolve: Callable[[], None]  # members hold different averages: take what most hold, then call `recast`
+    overtaken: Callable[[], None]  # most others hold everything already
 
 
 class Quorum:
@@ -28,25 +46,44 @@ class Quorum:
     def __init__(self, group: Group, own: int, *, caller: Caller, clock: Clock, config: RoundConfig) -> None:
         self.group = group
         self.dead: dict[int, str] = {}
-        self.votes = Votes(range(len(group.members)), own, self.name)
+        self.excluded: dict[int, str] = {}  # who lives and is not asked any more, and why
+        self.votes = Votes(range(len(group.members)), own, self.name, unanimous=config.audit > 0)
         self._own = own
         self._caller = caller
         self._clock = clock
         self._config = config
         self._began_s = clock.monotonic_s()
-        self.cast_s: float | None = None  # when our own vote was cast
+        self.cast_s: float | None = None  # our first vote
         others = [place for place in range(len(group.members)) if place != own]
         self._calls = [place for place in others if self._is_caller(own, place)]
         answers = [place for place in others if self._is_caller(place, own)]
         self._liveness = Liveness(self._calls, answers, config.liveness, self._began_s)
-        self._suspects: asyncio.Queue[tuple[int, str, Callable[[], None] | None]] = asyncio.Queue()
-        self._cast = asyncio.Event()  # our own vote was cast
+        findings = Findings(
+            dead=self._bury,
+            left=functools.partial(self._bury, gave_up=True),
+            heed=self._heed,
+            over=lambda place: place in self.dead or self._verdict is not None,
+            can_dial=self.can_dial,
+        )
+        self._vigil = Vigil(group, self._liveness, findings, caller=caller, clock=clock, config=config.liveness)
+        self._pacing = Pacing(config.pacing.voter_s, config.pacing, self._began_s)
+        self._running: set[int] = set()  # who has said that it runs the round
         self._changed = asyncio.Event()  # somebody voted, died, or there is a verdict
+        self._state = 1  # of what our replies to votes tell: our own ballots and the end
+        self._hidden_state = 0  # ballots and deaths of members that cannot be dialed, for their like
+        self._asking: set[int] = set()
+        self._told: dict[int, int] = {}  # the number of our last ballot that each member whom we call has answered
         self._verdict: Verdict | None = None
-        self._on_dead: Callable[[int, str], None] = lambda place, reason: None
-        self._doing: Callable[[int], str] = lambda place: "waiting for the others"
+        self._left_out: Mapping[int, str] = {}
+        self._resolving = False
+        self._events: Events | None = None
+        self._tasks: asyncio.TaskGroup | None = None
 
     # ---- for the round
+
+    @property
+    def now_s(self) -> float:
+        return self._clock.monotonic_s()
 
     @property
     def verdict(self) -> Verdict | None:
@@ -57,63 +94,75 @@ class Quorum:
         """For sentences."""
         return f"peer {self.group.members[place].peer_id}"
 
+    def can_dial(self, place: int) -> bool:
+        """Can this member be called?"""
+        return can_dial(self.group.members[place])
+
     def heard(self, place: int) -> None:
         """Something came from this member."""
         self._liveness.heard(place)
 
     def suspect(self, place: int, why: str, if_alive: Callable[[], None] | None = None) -> None:
         """Its connection broke: probe it now. If it lives and is still in the round, `if_alive` is called."""
-        if place not in self.dead:
-            self._suspects.put_nowait((place, why, if_alive))
+        self._vigil.suspect(place, why, if_alive)
 
     def cast(self, digest: bytes, left_out: Mapping[int, str]) -> None:
-        """Our vote: everything is in place, with this digest."""
-        if not self._cast.is_set():
-            self.votes.add(Ballot(place=self._own, digest=digest, left_out=dict(left_out)))
-            self._cast.set()
-            self.cast_s = self._clock.monotonic_s()
-            self._evaluate()
+        """Our first vote: everything is in place, with this digest. Without effect when it is cast."""
+        if self._own not in self.votes.cast:
+            self._left_out = dict(left_out)
+            self.recast(digest)
+
+    def recast(self, digest: bytes) -> None:
+        """Our next vote."""
+        self._resolving = False
+        own = self.votes.cast.get(self._own)
+        if self._verdict is not None or (own is not None and own.failure is not None):
+            return
+        self.votes.add(self.votes.next_ballot(digest, self._left_out))
+        self.cast_s = self.cast_s or self._clock.monotonic_s()
+        self._state += 1
+        self._evaluate()
 
     def fail(self, reason: str) -> None:
         """End the round here as failed; without effect once it has ended."""
         if self._verdict is None:
-            if not self._cast.is_set():
-                self.votes.add(Ballot(place=self._own, failure=reason[:REASON_CHARACTERS_MAX]))
-                self._cast.set()
+            number = self.votes.cast[self._own].number if self._own in self.votes.cast else 1
+            self.votes.cast[self._own] = Ballot(
+                place=self._own, number=number, failure=reason[:REASON_CHARACTERS_MAX], left_out=self._left_out
+            )
             self._end(Verdict(reason))
 
     async def ended(self) -> None:
         """Returns when there is a verdict."""
         while self._verdict is None:
-            self._changed.clear()
-            await self._changed.wait()
+            await self._change()
 
-    async def watch(self, on_dead: Callable[[int, str], None], doing: Callable[[int], str]) -> None:
-        """Beat, probe and vote until cancelled. `on_dead(place, reason)` is told of deaths; `doing(place)` says what a member was at."""
-        self._on_dead, self._doing = on_dead, doing
+    async def watch(self, events: Events) -> None:
+        """Beat, probe and vote until cancelled."""
+        self._events = events
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._probe_suspects(tasks))
-            tasks.create_task(self._collect_votes(tasks))
+            self._tasks = tasks
+            tasks.create_task(self._vigil.run(tasks))
+            for place in self._calls:
+                tasks.create_task(self._exchange_votes(place))
             while True:
-                beats, dead = self._liveness.tick(self._clock.monotonic_s())
-                for place, silent_s in dead:
-                    self._bury(place, f"it was silent for {silent_s:.1f} s")
-                for place in beats:
-                    if self._can_dial(place):
-                        tasks.create_task(self._beat(place))
+                self._vigil.tick(tasks)
+                self._pace(self._clock.monotonic_s())
                 await asyncio.sleep(self._config.liveness.beat_s)
 
     async def announce(self) -> None:
-        """Tell those who can be dialed and live that the round failed here: they would find out later."""
+        """Tell those who may not know how it ended."""
         own = self.votes.cast[self._own]
-        if own.failure is None:
-            return  # we had voted for it, and a vote is cast once
-        vote = _vote_message(own)
+        if own.failure is not None:
+            places, limit_s = [place for place, _ in enumerate(self.group.members) if self.can_dial(place)], self._config.announce_s
+        else:  # a member that called had its vote delivered with the reply that ended the round, unless there was a later ballot
+            places, limit_s = [place for place in self._calls if self._told.get(place, 0) < own.number], self._config.farewell_s
+        vote = vote_of(own)
         try:
-            async with asyncio.timeout(self._config.announce_s), asyncio.TaskGroup() as tasks:
-                for place, _ in enumerate(self.group.members):
-                    if place != self._own and place not in self.dead and self._can_dial(place):
-                        tasks.create_task(self._tell(place, vote))
+            async with asyncio.timeout(limit_s), asyncio.TaskGroup() as tasks:
+                for place in places:
+                    if place != self._own and place not in self.dead:
+                        tasks.create_task(self._tell(place, vote, limit_s))
         except TimeoutError:
             pass  # they will hear it from their streams and beats
 
@@ -128,160 +177,207 @@ class Quorum:
             return BeatReply(state=BeatReply.COMMITTED)
         return BeatReply(state=BeatReply.FAILED, reason=self._verdict.failure[:REASON_CHARACTERS_MAX])
 
-    async def answer_vote(self, place: int, vote: Vote) -> VoteReply:
-        """A member's vote; ours, once it is cast."""
+    async def answer_vote(self, place: int, request: VoteRequest) -> VoteReply:
+        """A member's vote, if it has one; ours, once it is cast and is not what the caller knows already."""
         self.heard(place)
-        if vote.place != place:
-            raise PeerError(f"a vote for place {vote.place} from the member at place {place}")
-        self._count(vote)
-        await self._cast.wait()
-        reply = VoteReply(vote=_vote_message(self.votes.cast[self._own]))
-        if not self._can_dial(place):  # it cannot ask the others of its kind
-            while self._verdict is None and any(not self._can_dial(other) for other in self.votes.missing):
-                self._changed.clear()
-                await self._changed.wait()
-            reply.relayed.extend(_vote_message(ballot) for other, ballot in self.votes.cast.items() if not self._can_dial(other))
-            reply.dead.extend(other for other in self.dead if not self._can_dial(other))
+        if request.HasField("vote"):
+            if request.vote.place != place:
+                raise PeerError(f"a vote for place {request.vote.place} from the member at place {place}")
+            self._count(request.vote)
+            if request.vote.committed or request.vote.failed:
+                return VoteReply()  # it wants to know nothing any more
+        hidden = not self.can_dial(place)  # it cannot ask others like it
+        while self._own not in self.votes.cast or (self._verdict is None and self._state_for(hidden) == request.known):
+            await self._change()
+        # its first answer tells of all others like it; not of their later ballots, which they cast only once they have heard of ours
+        while hidden and not request.known and self._verdict is None and self._unheard():
+            await self._change()
+        reply = VoteReply(vote=vote_of(self.votes.cast[self._own]), state=self._state_for(hidden))
+        if hidden:
+            reply.relayed.extend(vote_of(ballot) for other, ballot in self.votes.cast.items() if not self.can_dial(other))
+            reply.dead.extend(other for other in self.dead if self._config.audit and not self.can_dial(other))
         return reply
 
     # ---- within
 
-    def _is_caller(self, caller: int, called: int) -> bool:
-        if not self._can_dial(called):
-            return False
-        return caller < called or not self._can_dial(caller)
+    def _unheard(self) -> bool:
+        return any(place not in self.votes.cast and not self.can_dial(place) for place in self.votes.electorate)
 
-    def _can_dial(self, place: int) -> bool:
-        return can_dial(self.group.members[place])
+    def _state_for(self, hidden: bool) -> int:
+        return self._state + self._hidden_state if hidden else self._state
+
+    def _is_caller(self, caller: int, called: int) -> bool:
+        if not self.can_dial(called):
+            return False
+        return caller < called or not self.can_dial(caller)
+
+    async def _change(self) -> None:
+        """Until something has changed; check again then. There is no await between a check and this, so no change is missed."""
+        self._changed.clear()
+        await self._changed.wait()
 
     def _end(self, verdict: Verdict) -> None:
         if self._verdict is None:
             self._verdict = verdict
+            if verdict.failure is None:
+                self.votes.commit()
+            self._state += 1
         self._changed.set()
 
     def _evaluate(self) -> None:
+        """Something is known that was not: is this the end, and if not, what becomes of our vote?"""
+        events = self._events
+        self._changed.set()
+        if self._verdict is not None:
+            return
         verdict = self.votes.verdict()
-        if verdict is None:
-            self._changed.set()
-        elif verdict.failure is not None:
+        if verdict is not None and verdict.failure is not None:
             self.fail(verdict.failure)
-        else:
+        elif verdict is not None:
             self._end(verdict)
+        elif events is not None and not self._resolving and not self._config.audit:
+            if self.votes.overtaken:
+                events.overtaken()
+            digest = self.votes.elsewhere()
+            following = self.votes.next()
+            if digest is not None:
+                self._resolving = True
+                events.elsewhere(digest, tuple(place for place in self.votes.committed if self.votes.cast[place].digest == digest))
+            elif following is Next.RESOLVE:
+                self._resolving = True
+                for place in self.votes.differed():
+                    self._exclude(place, "it holds other averages than most, and stays with them")
+                events.resolve()
+            elif following is Next.VOTE:
+                self.recast(self.votes.cast[self._own].digest)
 
-    def _bury(self, place: int, why: str) -> None:
+    def _bury(self, place: int, why: str, *, gave_up: bool = False) -> None:
         if place in self.dead or self._verdict is not None:
             return
-        reason = f"{self.name(place)} died while {self._doing(place)}: {why}"
+        doing = self._events.doing(place) if self._events is not None else "beginning"
+        reason = f"{self.name(place)} {'gave up' if gave_up else 'died'} while {doing}: {why}"
+        if gave_up and self._config.audit:
+            self.fail(reason)  # it may have found a liar
+            return
         self.dead[place] = reason
         self._liveness.forget(place)
         self.votes.bury(place)
-        self._on_dead(place, reason)
+        if not self.can_dial(place):
+            self._hidden_state += 1
+        if self._events is not None:
+            self._events.dead(place, reason)
         self._evaluate()
+
+    def _exclude(self, place: int, why: str) -> None:
+        self.excluded.setdefault(place, f"{self.name(place)} was not asked any more: {why}")
+        self.votes.exclude(place)
+
+    def _pace(self, now_s: float) -> None:
+        """Do not ask members that live and do not vote, once most have. Who audits may take its time, and is always asked."""
+        if self._config.audit:
+            return
+        own = self.votes.cast.get(self._own)
+        missing = self.votes.missing
+        waited_for = missing if own is not None and 2 * len(missing) < len(self.votes.electorate) else []
+        for place, idle_s in self._pacing.tick(waited_for, now_s):
+            self._exclude(place, f"it has not voted {idle_s:.1f} s after most others")
+            self._evaluate()
 
     def _count(self, vote: Vote) -> None:
-        if vote.place >= len(self.group.members):
-            raise PeerError(f"a vote for place {vote.place} in a group of {len(self.group.members)}")
-        left_out = {item.place: item.reason[:REASON_CHARACTERS_MAX] for item in vote.left_out if item.place < len(self.group.members)}
-        failure = vote.reason[:REASON_CHARACTERS_MAX] if vote.failed else None
-        self.votes.add(Ballot(place=vote.place, digest=vote.digest, failure=failure, left_out=left_out))
-        self._evaluate()
-
-    async def _probe_suspects(self, tasks: asyncio.TaskGroup) -> None:
-        while True:
-            place, why, if_alive = await self._suspects.get()
-            if place not in self.dead:
-                tasks.create_task(self._probe(place, why, if_alive))
-
-    async def _probe(self, place: int, why: str, if_alive: Callable[[], None] | None) -> None:
-        """Its connection broke. Dead unless it answers now."""
-        if not self._can_dial(place):  # it cannot be asked; its silence will tell
-            if if_alive is not None:
-                if_alive()
+        ballot = ballot_of(vote, len(self.group.members))
+        if not self.votes.add(ballot):
             return
-        for last in (False, True):  # the first call may still meet the old, broken connection
-            try:
-                reply = await self._ask(place, self._config.liveness.probe_s)
-            except NetworkError:
-                if last:
-                    self._bury(place, why)
-            except PeerError as error:
-                self.fail(f"{self.name(place)} has left the round: {error}")
-            else:
-                self._heed(place, reply)
-                if if_alive is not None and self._verdict is None:
-                    if_alive()
-                return
-
-    async def _beat(self, place: int) -> None:
-        try:
-            self._heed(place, await self._ask(place, self._liveness.patience_s(place)))
-        except DeadlineExceeded:
-            self._liveness.unanswered(place)  # its silence decides
-        except NetworkError as error:
-            self._liveness.unanswered(place)
-            await self._probe(place, f"its connection broke ({error})", None)
-        except PeerError as error:
-            self.fail(f"{self.name(place)} has left the round: {error}")
-
-    async def _ask(self, place: int, timeout_s: float) -> BeatReply:
-        asked_s = self._clock.monotonic_s()
-        request = BeatRequest(group_id=self.group.group_id)
-        reply = await self._caller.call(self.group.members[place].contact, BEAT, request, timeout_s=timeout_s)
-        self._liveness.answered(place, self._clock.monotonic_s() - asked_s)
-        return reply
+        self._pacing.worked(vote.place)
+        if not self.can_dial(vote.place):
+            self._hidden_state += 1
+        if ballot.failure is not None:
+            self._bury(vote.place, ballot.failure, gave_up=True)
+        self._evaluate()
 
     def _heed(self, place: int, reply: BeatReply) -> None:
         """What a living member says about the round."""
-        name = self.name(place)
-        if reply.state == BeatReply.FAILED:
-            self.fail(f"{name} gave up: {reply.reason[:REASON_CHARACTERS_MAX]}")
-        elif reply.state == BeatReply.COMMITTED and not self._cast.is_set():
-            self.fail(f"{name} and others committed without this peer, having taken it for dead")
-        elif reply.state == BeatReply.UNKNOWN and self._clock.monotonic_s() - self._began_s > self._config.join_s:
-            self.fail(f"{name} lives, but has not begun this round within {self._config.join_s:g} s")
+        if reply.state == BeatReply.RUNNING:
+            self._running.add(place)
+        elif reply.state == BeatReply.FAILED:
+            self._bury(place, reply.reason[:REASON_CHARACTERS_MAX], gave_up=True)
+        elif reply.state == BeatReply.COMMITTED and self._config.audit:
+            if self._own not in self.votes.cast:
+                self.fail(f"{self.name(place)} and others committed without this peer, having taken it for dead")
+        elif reply.state == BeatReply.COMMITTED:
+            known = self.votes.cast.get(place)
+            if (known is None or not known.committed) and self._tasks is not None and place not in self._asking:
+                self._asking.add(place)  # how did it end?
+                self._tasks.create_task(self._ask_vote(place))
+        elif place in self._running:
+            self._bury(place, "it has begun anew and knows nothing of this round")
+        elif self._clock.monotonic_s() - self._began_s > self._config.join_s:
+            self._bury(place, f"it lives, but has not begun this round within {self._config.join_s:g} s", gave_up=True)
 
-    async def _collect_votes(self, tasks: asyncio.TaskGroup) -> None:
-        await self._cast.wait()
-        for place in self._calls:
-            tasks.create_task(self._exchange_votes(place))
+    async def _ask_vote(self, place: int) -> None:
+        """Hear from a member that has committed what it holds."""
+        try:
+            await self._vote_call(place, 0, self._config.liveness.patience_s_max)
+        except (NetworkError, PeerError):
+            pass  # beats ask again
+        finally:
+            self._asking.discard(place)
+
+    async def _vote_call(self, place: int, known: int, timeout_s: float) -> int:
+        """Give our vote to one member and take its own; the state of its reply."""
+        own = self.votes.cast.get(self._own)
+        request = VoteRequest(group_id=self.group.group_id, vote=vote_of(own) if own is not None else None, known=known)
+        reply = await self._caller.call(self.group.members[place].contact, VOTE, request, timeout_s=timeout_s)
+        if reply.vote.place != place:
+            raise PeerError(f"it answered with a vote for place {reply.vote.place}")
+        self._liveness.heard(place)
+        if own is not None:
+            self._told[place] = own.number
+        self._count(reply.vote)
+        if not self.can_dial(self._own):
+            # what a member that can be dialed says of those that cannot: the only way in which two of these hear of each other
+            for vote in reply.relayed:
+                if vote.place != self._own and vote.place < len(self.group.members) and not self.can_dial(vote.place):
+                    self._count(vote)
+            for hidden in reply.dead if self._config.audit else ():
+                if hidden != self._own and hidden < len(self.group.members) and not self.can_dial(hidden):
+                    self._bury(hidden, "so says a member that it was connected to")
+        return reply.state
 
     async def _exchange_votes(self, place: int) -> None:
-        """Give our vote to one member and take its own, however long that takes while it lives."""
-        request = VoteRequest(group_id=self.group.group_id, vote=_vote_message(self.votes.cast[self._own]))
-        while place not in self.dead:
+        """Exchange votes with one member until the end, as often as there is something new."""
+        known = 0
+        while self._own not in self.votes.cast:
+            await self._change()
+        while place not in self.dead and self._verdict is None:
+            said = self.votes.cast[self._own]
             try:
-                reply = await self._caller.call(self.group.members[place].contact, VOTE, request, timeout_s=60.0)
-                if reply.vote.place != place:
-                    raise PeerError(f"it answered with a vote for place {reply.vote.place}")
-                self._count(reply.vote)
-                self._heed_relayed(reply)
-                return
-            except DeadlineExceeded:
-                continue
-            except NetworkError as error:
-                self.suspect(place, f"its connection broke ({error})")
-                await asyncio.sleep(_VOTE_RETRY_S)
-            except PeerError as error:
-                self.fail(f"{self.name(place)} does not vote: {error}")
-                return
+                async with asyncio.TaskGroup() as tasks:
+                    call = tasks.create_task(self._exchange_once(place, known))
+                    while not call.done() and self.votes.cast[self._own] is said:
+                        change = tasks.create_task(self._change())
+                        await asyncio.wait({call, change}, return_when=asyncio.FIRST_COMPLETED)
+                        change.cancel()
+                    call.cancel()
+                if not call.cancelled():
+                    known = call.result()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_LINGER_S):
+                            while self.votes.cast[self._own] is said and self._verdict is None:
+                                await self._change()
+            except* PeerError as errors:
+                self._bury(place, f"it does not vote: {errors.exceptions[0]}", gave_up=True)
 
-    def _heed_relayed(self, reply: VoteReply) -> None:
-        """What a member that can be dialed says of those that cannot: the only way in which two of these hear of each other."""
-        hidden = {place for place in range(len(self.group.members)) if place != self._own and not self._can_dial(place)}
-        if self._can_dial(self._own):
-            return  # we hear them ourselves
-        for vote in reply.relayed:
-            if vote.place in hidden:
-                self._count(vote)
-        for place in hidden.intersection(reply.dead):
-            self._bury(place, "so says a member that it was connected to")
+    async def _exchange_once(self, place: int, known: int) -> int:
+        try:
+            return await self._vote_call(place, known, _VOTE_WAIT_S)
+        except DeadlineExceeded:
+            return known
+        except NetworkError as error:
+            self.suspect(place, f"its connection broke ({error})")
+            await asyncio.sleep(_VOTE_RETRY_S)
+            return known
 
-    async def _tell(self, place: int, vote: Vote) -> None:
+    async def _tell(self, place: int, vote: Vote, timeout_s: float) -> None:
         request = VoteRequest(group_id=self.group.group_id, vote=vote)
         with contextlib.suppress(SwarmError):  # it is told as a courtesy
-            await self._caller.call(self.group.members[place].contact, VOTE, request, timeout_s=max(self._config.announce_s, 0.001))
-
-
-def _vote_message(ballot: Ballot) -> Vote:
-    left_out = [LeftOut(place=place, reason=reason[:REASON_CHARACTERS_MAX]) for place, reason in ballot.left_out.items()]
-    return Vote(place=ballot.place, failed=ballot.failure is not None, reason=ballot.failure or "", digest=ballot.digest, left_out=left_out)
+            await self._caller.call(self.group.members[place].contact, VOTE, request, timeout_s=max(timeout_s, 0.001))

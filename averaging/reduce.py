@@ -99,6 +99,13 @@ class Reduction:
             self._first_open += 1
         return inputs
 
+    def waited_for(self, own: bool) -> list[int]:
+        """Who holds up the first part that is not reduced, although others (`own`: the reducer itself) have given theirs."""
+        if self._first_open == len(self._order):
+            return []
+        progress = self._progress[self._order[self._first_open]]
+        return sorted(progress.waiting) if progress.payloads or own else []
+
     def ahead(self, sender: int) -> int:
         """How many chunks of this sender are held because others' are missing: what a reader bounds."""
         return self._next.get(sender, 0) - self._first_open

@@ -8,11 +8,25 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from averaging.liveness import LivenessConfig
+from averaging.pacing import PacingConfig
 from averaging.robust import MEAN, Aggregation
 from swarm.errors import UsageError
 from swarm.ids import Contact
 from swarm.net.rpc import Caller, Method, Stream, StreamMethod
-from swarm.wire.reduce_pb2 import AccountReply, AccountRequest, BeatReply, BeatRequest, VoteReply, VoteRequest
+from swarm.wire.reduce_pb2 import (
+    AccountReply,
+    AccountRequest,
+    BeatReply,
+    BeatRequest,
+    FetchReply,
+    FetchRequest,
+    HeldReply,
+    HeldRequest,
+    OfferReply,
+    OfferRequest,
+    VoteReply,
+    VoteRequest,
+)
 
 MESSAGE_BYTES_MAX = 4 << 20
 PART_BYTES_MAX = 3 << 20  # some codecs round a part up
@@ -27,7 +41,11 @@ ACCOUNT = Method(
     request_bytes_max=256,
     reply_bytes_max=MESSAGE_BYTES_MAX,
 )
+HELD = Method(name="/swarm.Reduce/Held", request=HeldRequest, reply=HeldReply, request_bytes_max=256, reply_bytes_max=4 << 20)
+FETCH = Method(name="/swarm.Reduce/Fetch", request=FetchRequest, reply=FetchReply, request_bytes_max=256, reply_bytes_max=MESSAGE_BYTES_MAX)
+OFFER = Method(name="/swarm.Reduce/Offer", request=OfferRequest, reply=OfferReply, request_bytes_max=MESSAGE_BYTES_MAX, reply_bytes_max=256)
 
+VERSIONS_MAX = 16384  # in one reply of HELD
 REASON_CHARACTERS_MAX = 500  # of what a peer says about itself
 INLINE_BELOW_CORES = 4  # with fewer, handing work to another thread costs more than it saves: 8 % of a round's processor time on two
 
@@ -59,12 +77,21 @@ class RoundConfig:
     announce_s: float = 0.3  # after a failure: how long telling the others may delay its report
     aggregation: Aggregation = MEAN  # must be the same on all members: the averager sees to it by its schema
     audit: float = 0.0  # share of the parts that a second member recomputes; all members have it above 0, or none. 0.0: nothing is signed
+    farewell_s: float = 2.0  # after members voted more than once: how long giving the last vote to somebody may delay the report
+    min_fraction: float = 1.0  # of the vector's elements that somebody must have contributed to; below, the round counts as failed
+    held_wait_s: float = (
+        1.0  # how long a member that is asked what it holds waits for news; too small: many calls while a round is repaired
+    )
+    fetch_s: float = 30.0  # how long one part may take to be fetched from a member that lives
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
+    pacing: PacingConfig = field(default_factory=PacingConfig)
 
     def __post_init__(self) -> None:
         if not 1024 <= self.part_bytes <= PART_BYTES_MAX:
             raise UsageError(f"part_bytes is between 1024 and {PART_BYTES_MAX}, not {self.part_bytes}")
         if not 0.0 <= self.audit <= 1.0:
             raise UsageError(f"audit is a share of the parts: 0 for no audits, at most 1, not {self.audit!r}")
-        if self.batch_parts < 1 or self.ahead_max < 1 or self.join_s <= 0 or self.announce_s < 0:
-            raise UsageError("batch_parts and ahead_max are at least 1, join_s is positive, announce_s is not negative")
+        if self.batch_parts < 1 or self.ahead_max < 1 or self.join_s <= 0 or min(self.announce_s, self.farewell_s) < 0:
+            raise UsageError("batch_parts and ahead_max are at least 1, join_s is positive, announce_s and farewell_s are not negative")
+        if not 0.0 < self.min_fraction <= 1.0 or self.held_wait_s <= 0 or self.fetch_s <= 0:
+            raise UsageError("min_fraction is above 0 and at most 1, held_wait_s and fetch_s are positive")

@@ -13,16 +13,15 @@ from dataclasses import dataclass, field
 import torch
 from blake3 import blake3
 
-from averaging.assembly import decode_places, encode_places
+from averaging.assembly import encode_places
 from averaging.averages import Averages
 from averaging.chunks import pack
-from averaging.commit import digest_payload
+from averaging.commit import Version, digest_average, digest_payload
 from averaging.partition import Part, Plan
 from averaging.reduce import Contribution, blocks, first_bad
 from averaging.robust import MEAN, Aggregation, Rows, prepare
 from averaging.vector import FlatVector
 from swarm.compression import Codec, view_bytes
-from swarm.errors import PeerError
 from swarm.wire.reduce_pb2 import ExchangeAverage, ExchangeChunk, ExchangeHeader
 
 
@@ -34,6 +33,7 @@ class Averaged:
     message: bytes  # for everybody else
     digest: bytes  # of the average and of who was clipped
     contributors: bytes
+    clipped: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +46,22 @@ class Spoiled:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """An average that came from its reducer."""
+    """An average that came from its reducer, or from another member that holds it."""
 
     part: Part
     payload: memoryview
     contributors: bytes
     clipped: bytes = b""  # a bitmap like the contributors, or nothing
+    digest: bytes = b""  # which it must have; empty: not known
 
     @classmethod
-    def of(cls, part: Part, payload: memoryview, average: ExchangeAverage, members: int) -> Arrived:
-        """PeerError when those who were clipped are not among those who contributed."""
-        if average.clipped and not set(decode_places(average.clipped, members)) <= set(decode_places(average.contributors, members)):
-            raise PeerError(f"in its average of part {part.index} somebody was clipped who is not in it")
+    def of(cls, part: Part, payload: memoryview, average: ExchangeAverage) -> Arrived:
+        """It came on its reducer's stream, and was announced."""
         return cls(part, payload, average.contributors, average.clipped)
+
+    def version(self, digest: bytes) -> Version:
+        """As which version it is held, when its planned reducer made it."""
+        return Version(0, self.contributors, digest, self.clipped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,7 @@ class _Scratch:
     rows: Rows  # of all members, for rules that compare them
 
 
-@dataclass(slots=True)
+@dataclass
 class Workbench:
     """What a round's tensor work needs: the vector that goes in, what comes out, scratch space, and a count of the seconds spent."""
 
@@ -93,7 +96,7 @@ class Workbench:
     weights: Sequence[float] = ()  # relative, by place
     sign: Callable[[int, memoryview], bytes] | None = None  # (part, encoded values); None: chunks travel unsigned
     noted: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)  # part: digest and contributors of its average
-    clipped: dict[int, bytes] = field(default_factory=dict)  # by part, where anybody was
+    withdrawn: str | None = None  # why this member contributes no more
     seconds: dict[str, float] = field(default_factory=lambda: {"encode": 0.0, "reduce": 0.0, "settle": 0.0})
     _free: list[_Scratch] = field(default_factory=list)
 
@@ -121,11 +124,24 @@ class Workbench:
         return done
 
     def settle(self, arrived: Sequence[Arrived]) -> list[bytes | None]:
-        """Keep averages that came: the digest of each, None where its values are no numbers."""
+        """Keep averages that came: the digest of each, None where its values are no numbers, or not those that were asked for."""
         started_s = time.perf_counter()
-        digests = [self._settle_one(average_) for average_ in arrived]
+        digests = [self._settle_one(average) for average in arrived]
         self.seconds["settle"] += time.perf_counter() - started_s
         return digests
+
+    def nothing(self, part: Part) -> Averaged:
+        """The average of a part to which nobody contributes."""
+        contributors = encode_places((), self.plan.members)
+        message = pack(ExchangeHeader(average=ExchangeAverage(part=part.index, contributors=contributors)))
+        self.averages.keep_nothing(part)
+        self.noted[part.index] = (digest_payload(b""), contributors)
+        return Averaged(part, message, digest_payload(b""), contributors)
+
+    def withdraw(self, element: int) -> None:
+        """Contribute no more, anywhere, because of this element: a gradient with NaN in one part is not to be trusted in the others."""
+        if self.withdrawn is None:
+            self.withdrawn = f"element {element} of its vector is {self.vector.element(element):g}, which {self.codec.name} cannot carry"
 
     def own_values(self, part: Part) -> torch.Tensor:
         """What this member contributes to a part that it reduces itself: float32, as it is."""
@@ -150,15 +166,7 @@ class Workbench:
         if isinstance(computed, Spoiled):
             return b""
         _, digest, clipped = computed
-        return digest_payload(digest + clipped) if clipped else digest
-
-    def clipped_fractions(self) -> dict[int, float]:
-        """For every place that was clipped: the fraction of the vector's elements in which it was."""
-        elements: dict[int, int] = {}
-        for index, clipped in self.clipped.items():
-            for place in decode_places(clipped, self.plan.members):
-                elements[place] = elements.get(place, 0) + self.plan.parts[index].numel
-        return {place: count / self.plan.numel for place, count in sorted(elements.items())}
+        return digest_average(digest, clipped)
 
     def _encode_one(self, part: Part, scratch: _Scratch) -> bytes | int:
         values = self.vector.read(part.start, part.stop, scratch.read)
@@ -198,21 +206,20 @@ class Workbench:
         message = pack(ExchangeHeader(average=average), *pieces)
         for block, piece in zip(blocks(part, self.codec), pieces, strict=True):
             self.averages.keep(part, piece, block.first_byte)
-        return Averaged(part, message, self._note(part, digest, contributors, clipped), contributors)
+        digest = digest_average(digest, clipped)
+        self.noted[part.index] = (digest, contributors)
+        return Averaged(part, message, digest, contributors, clipped)
 
     def _settle_one(self, arrived: Arrived) -> bytes | None:
-        digest = digest_payload(arrived.payload)  # first: it brings the payload into the cache
-        if not self.codec.is_finite(view_bytes(arrived.payload)):
+        empty = not any(arrived.contributors)
+        digest = digest_average(digest_payload(arrived.payload), arrived.clipped)  # first: it brings the payload into the cache
+        if (arrived.digest and digest != arrived.digest) or not self.codec.is_finite(view_bytes(arrived.payload)):
             return None
-        self.averages.keep(arrived.part, arrived.payload)
-        return self._note(arrived.part, digest, arrived.contributors, arrived.clipped)
-
-    def _note(self, part: Part, digest: bytes, contributors: bytes, clipped: bytes) -> bytes:
-        """The digest of an average that is held, with who was clipped in it: members agree on that, too."""
-        if clipped:
-            self.clipped[part.index] = clipped
-            digest = digest_payload(digest + clipped)
-        self.noted[part.index] = (digest, contributors)
+        if empty:
+            self.averages.keep_nothing(arrived.part)
+        else:
+            self.averages.keep(arrived.part, arrived.payload)
+        self.noted[arrived.part.index] = (digest, arrived.contributors)
         return digest
 
     def _borrow(self) -> _Scratch:

@@ -58,6 +58,8 @@ class Staging:
         if flat is not None:
             averages.write(flat)
             return
+        if not averages.whole:  # parts without an average keep their values
+            self.take(lent=False)
         copy = self._buffer()
         averages.write(FlatVector([copy]))
         with torch.no_grad():

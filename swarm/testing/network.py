@@ -73,6 +73,7 @@ class SimulatedPeer:
     supervisor: Supervisor = field(default_factory=Supervisor)
     up: bool = True  # False: crashed; calls to it fail at once
     frozen: bool = False  # alive for the kernel, silent for its peers (SIGSTOP, a cut cable): calls to it wait for their timeout
+    slowness: float = 1.0  # everything it sends and is sent takes that many times as long
     handling: dict[asyncio.Task[object], None] = field(default_factory=dict)  # calls of others in progress here, in order of arrival
     messages_sent: int = 0
     bytes_sent: int = 0
@@ -201,10 +202,11 @@ class SimulatedNetwork:
             self._moment_s = now_s
         self._moment.append(line)
 
-    def delay_s(self, source: SimulatedPeer, size_bytes: int) -> float:
+    def delay_s(self, source: SimulatedPeer, target: SimulatedPeer, size_bytes: int) -> float:
         config = self.config
         spread = 1.0 + config.jitter * (2.0 * source.chance.random() - 1.0)
-        return config.delay_s * spread + (size_bytes / config.bandwidth if config.bandwidth else 0.0)
+        slowness = max(source.slowness, target.slowness)
+        return slowness * (config.delay_s * spread + (size_bytes / config.bandwidth if config.bandwidth else 0.0))
 
     def silent_between(self, source: SimulatedPeer, target: SimulatedPeer) -> bool:
         """Whether nothing that `source` sends reaches `target`, and nobody says so."""
@@ -223,7 +225,7 @@ class SimulatedNetwork:
         config, random = self.config, source.chance.random
         source.messages_sent += 1
         source.bytes_sent += size_bytes
-        delay_s = self.delay_s(source, size_bytes)
+        delay_s = self.delay_s(source, target, size_bytes)
         if config.loss and random() < config.loss:
             arrive = _nothing
         if config.reorder and random() < config.reorder:

@@ -71,7 +71,7 @@ class SimulatedStream:
         self.own.messages_sent += 1
         self.own.bytes_sent += size_bytes
         now_s = asyncio.get_running_loop().time()
-        self._out.last_arrival_s = max(self._out.last_arrival_s, now_s + network.delay_s(self.own, size_bytes))
+        self._out.last_arrival_s = max(self._out.last_arrival_s, now_s + network.delay_s(self.own, self._other, size_bytes))
         self._out.messages.append((self._out.last_arrival_s, message))
         self._out.wake()
         network.note(self.own, self._other, self.method.name, f"stream {size_bytes}")

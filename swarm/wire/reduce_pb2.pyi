@@ -108,18 +108,24 @@ class BeatReply(_message.Message):
     def __init__(self, state: _Optional[_Union[BeatReply.State, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Vote(_message.Message):
-    __slots__ = ("place", "failed", "reason", "digest", "left_out")
+    __slots__ = ("place", "failed", "reason", "digest", "left_out", "number", "excluded", "committed")
     PLACE_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    EXCLUDED_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
     place: int
     failed: bool
     reason: str
     digest: bytes
     left_out: _containers.RepeatedCompositeFieldContainer[LeftOut]
-    def __init__(self, place: _Optional[int] = ..., failed: _Optional[bool] = ..., reason: _Optional[str] = ..., digest: _Optional[bytes] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ...) -> None: ...
+    number: int
+    excluded: _containers.RepeatedScalarFieldContainer[int]
+    committed: bool
+    def __init__(self, place: _Optional[int] = ..., failed: _Optional[bool] = ..., reason: _Optional[str] = ..., digest: _Optional[bytes] = ..., left_out: _Optional[_Iterable[_Union[LeftOut, _Mapping]]] = ..., number: _Optional[int] = ..., excluded: _Optional[_Iterable[int]] = ..., committed: _Optional[bool] = ...) -> None: ...
 
 class LeftOut(_message.Message):
     __slots__ = ("place", "reason")
@@ -130,19 +136,101 @@ class LeftOut(_message.Message):
     def __init__(self, place: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class VoteRequest(_message.Message):
-    __slots__ = ("group_id", "vote")
+    __slots__ = ("group_id", "vote", "known")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     VOTE_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
     group_id: bytes
     vote: Vote
-    def __init__(self, group_id: _Optional[bytes] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ...) -> None: ...
+    known: int
+    def __init__(self, group_id: _Optional[bytes] = ..., vote: _Optional[_Union[Vote, _Mapping]] = ..., known: _Optional[int] = ...) -> None: ...
 
 class VoteReply(_message.Message):
-    __slots__ = ("vote", "relayed", "dead")
+    __slots__ = ("vote", "relayed", "dead", "state")
     VOTE_FIELD_NUMBER: _ClassVar[int]
     RELAYED_FIELD_NUMBER: _ClassVar[int]
     DEAD_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     vote: Vote
     relayed: _containers.RepeatedCompositeFieldContainer[Vote]
     dead: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, vote: _Optional[_Union[Vote, _Mapping]] = ..., relayed: _Optional[_Iterable[_Union[Vote, _Mapping]]] = ..., dead: _Optional[_Iterable[int]] = ...) -> None: ...
+    state: int
+    def __init__(self, vote: _Optional[_Union[Vote, _Mapping]] = ..., relayed: _Optional[_Iterable[_Union[Vote, _Mapping]]] = ..., dead: _Optional[_Iterable[int]] = ..., state: _Optional[int] = ...) -> None: ...
+
+class Version(_message.Message):
+    __slots__ = ("part", "attempt", "contributors", "digest", "clipped")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    CONTRIBUTORS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CLIPPED_FIELD_NUMBER: _ClassVar[int]
+    part: int
+    attempt: int
+    contributors: bytes
+    digest: bytes
+    clipped: bytes
+    def __init__(self, part: _Optional[int] = ..., attempt: _Optional[int] = ..., contributors: _Optional[bytes] = ..., digest: _Optional[bytes] = ..., clipped: _Optional[bytes] = ...) -> None: ...
+
+class HeldRequest(_message.Message):
+    __slots__ = ("group_id", "reducer", "everything", "first_part", "wait", "known", "known_sealed")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    REDUCER_FIELD_NUMBER: _ClassVar[int]
+    EVERYTHING_FIELD_NUMBER: _ClassVar[int]
+    FIRST_PART_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_SEALED_FIELD_NUMBER: _ClassVar[int]
+    group_id: bytes
+    reducer: int
+    everything: bool
+    first_part: int
+    wait: bool
+    known: int
+    known_sealed: bool
+    def __init__(self, group_id: _Optional[bytes] = ..., reducer: _Optional[int] = ..., everything: _Optional[bool] = ..., first_part: _Optional[int] = ..., wait: _Optional[bool] = ..., known: _Optional[int] = ..., known_sealed: _Optional[bool] = ...) -> None: ...
+
+class HeldReply(_message.Message):
+    __slots__ = ("held", "more", "sealed", "count", "wanted")
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    held: _containers.RepeatedCompositeFieldContainer[Version]
+    more: bool
+    sealed: bool
+    count: int
+    wanted: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, held: _Optional[_Iterable[_Union[Version, _Mapping]]] = ..., more: _Optional[bool] = ..., sealed: _Optional[bool] = ..., count: _Optional[int] = ..., wanted: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class FetchRequest(_message.Message):
+    __slots__ = ("group_id", "part", "digest")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    group_id: bytes
+    part: int
+    digest: bytes
+    def __init__(self, group_id: _Optional[bytes] = ..., part: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class FetchReply(_message.Message):
+    __slots__ = ("payload",)
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    payload: bytes
+    def __init__(self, payload: _Optional[bytes] = ...) -> None: ...
+
+class OfferRequest(_message.Message):
+    __slots__ = ("group_id", "part", "payload", "withdrawn")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
+    group_id: bytes
+    part: int
+    payload: bytes
+    withdrawn: str
+    def __init__(self, group_id: _Optional[bytes] = ..., part: _Optional[int] = ..., payload: _Optional[bytes] = ..., withdrawn: _Optional[str] = ...) -> None: ...
+
+class OfferReply(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...

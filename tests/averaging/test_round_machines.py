@@ -7,7 +7,7 @@ import torch
 
 from averaging.assembly import Assembly, decode_places, encode_places
 from averaging.chunks import pack, unpack
-from averaging.commit import Ballot, Verdict, Votes, digest_payload, digest_round
+from averaging.commit import Ballot, Next, Verdict, Version, Votes, digest_payload, digest_round, winners
 from averaging.liveness import Liveness, LivenessConfig
 from averaging.partition import plan_parts
 from averaging.reduce import first_bad
@@ -55,7 +55,8 @@ def test_an_empty_header_is_of_no_kind() -> None:
 
 def test_places() -> None:
     assert decode_places(encode_places([0, 3, 8], 9), 9) == (0, 3, 8)
-    for raw, members in [(b"", 1), (b"\x00", 4), (b"\x10", 4), (b"\x01\x00", 4), (bytes(33), 256)]:
+    assert decode_places(b"\x00", 4) == ()
+    for raw, members in [(b"", 1), (b"\x10", 4), (b"\x01\x00", 4), (bytes(33), 256)]:
         with pytest.raises(PeerError, match="not a set of members"):
             decode_places(raw, members)
 
@@ -82,14 +83,38 @@ def test_assembly() -> None:
         assembly.announce(0, 1, everybody, 4096)
     for reducer, part in [(0, 0), (2, 2), (2, 3)]:
         assembly.announce(reducer, part, two, 4096)
-    parts = [(digest_payload(bytes([part])), everybody if part == 1 else two) for part in range(4)]
+    parts = [Version(0, everybody if part == 1 else two, digest_payload(bytes([part]))) for part in range(4)]
     for part in (3, 1, 0, 2):
         assert not assembly.complete
-        assembly.settle(part, *parts[part])
+        assert assembly.arriving(parts_reducer := plan.parts[part].reducer) == 2 - sum(
+            index in assembly.held for index in (0, 1, 2, 3) if plan.parts[index].reducer == parts_reducer
+        )
+        assembly.settle(part, parts[part])
     assert assembly.complete
-    assert assembly.digest() == digest_round(parts)
-    assert assembly.digest() != digest_round([*parts[:3], (parts[3][0], everybody)])
+    assert not assembly.taken_over
+    pairs = [(version.digest, version.contributors) for version in parts]
+    assert assembly.digest() == digest_round(pairs)
+    assert assembly.digest() != digest_round([*pairs[:3], (pairs[3][0], everybody)])
     assert assembly.fractions() == {0: 1.0, 1: 1.0, 2: 0.25}
+    assert assembly.covered() == 1.0
+    nobody = encode_places([], 3)
+    assembly.settle(3, Version(1, nobody, digest_payload(b"")))
+    assert assembly.taken_over
+    assert assembly.covered() == 0.75
+    with pytest.raises(PeerError, match="takes 0"):
+        assembly.check(3, nobody, 4096)
+
+
+def test_an_average_that_is_forgotten_is_lacking_again() -> None:
+    plan = plan_parts(4096, [1.0, 0.0, 1.0], CODEC, 4096)
+    assembly = Assembly(plan, CODEC)
+    assembly.announce(0, 0, encode_places([0], 3), 4096)
+    assert assembly.lacking(0) == [1]
+    assembly.forget(0)
+    assert assembly.lacking(0) == [0, 1]
+    assert (assembly.outstanding(0), assembly.arriving(0)) == (2, 0)
+    assembly.settle(0, Version(2, encode_places([1], 3), bytes(32)))  # from elsewhere
+    assert (assembly.outstanding(0), assembly.lacking(0)) == (1, [1])
 
 
 def test_the_first_bad_element() -> None:
@@ -108,7 +133,7 @@ def votes_of(count: int) -> Votes:
     return Votes(range(count), 0, lambda place: f"peer {place}")
 
 
-A, B = bytes(32), bytes([1]) * 32
+A, B, C = bytes(32), bytes([1]) * 32, bytes([2]) * 32
 
 
 def test_all_hold_the_same() -> None:
@@ -128,18 +153,14 @@ def test_an_auxiliary_member_has_no_opinion() -> None:
     assert votes.verdict() == Verdict(None)
 
 
-def test_one_failure_fails_all() -> None:
+def test_different_bytes_are_resolved_or_end_the_round() -> None:
     votes = votes_of(3)
-    votes.add(Ballot(place=2, failure="its disk is on fire"))
-    verdict = votes.verdict()
-    assert verdict is not None
-    assert verdict.failure == "peer 2 could not finish: its disk is on fire"
-
-
-def test_different_bytes() -> None:
-    votes = votes_of(3)
-    votes.add(Ballot(place=0, digest=A))
-    votes.add(Ballot(place=1, digest=B))
+    for number in range(1, 9):
+        for place, digest in enumerate((A, B, C)):
+            votes.add(Ballot(place=place, number=number, digest=digest))
+        assert votes.verdict() is None
+        assert votes.next() is Next.RESOLVE
+        assert votes.differed() == []  # none of them has most on its side
     verdict = votes.verdict()
     assert verdict is not None
     assert verdict.failure is not None
@@ -147,28 +168,117 @@ def test_different_bytes() -> None:
     assert "peer 1" in verdict.failure
 
 
+def test_who_stays_with_what_few_hold_is_not_asked_any_more() -> None:
+    votes = votes_of(3)
+    for number in range(1, 5):
+        for place, digest in enumerate((A, A, B)):
+            votes.add(Ballot(place=place, number=number, digest=digest))
+        assert votes.differed() == ([2] if number == 4 else [])
+    votes.exclude(2)
+    assert votes.next() is Next.VOTE
+    votes.add(votes.next_ballot(A, {}))
+    assert votes.verdict() is None  # peer 1 has not said yet that it goes on without peer 2
+    votes.add(Ballot(place=1, number=5, digest=A, excluded=frozenset({2})))
+    assert votes.verdict() == Verdict(None)
+
+
 def test_the_dead_are_not_asked() -> None:
+    """But those who live must know that they are not."""
     votes = votes_of(3)
     votes.add(Ballot(place=0, digest=A))
     votes.add(Ballot(place=1, digest=A))
     assert votes.verdict() is None
+    assert votes.next() is Next.WAIT
     votes.bury(2)
+    assert votes.verdict() is None
+    assert votes.next() is Next.VOTE
+    votes.add(votes.next_ballot(A, {}))
+    assert votes.cast[0].number == 2
+    assert votes.verdict() is None
+    assert votes.missing == [1]
+    votes.add(Ballot(place=1, number=2, digest=A, excluded=frozenset({2})))
     assert votes.verdict() == Verdict(None)
     assert votes.live == {0, 1}
     votes.bury(0)  # nobody buries itself
     assert 0 in votes.live
 
 
+def test_whom_others_exclude_is_excluded_and_the_excluded_wait() -> None:
+    votes = votes_of(3)
+    votes.add(Ballot(place=0, digest=A))
+    votes.add(Ballot(place=1, digest=A, excluded=frozenset({2})))
+    assert votes.next() is Next.VOTE
+    assert votes.electorate == {0, 1}
+    outcast = votes_of(3)
+    outcast.add(Ballot(place=0, digest=A))
+    outcast.add(Ballot(place=1, digest=A, excluded=frozenset({0})))
+    outcast.add(Ballot(place=2, digest=A))
+    assert outcast.verdict() is None
+    outcast.add(Ballot(place=1, number=3, digest=B, excluded=frozenset({0}), committed=True))
+    assert outcast.elsewhere() is None  # one of two is not most
+    outcast.add(Ballot(place=2, number=3, digest=B, excluded=frozenset({0}), committed=True))
+    assert outcast.elsewhere() == B
+    outcast.add(outcast.next_ballot(B, {}))
+    assert outcast.verdict() == Verdict(None)
+
+
+def test_what_one_committed_holds_for_who_holds_the_same() -> None:
+    votes = votes_of(4)
+    votes.add(Ballot(place=0, digest=A))
+    votes.add(Ballot(place=1, digest=A, number=2, excluded=frozenset({3}), committed=True))
+    assert votes.verdict() == Verdict(None)
+
+
+def test_the_last_one_left() -> None:
+    votes = votes_of(3)
+    votes.lone_reason = "nobody else"
+    votes.add(Ballot(place=0, digest=A))
+    votes.bury(1)
+    votes.bury(2)
+    assert votes.verdict() == Verdict("nobody else")
+
+
 def test_a_vote_is_cast_once() -> None:
     votes = votes_of(2)
-    votes.add(Ballot(place=1, digest=A))
-    votes.add(Ballot(place=1, digest=A))
+    assert votes.add(Ballot(place=1, digest=A))
+    assert not votes.add(Ballot(place=1, digest=A))
     with pytest.raises(PeerError, match="votes once"):
         votes.add(Ballot(place=1, digest=B))
+    assert votes.add(Ballot(place=1, digest=B, number=2))
+    assert not votes.add(Ballot(place=1, digest=A))  # overtaken on its way
+    assert votes.cast[1].digest == B
+    assert votes.add(Ballot(place=1, digest=B, number=2, committed=True))
     with pytest.raises(PeerError, match="votes once"):
-        votes.add(Ballot(place=1, failure="changed my mind"))
+        votes.add(Ballot(place=1, digest=A, number=3, committed=True))
     with pytest.raises(PeerError, match="32 bytes"):
         Ballot(place=1, digest=b"short")
+    with pytest.raises(PeerError, match="a ballot's number"):
+        Ballot(place=1, number=0)
+
+
+def test_most_others_hold_everything() -> None:
+    votes = votes_of(4)
+    votes.add(Ballot(place=1, digest=A))
+    assert not votes.overtaken
+    votes.add(Ballot(place=2, digest=B))
+    assert votes.overtaken
+
+
+def test_which_version_wins() -> None:
+    def version(attempt: int, digest: bytes, contributors: bytes = b"\x07") -> Version:
+        return Version(attempt, contributors, digest)
+
+    tables = {
+        0: {0: version(0, A), 1: version(1, B), 2: version(1, A), 4: version(0, A, b"\x00")},
+        1: {0: version(1, B), 1: version(0, A), 2: version(1, B)},
+        2: {0: version(1, B), 4: version(2, B)},
+    }
+    chosen = winners(tables, range(5))
+    assert chosen[0] == (version(1, B), [1, 2])  # most hold it
+    assert chosen[1] == (version(0, A), [1])  # the lower attempt
+    assert chosen[2] == (version(1, A), [0])  # the smaller digest
+    assert 3 not in chosen
+    assert chosen[4] == (version(2, B), [2])  # something is better than nothing
 
 
 # ---- liveness

@@ -18,9 +18,9 @@ from averaging.group import Group, Member
 from averaging.partition import plan_parts
 from averaging.reduce import Contribution
 from averaging.robust import MEAN, Aggregation
-from averaging.round import Round
 from averaging.roundconfig import RoundConfig
 from averaging.roundwork import Averaged, Spoiled, Workbench
+from averaging.span import Shared
 from swarm.compression import find
 from swarm.errors import PeerError, UsageError
 from swarm.ids import PeerId
@@ -170,16 +170,16 @@ def altered(message: bytes, signature: bytes | None, payload: bytes | None) -> b
 @pytest.mark.parametrize("how", ["nothing", "forged", "other bytes"])
 def test_a_sender_that_does_not_stand_by_its_chunk_is_not_averaged(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It cannot make its reducer look like a liar: what it has not signed is not taken, and it is asked for nothing later."""
-    send = Round._send
+    send = Shared.send
 
-    async def lie(self: Round, stream: object, message: bytes) -> None:
+    async def lie(self: Shared, stream: object, message: bytes) -> None:
         header, payload = unpack(message)
-        if self._own == LIAR and header.HasField("chunk"):
+        if self.own == LIAR and header.HasField("chunk"):
             changes = {"nothing": (b"", None), "forged": (b"\x01" * 64, None), "other bytes": (None, bytes(len(payload)))}
             message = altered(message, *changes[how])
         await send(self, stream, message)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Round, "_send", lie)
+    monkeypatch.setattr(Shared, "send", lie)
     held = hold(1.0)
     assert not held.accused
     for outcome in held.outcomes:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from averaging.allreduce import AllReduce, RoundOutcome
 from averaging.chunks import pack, unpack
+from averaging.commit import digest_payload
 from averaging.group import Group, Member
 from averaging.robust import Aggregation
-from averaging.round import Round
 from averaging.roundconfig import RoundConfig
-from averaging.roundwork import Workbench
+from averaging.roundwork import Averaged, Spoiled, Workbench
+from averaging.span import Shared
+from swarm.net.rpc import Stream
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import run_virtual
 
@@ -99,27 +103,61 @@ def forged(message: bytes, **changes: bytes) -> bytes:
 @pytest.mark.parametrize("clipped", [b"\x10", b"\x01\x00", b"\x0f"])
 def test_a_reducer_cannot_say_nonsense_about_who_was_clipped(clipped: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody of that number, a bitmap of another size, and one who is not in the average (its weight is 0)."""
-    give = Round._send
+    give = Shared.send
 
-    async def lie(self: Round, stream: object, message: bytes) -> None:
+    async def lie(self: Shared, stream: object, message: bytes) -> None:
         header, _ = unpack(message)
-        if self._own == 1 and header.HasField("average"):
+        if self.own == 1 and header.HasField("average"):
             message = forged(message, clipped=clipped)
         await give(self, stream, message)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Round, "_send", lie)
+    monkeypatch.setattr(Shared, "send", lie)
     outcomes = round_of(draw(4), Aggregation(clip_to_median=10.0), weights=[1.0, 1.0, 1.0, 0.0])
-    liar = str(list(outcomes)[1].peer_id)
-    assert all(outcome.failed for outcome in outcomes.values())
-    assert all(liar in str(outcome.reason) for outcome in outcomes.values())
+    liar = list(outcomes)[1].peer_id
+    others = [outcome for peer, outcome in outcomes.items() if peer.peer_id != liar]
+    assert not any(outcome.failed for outcome in others), [outcome.reason for outcome in others]  # its span was taken over
+    assert len({outcome.digest for outcome in others}) == 1
+    assert all("was lost as a reducer" in outcome.left_out[liar] for outcome in others)
+    assert not any(outcome.clipped for outcome in others)
 
 
-def test_a_reducer_that_names_somebody_to_some_only_fails_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    note = Workbench._note
+def test_who_was_clipped_is_known_of_parts_that_were_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reducer gives its averages to one member only, and then nonsense: what one holds the others fetch, the rest is reduced anew."""
+    give, told = Shared.send, [0]
 
-    def lie(self: Workbench, part: object, digest: bytes, contributors: bytes, clipped: bytes) -> bytes:
-        return note(self, part, digest, contributors, b"\x01" if self.own == 0 else clipped)  # type: ignore[arg-type]
+    async def lie(self: Shared, stream: Stream, message: bytes) -> None:
+        header, _ = unpack(message)
+        if self.own == 1 and header.HasField("average"):
+            told[0] += 1
+            if told[0] > 3:
+                message = forged(message, clipped=b"\x10")
+        await give(self, stream, message)
 
-    monkeypatch.setattr(Workbench, "_note", lie)
+    monkeypatch.setattr(Shared, "send", lie)
+    vectors = draw(4)
+    vectors[2] *= 1e4
+    outcomes = round_of(vectors, Aggregation(rule="median", clip_to_median=10.0), "float32")
+    liar, clipped = list(outcomes)[1].peer_id, list(outcomes)[2].peer_id
+    others = [outcome for peer, outcome in outcomes.items() if peer.peer_id != liar]
+    assert not any(outcome.failed for outcome in others), [outcome.reason for outcome in others]
+    assert len({outcome.digest for outcome in others}) == 1
+    for outcome in others:
+        assert outcome.clipped == {clipped: 1.0}
+        assert "was lost as a reducer" in outcome.left_out[liar]
+
+
+def test_a_reducer_that_names_somebody_to_some_only_is_outvoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    reduce = Workbench.reduce
+
+    def lie(self: Workbench, jobs: Any) -> list[Averaged | Spoiled]:
+        done = reduce(self, jobs)
+        if self.own != 0:
+            return done
+        return [replace(item, clipped=b"\x01", digest=digest_payload(b"a lie")) if isinstance(item, Averaged) else item for item in done]
+
+    monkeypatch.setattr(Workbench, "reduce", lie)
     outcomes = round_of(draw(3), Aggregation(clip_to_median=10.0))
-    assert all("different averages" in str(outcome.reason) for outcome in outcomes.values())
+    kept = list(outcomes.values())[1:]
+    assert not any(outcome.failed for outcome in kept), [outcome.reason for outcome in kept]
+    assert len({outcome.digest for outcome in kept}) == 1
+    assert not any(outcome.clipped for outcome in kept)

@@ -12,6 +12,7 @@ import torch
 from averaging.allreduce import AllReduce, RoundOutcome
 from averaging.group import Group, Member
 from averaging.roundconfig import RoundConfig
+from averaging.vector import FlatVector
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import run_virtual
 
@@ -140,3 +141,51 @@ def test_a_member_is_lost_at_any_moment(first: int, how: str) -> None:
             await given.network.close()
 
         run_virtual(main())
+
+
+async def lone_contributor(seed: int, config: RoundConfig) -> str:
+    """A round whose only contributor dies: how it ended for the two others."""
+    network = SimulatedNetwork(seed, LinkConfig(delay_s=0.02, bandwidth=1e5))
+    peers = [network.peer() for _ in range(3)]
+    services = [
+        AllReduce(handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock)  # type: ignore[arg-type]
+        for peer in peers
+    ]
+    members = tuple(Member(contact=peer.contact, weight=float(place == 0), bandwidth=1.0) for place, peer in enumerate(peers))
+    group = Group(group_id=bytes(32), members=members, codec="float32", gathered=(b"",) * 3)
+    vectors = [torch.full((30_000,), float(place)) for place in range(3)]
+    async with asyncio.TaskGroup() as tasks:
+        running = [
+            tasks.create_task(service.run(group, vector, deadline_s=peer.clock.monotonic_s() + DEADLINE_S, config=config))
+            for service, vector, peer in zip(services, vectors, peers, strict=True)
+        ]
+        await asyncio.sleep(0.04 + 0.004 * seed)
+        running[0].cancel()
+        await network.crash(peers[0])
+        one, other = [await task for task in running[1:]]
+    for service in services:
+        service.close()
+    await network.close()
+    assert one.failed == other.failed
+    fraction = one.contributions.get(peers[0].peer_id, 0.0)
+    if one.failed:
+        assert "nobody is left who contributes" in str(one.reason)
+        assert one.vector is None
+        return "failed"
+    assert other.contributions == one.contributions
+    assert other.digest == one.digest
+    assert fraction >= config.min_fraction
+    assert one.averages is not None
+    assert one.averages.whole == (fraction == 1.0)
+    assert one.averages.decoded().nan_to_num(9.0).mean() == pytest.approx(9.0 * (1.0 - fraction), abs=1e-4)
+    one.averages.write(FlatVector([vectors[1]]))  # parts without an average keep their values
+    assert vectors[1].mean() == pytest.approx(1.0 - fraction, abs=1e-4)
+    return "whole" if fraction == 1.0 else "partial"
+
+
+@pytest.mark.parametrize("min_fraction", [1.0, 0.3, 0.01])
+def test_parts_that_nobody_contributes_to(min_fraction: float) -> None:
+    """What the only contributor had given is averaged, the rest is nobody's, and all who live agree which is which."""
+    config = RoundConfig(part_bytes=4096, min_fraction=min_fraction)
+    ended = {run_virtual(lone_contributor(seed, config)) for seed in range(20)}
+    assert ended >= ({"whole", "failed"} if min_fraction == 1.0 else {"partial", "whole"})

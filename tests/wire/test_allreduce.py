@@ -255,7 +255,7 @@ def test_a_member_that_never_comes() -> None:
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_a_member_dies_in_the_middle(victim: int) -> None:
-    """The survivors fail fast, each with a reason that names the dead, and keep their vectors."""
+    """The survivors take its span over, fast, and commit the exact average of those who contributed to each part."""
 
     async def main() -> None:
         async with peers(4) as members:
@@ -288,11 +288,18 @@ def test_a_member_dies_in_the_middle(victim: int) -> None:
                 survivors = [await task for place, task in enumerate(running) if place != victim]
                 assert time.monotonic() - killed_s < 5
                 running[victim].cancel()
+            whole = oracle(group, vectors, SMALL.part_bytes)
             for outcome in survivors:
-                assert outcome.failed
-                assert outcome.reason is not None
-                assert str(dead.contact.peer_id) in outcome.reason
-            assert any("died while reducing" in str(outcome.reason) for outcome in survivors)
+                assert (outcome.reason, outcome.digest) == (None, survivors[0].digest)
+                assert "died while reducing" in outcome.left_out[dead.contact.peer_id]
+                assert outcome.vector is not None
+                assert torch.equal(outcome.vector, survivors[0].vector)
+                assert all(outcome.contributions[members[place].contact.peer_id] == 1.0 for place in range(4) if place != victim)
+                assert survivors[0].contributions.get(dead.contact.peer_id, 0.0) < 1.0
+                without = oracle(group, vectors, SMALL.part_bytes, without=[victim])
+                for part in plan_of(group, 400_000, SMALL.part_bytes).parts:
+                    found, span = outcome.vector[part.start : part.stop], slice(part.start, part.stop)
+                    assert torch.equal(found, without[span]) or (part.reducer != victim and torch.equal(found, whole[span]))
             assert all(torch.equal(vector, was) for vector, was in zip(vectors, before, strict=True))
 
     asyncio.run(main())

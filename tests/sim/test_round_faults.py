@@ -1,0 +1,332 @@
+"""Rounds in which members fail in every way, at any moment, in any role: who survives commits the exact average, the same on all.
+
+A scenario is a seed and what befalls whom: `play(seed, kinds)` replays it, and every failed assertion names both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from averaging.allreduce import AllReduce, RoundOutcome
+from averaging.assembly import decode_places
+from averaging.chunks import pack, unpack
+from averaging.commit import digest_payload
+from averaging.group import Group, Member
+from averaging.reduce import Block, Contribution, Mean, relative_weights
+from averaging.round import Round
+from averaging.roundconfig import RoundConfig
+from averaging.roundwork import Averaged
+from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
+from swarm.testing.virtual_loop import run_virtual
+
+DEADLINE_S = 120.0
+CONFIG = RoundConfig(part_bytes=4096)
+GONE = ("crash", "freeze", "leave", "rejoin")  # the victim takes no part any more
+BACK = ("thaw",)  # it comes back
+LIES = ("nan chunk", "short chunk", "skipped chunk", "nan average", "short average", "wrong part", "nobody's average", "wrong vote")
+LAME = ("slow", "stalled sender", "stalled reducer")
+CUTS = ("cut", "one-way cut")
+KINDS = (*GONE, *BACK, *LIES, *LAME, *CUTS)
+
+
+class Recorded(AllReduce):
+    """Keeps what its rounds held."""
+
+    def __init__(self, peer: SimulatedPeer) -> None:
+        super().__init__(handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock)  # type: ignore[arg-type]
+        self.began: list[Round] = []
+        self.spoil: Callable[[Round], None] = lambda running: None
+
+    def _begin(self, *args: Any) -> Round:
+        running = super()._begin(*args)
+        self.began.append(running)
+        self.spoil(running)
+        return running
+
+
+@dataclass
+class Play:
+    """A swarm, a group in it, and what befalls it."""
+
+    seed: int
+    rng: random.Random
+    network: SimulatedNetwork
+    peers: list[SimulatedPeer]
+    services: list[Recorded]
+    group: Group
+    vectors: list[torch.Tensor]
+    before: list[torch.Tensor]
+    victims: dict[int, str] = field(default_factory=dict)
+    running: dict[int, asyncio.Task[RoundOutcome]] = field(default_factory=dict)
+    cut_off: set[int] = field(default_factory=set)  # who cannot hear somebody
+
+    async def run(self, place: int) -> RoundOutcome:
+        deadline_s = self.peers[place].clock.monotonic_s() + DEADLINE_S
+        return await self.services[place].run(self.group, self.vectors[place], deadline_s=deadline_s, config=CONFIG)
+
+    async def strike(self, place: int, kind: str, after_s: float, other: int) -> None:
+        """What happens to this member."""
+        peer, network = self.peers[place], self.network
+        await asyncio.sleep(after_s)
+        if kind in ("crash", "rejoin"):
+            self.running[place].cancel()
+            await network.crash(peer)
+            if kind == "rejoin":
+                await asyncio.sleep(self.rng.choice([0.0, 0.3, 2.0]))
+                network.restart(peer)
+                self.services[place].close()
+                self.services[place] = Recorded(peer)
+        elif kind == "leave":
+            self.running[place].cancel()
+        elif kind in ("freeze", "thaw"):
+            peer.frozen = True
+            if kind == "thaw":
+                await asyncio.sleep(self.rng.choice([0.2, 1.0, 1.5, 3.0]))
+                peer.frozen = False
+        elif kind == "slow":
+            peer.slowness = 10.0
+        if kind in CUTS:
+            self.cut_off |= {place, other}
+        if kind == "cut":
+            network.cut([peer], [self.peers[other]])
+            network.cut([self.peers[other]], [peer])
+        elif kind == "one-way cut":
+            network.cut([peer], [self.peers[other]])
+
+
+def setting(seed: int, count_min: int) -> Play:
+    rng = random.Random(seed)
+    network = SimulatedNetwork(seed, LinkConfig(delay_s=rng.choice([0.001, 0.02, 0.1]), bandwidth=rng.choice([0.0, 1e5, 1e6])))
+    count = rng.randint(count_min, 6)
+    clients = [place > 1 and rng.random() < 0.2 for place in range(count)]
+    auxiliary = [place > 2 and not clients[place] and rng.random() < 0.15 for place in range(count)]
+    peers = [network.peer(dialable=not client) for client in clients]
+    weights = [0.0 if aux else rng.choice([0.0, 1.0, 1.0, 1.0, 3.5]) if place else 1.0 for place, aux in enumerate(auxiliary)]
+    members = [
+        Member(contact=peer.contact, weight=weight, bandwidth=0.0 if client else rng.choice([1.0, 1.0, 2.0]), auxiliary=aux)
+        for peer, weight, client, aux in zip(peers, weights, clients, auxiliary, strict=True)
+    ]
+    rng.shuffle(members)
+    peers = [network.peers[member.peer_id] for member in members]
+    group = Group(group_id=rng.randbytes(32), members=tuple(members), codec=rng.choice(["float32", "float16"]), gathered=(b"",) * count)
+    generator = torch.Generator().manual_seed(seed)
+    numel = rng.choice([5000, 20_000, 40_000])
+    vectors = [torch.randn(numel, generator=generator) for _ in peers]
+    services = [Recorded(peer) for peer in peers]
+    return Play(seed, rng, network, peers, services, group, vectors, [vector.clone() for vector in vectors])
+
+
+def spoil(kind: str, rng: random.Random) -> Callable[[Round], None]:
+    """What a member that lies, or lives and does nothing, does."""
+    skip = rng.choice([0, 0, 1, 3])
+
+    def chunks(running: Round) -> None:
+        encode, count = running.bench.encode, 0
+
+        def lying(parts: Any) -> list[bytes | int]:
+            nonlocal count
+            messages: list[bytes | int] = []
+            for message in encode(parts):
+                count += 1
+                if isinstance(message, bytes) and count > skip:
+                    header, payload = unpack(message)
+                    if kind == "nan chunk":
+                        message = pack(header, b"\xff" * len(payload))
+                    elif kind == "short chunk":
+                        message = pack(header, payload[:-4])
+                    elif count == skip + 1:
+                        header.chunk.part += 1
+                        message = pack(header, payload)
+                messages.append(message)
+            return messages
+
+        running.bench.encode = lying  # type: ignore[method-assign]
+
+    def averages(running: Round) -> None:
+        reduce, count = running.bench.reduce, 0
+
+        def lying(jobs: Any) -> list[Any]:
+            nonlocal count
+            found = []
+            for done in reduce(jobs):
+                count += 1
+                if isinstance(done, Averaged) and count > skip:
+                    header, payload = unpack(done.message)
+                    if kind == "nan average":
+                        message = pack(header, b"\xff" * len(payload))
+                    elif kind == "short average":
+                        message = pack(header, payload[:-4])
+                    elif kind == "wrong part":
+                        header.average.part += 1
+                        message = pack(header, payload)
+                    else:
+                        header.average.contributors = bytes(len(header.average.contributors))
+                        message = pack(header)
+                    done = Averaged(done.part, message, done.digest, done.contributors)
+                found.append(done)
+            return found
+
+        running.bench.reduce = lying  # type: ignore[method-assign]
+
+    def votes(running: Round) -> None:
+        recast = running.quorum.recast
+        running.quorum.recast = lambda digest: recast(digest_payload(b"a lie") if digest else digest)  # type: ignore[method-assign]
+
+    def sending(running: Round) -> None:
+        async def stalled(place: int, stream: Any) -> None:
+            await asyncio.get_running_loop().create_future()
+
+        running._send_chunks = stalled  # type: ignore[method-assign]
+
+    def reducing(running: Round) -> None:
+        async def stalled() -> None:
+            await asyncio.get_running_loop().create_future()
+
+        running.span.reduce = stalled  # type: ignore[method-assign]
+
+    own = {"wrong vote": votes, "stalled sender": sending, "stalled reducer": reducing}
+    return chunks if kind.endswith("chunk") else own.get(kind, averages)
+
+
+def check(play: Play, outcomes: dict[int, RoundOutcome]) -> None:
+    """What holds of every round."""
+    note = (play.seed, play.victims, {place: outcome.reason for place, outcome in outcomes.items()})
+    assert all(torch.equal(vector, was) for vector, was in zip(play.vectors, play.before, strict=True)), note
+    assert not play.network.errors, (note, play.network.errors)
+    committed = {place: outcome for place, outcome in outcomes.items() if not outcome.failed}
+    tables = {place: dict(play.services[place].began[0].assembly.held) for place in committed}
+    taking = {place: outcome for place, outcome in committed.items() if not play.group.members[place].auxiliary}
+    first = next(iter(taking), None)
+    for place, outcome in taking.items():
+        assert first is not None
+        assert outcome.digest == taking[first].digest, note
+        assert all(version.same(tables[first][part]) for part, version in tables[place].items()), note
+        vector, expected = outcome.vector, taking[first].vector
+        assert vector is not None
+        assert expected is not None
+        assert torch.equal(vector, expected), note
+        for left in play.group.peer_ids:
+            weight = play.group.members[play.group.index(left)].weight
+            if weight and outcome.contributions.get(left, 0.0) < 1.0:
+                assert any(left in one.left_out for one in taking.values()), (note, left)
+    if first is not None:
+        exact(play, first, note)
+    for outcome in outcomes.values():
+        if outcome.failed:
+            assert outcome.reason
+            assert outcome.vector is None
+
+
+def exact(play: Play, place: int, note: object) -> None:
+    """Every part is the average of those that it names, to the bit, made by the member that took it over."""
+    running = play.services[place].began[0]
+    codec, averages = running.bench.codec, running.bench.averages
+    weights = relative_weights([member.weight for member in play.group.members])
+    for part in running.bench.plan.parts:
+        version = running.assembly.held[part.index]
+        maker = (part.reducer + version.attempt) % len(play.peers)
+        if play.victims.get(maker) == "wrong part":
+            continue  # finite, and of the right size: only an audit finds it out
+        given = []
+        scratch = torch.empty(codec.encoded_bytes(part.numel), dtype=torch.uint8)
+        for sender in decode_places(version.contributors, len(play.peers)):
+            values = play.vectors[sender][part.start : part.stop]
+            given.append(Contribution(sender, weights[sender], values if sender == maker else bytes(codec.encode(values, scratch))))
+        assert given, note
+        total = torch.empty(part.numel)
+        Mean(given, codec).compute(Block(0, part.numel, 0, codec.encoded_bytes(part.numel)), total, torch.empty(part.numel))
+        assert bytes(averages.payload(part).numpy()) == bytes(codec.encode(total, scratch)), (note, part)
+
+
+async def conduct(play: Play) -> dict[int, RoundOutcome]:
+    """Run the round with its faults: how it ended for all but those who are gone."""
+    rng = play.rng
+    async with asyncio.TaskGroup() as tasks:
+        play.running = {place: tasks.create_task(play.run(place)) for place in range(len(play.peers))}
+        strikes = []
+        for place, kind in play.victims.items():
+            after_s = rng.choice([0.0, 0.01, 0.05, 0.1, 0.2, 0.5, 2.0]) * rng.random()
+            other = rng.choice([other for other in range(len(play.peers)) if other != place])
+            strikes.append(tasks.create_task(play.strike(place, kind, after_s, other)))
+        await asyncio.wait(strikes)
+        waited = [task for place, task in play.running.items() if play.victims.get(place) not in GONE]
+        if waited:
+            await asyncio.wait(waited)
+        for task in play.running.values():
+            task.cancel()
+    return {place: task.result() for place, task in play.running.items() if play.victims.get(place) not in GONE}
+
+
+def play(seed: int, kinds: Sequence[str]) -> Play:
+    """One scenario with these faults, each at another member, and everything that must hold of it."""
+    made = setting(seed, 3 if len(kinds) == 1 else 4)
+    for place, kind in zip(made.rng.sample(range(len(made.peers)), len(kinds)), kinds, strict=True):
+        made.victims[place] = kind
+        if kind in LIES or kind in LAME[1:]:
+            made.services[place].spoil = spoil(kind, made.rng)
+
+    async def main() -> None:
+        outcomes = await conduct(made)
+        check(made, outcomes)
+        whole = [place for place in outcomes if place not in made.victims]
+        contributing = [place for place in whole if made.group.members[place].weight]
+        # what only a client holds, nobody can ask for
+        reducing = [place for place in whole if made.group.members[place].bandwidth and place not in made.cut_off]
+        # members that all hold one lie are believed once they are most of those who hold anything
+        holding = [place for place in whole if not made.group.members[place].auxiliary]
+        believed = len(holding) <= sum(kind == "wrong vote" for kind in kinds)
+        if len(whole) >= 2 and contributing and reducing and not believed:
+            note = (seed, made.victims, {place: outcome.reason for place, outcome in outcomes.items()})
+            assert not any(outcomes[place].failed for place in whole), note
+        for peer in made.peers:
+            peer.frozen = False
+        for service in made.services:
+            assert not service._rounds
+            assert not service.waiting
+            service.close()
+        await made.network.close()
+        await asyncio.sleep(0)
+        left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        assert not left, left
+
+    run_virtual(main(), limit_s=400.0)
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_fault(kind: str) -> None:
+    for seed in range(6):
+        play(seed, [kind])
+
+
+def test_two_faults_at_once() -> None:
+    for seed in range(30):
+        play(seed, random.Random(f"two {seed}").choices(KINDS, k=2))
+
+
+@pytest.mark.parametrize(
+    ("seed", "kinds"),
+    [
+        (209, ["slow"]),  # a client committed, and nobody could ask it what with
+        (901, ["nan average", "freeze"]),  # two clients waited for each other's second ballot
+        (502, ["nobody's average"]),  # a successor without weight had believed that nobody contributed
+        (106, ["thaw", "stalled reducer"]),  # nobody waited for a reducer that everybody had lost
+    ],
+)
+def test_seeds_that_found_a_bug(seed: int, kinds: list[str]) -> None:
+    play(seed, kinds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 4000, 200))
+def test_thousands_of_faults(first: int) -> None:
+    for seed in range(first, first + 200):
+        rng = random.Random(f"many {seed}")
+        play(seed, rng.choices(KINDS, k=rng.choice([1, 1, 2])))
