@@ -39,6 +39,10 @@ class Residual:
         self._staged = torch.empty(stop - start)
         self._ranges: dict[int, int] = {}  # start: stop, of what is staged
 
+    def covers(self, start: int, stop: int) -> bool:
+        """Are all these elements among ours?"""
+        return self.start <= start <= stop <= self.stop
+
     def add(self, start: int, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """out[:] = values + what is held for elements `start` on: what is to be encoded. `out` may be `values`."""
         return torch.add(values, self._of(self.held, start, start + values.numel()), out=out)
@@ -77,7 +81,7 @@ class Residual:
         self._ranges.clear()
 
     def _of(self, buffer: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        assert self.start <= start <= stop <= self.stop
+        assert self.covers(start, stop)
         return buffer[start - self.start : stop - self.start]
 
 
@@ -126,15 +130,18 @@ class FeedbackRound:
     # ---- reducer
 
     def correct(self, start: int, average: torch.Tensor) -> None:
-        """average += what was left out of earlier averages of these elements, in place. Nothing where the reducer holds no residual."""
+        """average += what was left out of earlier averages of these elements, in place.
+
+        Elements outside of the round's span, which a member reduces in the place of a dead one, have no residual: nothing happens.
+        """
         self._check_open()
-        if self._reducer is not None:
+        if self._reducer is not None and self._reducer.covers(start, start + average.numel()):
             self._reducer.add(start, average, average)
 
     def reduced(self, start: int, corrected: torch.Tensor, payload: Buffer | torch.Tensor, scratch: torch.Tensor) -> None:
         """The corrected average was encoded as `payload`, which every member decodes."""
         self._check_open()
-        if self._reducer is not None:
+        if self._reducer is not None and self._reducer.covers(start, start + corrected.numel()):
             self._reducer.stage(start, corrected, self._codec.decode(payload, scratch))
 
     # ---- end

@@ -140,6 +140,12 @@ def test_a_reducers_residual_is_dropped_and_counted_when_its_span_or_members_cha
     reduce(Span(start=0, stop=51, members=b"abc"))
     assert feedback.dropped == 2
     assert feedback.dropped_norm > 0
+    opened = feedback.begin(Span(start=0, stop=51, members=b"abc"))
+    another = torch.ones(40)  # of a dead reducer's span
+    opened.correct(51, another)
+    opened.reduced(51, another, encoded(codec, another), torch.empty(40))
+    assert torch.equal(another, torch.ones(40))
+    opened.roll_back()
     audited = Feedback(100, codec, reduces=False)
     opened = audited.begin(first)
     opened.correct(0, plain)
