@@ -9,8 +9,7 @@ sum of what the others decoded plus what is held equals the sum of what was give
 limit that: of `values + residual`, and of `that - what was decoded`, each at most 2^-24 of its result. (The second is exact for codecs that
 round to multiples of a step: operands that are no further apart than a factor of two, or one of them 0.)
 
-Pure: no clock, no chance, no I/O. Different parts may be worked on in several threads at once; beginning and ending take place when no
-thread works on the round.
+Pure: no clock, no chance, no I/O. Different parts may be worked on in several threads at once; a commit takes place when none does.
 """
 
 from __future__ import annotations
@@ -36,53 +35,62 @@ class Residual:
     def __init__(self, start: int, stop: int) -> None:
         self.start, self.stop = start, stop
         self.held = torch.zeros(stop - start)
-        self._staged = torch.empty(stop - start)
+        self._spare: torch.Tensor | None = None
+
+    def stage(self) -> Staged:
+        """What the next round makes of it."""
+        spare, self._spare = self._spare, None
+        return Staged(self, torch.empty(self.stop - self.start) if spare is None else spare)
+
+    def replace(self, new: torch.Tensor) -> None:
+        """Hold `new` from now on."""
+        self.held, self._spare = new, self.held
+
+
+class Staged:
+    """A residual in an open round. Its memory is its own: a thread that still works on a round that was given up harms no later one."""
+
+    def __init__(self, residual: Residual, new: torch.Tensor) -> None:
+        self._residual, self._old, self._new = residual, residual.held, new
         self._ranges: dict[int, int] = {}  # start: stop, of what is staged
 
     def covers(self, start: int, stop: int) -> bool:
         """Are all these elements among ours?"""
-        return self.start <= start <= stop <= self.stop
+        return self._residual.start <= start <= stop <= self._residual.stop
 
     def add(self, start: int, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """out[:] = values + what is held for elements `start` on: what is to be encoded. `out` may be `values`."""
-        return torch.add(values, self._of(self.held, start, start + values.numel()), out=out)
+        return torch.add(values, self._of(self._old, start, start + values.numel()), out=out)
 
-    def stage(self, start: int, given: torch.Tensor, decoded: torch.Tensor | None) -> None:
+    def keep(self, start: int, given: torch.Tensor, decoded: torch.Tensor | None) -> None:
         """`given` was encoded, and the others read it as `decoded`; None: they never got it. Again for the same elements: this counts.
 
-        Every element is staged in ranges that begin where they began before in this round (parts, and blocks of parts, do).
+        Elements that are staged again are so in the ranges of before (parts, and blocks of parts, are).
         """
-        place = self._of(self._staged, start, start + given.numel())
+        place = self._of(self._new, start, start + given.numel())
         if decoded is None:
             place.copy_(given)
         else:
             torch.sub(given, decoded, out=place)
         self._ranges[start] = start + given.numel()
 
-    def stage_exact(self, start: int, stop: int) -> None:
+    def clear(self, start: int, stop: int) -> None:
         """Elements `start` to `stop`, with what was held for them, are delivered without loss."""
-        self._of(self._staged, start, stop).zero_()
+        self._of(self._new, start, stop).zero_()
         self._ranges[start] = stop
 
     def commit(self) -> None:
         """What is staged is held from now on; the rest stays as it was."""
-        self.held, self._staged = self._staged, self.held
-        at = self.start
-        for start, stop in sorted(self._ranges.items()):
+        at = self._residual.start
+        for start, stop in [*sorted(self._ranges.items()), (self._residual.stop, self._residual.stop)]:
             if at < start:
-                self._of(self.held, at, start).copy_(self._of(self._staged, at, start))
+                self._of(self._new, at, start).copy_(self._of(self._old, at, start))
             at = max(at, stop)
-        if at < self.stop:
-            self._of(self.held, at, self.stop).copy_(self._of(self._staged, at, self.stop))
-        self._ranges.clear()
-
-    def roll_back(self) -> None:
-        """Nothing was staged."""
-        self._ranges.clear()
+        self._residual.replace(self._new)
 
     def _of(self, buffer: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         assert self.covers(start, stop)
-        return buffer[start - self.start : stop - self.start]
+        return buffer[start - self._residual.start : stop - self._residual.start]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +108,10 @@ NO_SPAN = Span(start=0, stop=0, members=b"")
 class FeedbackRound:
     """One round's transaction: `sent` and `reduced` for each part, then `commit` or `roll_back`. Made by `Feedback.begin`."""
 
-    def __init__(self, sender: Residual, reducer: Residual | None, codec: Codec, ended: Callable[[bool], None]) -> None:
+    def __init__(self, sender: Staged, reducer: Staged | None, codec: Codec, ended: Callable[[bool], None]) -> None:
         self._sender, self._reducer, self._codec = sender, reducer, codec
         self._ended: Callable[[bool], None] | None = ended
+        self._withdrawn = False
 
     # ---- sender
 
@@ -114,18 +123,23 @@ class FeedbackRound:
     def sent(self, start: int, given: torch.Tensor, payload: Buffer | torch.Tensor, scratch: torch.Tensor) -> None:
         """`given` was encoded as `payload`. `scratch`: flat float32, of its size, may be written. Repeated calls say the same thing."""
         self._check_open()
-        self._sender.stage(start, given, self._codec.decode(payload, scratch))
+        self._sender.keep(start, given, self._codec.decode(payload, scratch))
 
     def kept(self, start: int, stop: int) -> None:
         """Our own part of the average, which we reduce and which is not encoded: `give` it nevertheless, nothing of it is lost."""
         self._check_open()
-        self._sender.stage_exact(start, stop)
+        self._sender.clear(start, stop)
 
     def undelivered(self, start: int, values: torch.Tensor) -> None:
         """The round is about to be committed, and its average of these elements was made without us: all of it stays here."""
         self._check_open()
         scratch = torch.empty(values.numel())
-        self._sender.stage(start, self._sender.add(start, values, scratch), None)
+        self._sender.keep(start, self._sender.add(start, values, scratch), None)
+
+    def withdraw(self) -> None:
+        """Our values cannot be sent, NaN is among them: whatever becomes of the round, the sender's residual stays what it is."""
+        self._check_open()
+        self._withdrawn = True
 
     # ---- reducer
 
@@ -142,7 +156,7 @@ class FeedbackRound:
         """The corrected average was encoded as `payload`, which every member decodes."""
         self._check_open()
         if self._reducer is not None and self._reducer.covers(start, start + corrected.numel()):
-            self._reducer.stage(start, corrected, self._codec.decode(payload, scratch))
+            self._reducer.keep(start, corrected, self._codec.decode(payload, scratch))
 
     # ---- end
 
@@ -153,6 +167,11 @@ class FeedbackRound:
 
     def commit(self) -> None:
         """Every member has the averages: residuals move on."""
+        self._check_open()
+        if not self._withdrawn:
+            self._sender.commit()
+        if self._reducer is not None:
+            self._reducer.commit()
         self._end(True)
 
     def roll_back(self) -> None:
@@ -161,7 +180,6 @@ class FeedbackRound:
             self._end(False)
 
     def _end(self, committed: bool) -> None:
-        self._check_open()
         ended, self._ended = self._ended, None
         assert ended is not None
         ended(committed)
@@ -202,8 +220,8 @@ class Feedback:
                 self.dropped += 1
                 self.dropped_norm = float(self._reducer.held.norm())
             self._reducer, self._span = Residual(span.start, span.stop), span
-        reducer = self._reducer if self.reduces and span.start < span.stop else None
-        self._round = FeedbackRound(self._sender, reducer, self.codec, self._end)
+        reducer = self._reducer.stage() if self.reduces and span.start < span.stop else None
+        self._round = FeedbackRound(self._sender.stage(), reducer, self.codec, self._end)
         return self._round
 
     def norms(self) -> tuple[float, float]:
@@ -244,11 +262,6 @@ class Feedback:
             self._reducer, self._span = reducer, span
 
     def _end(self, committed: bool) -> None:
-        for residual in (self._sender, self._reducer):
-            if committed:
-                residual.commit()
-            else:
-                residual.roll_back()
         self.committed += committed
         self._round = None
 

@@ -299,13 +299,29 @@ def test_a_state_that_cannot_be_is_refused_whole(change: dict[str, Any], says: s
 
 def test_ranges_that_were_not_staged_are_held_as_before() -> None:
     residual = Residual(10, 30)
-    residual.stage(10, torch.arange(20.0), None)
-    residual.commit()
-    residual.stage(15, torch.full((5,), -1.0), None)
-    residual.stage_exact(25, 27)
-    residual.commit()
+    staged = residual.stage()
+    staged.keep(10, torch.arange(20.0), None)
+    staged.commit()
+    staged, late = residual.stage(), residual.stage()
+    staged.keep(15, torch.full((5,), -1.0), None)
+    staged.clear(25, 27)
+    late.keep(10, torch.zeros(20), None)  # by a thread that works on a round that was given up
+    staged.commit()
+    late.keep(10, torch.zeros(20), None)
     assert residual.held.tolist() == [0, 1, 2, 3, 4, -1, -1, -1, -1, -1, 10, 11, 12, 13, 14, 0, 0, 17, 18, 19]
-    residual.stage(10, torch.zeros(20), None)
-    residual.roll_back()
-    residual.commit()
-    assert residual.held[0:3].tolist() == [0, 1, 2]
+
+
+def test_who_withdraws_keeps_its_residual_and_goes_on_reducing() -> None:
+    codec, feedback = find("int2"), Feedback(100, find("int2"))
+    opened = feedback.begin()
+    send(opened, codec, 0, torch.randn(100))
+    opened.commit()
+    held = feedback.state_dict()["sender"].clone()
+    opened = feedback.begin(Span(start=0, stop=50, members=b"ab"))
+    send(opened, codec, 50, torch.randn(50))
+    opened.withdraw()
+    average = torch.linspace(-1, 1, 50)
+    opened.reduced(0, average, encoded(codec, average), torch.empty(50))
+    opened.commit()
+    assert torch.equal(feedback.state_dict()["sender"], held)
+    assert feedback.norms()[1] > 0
