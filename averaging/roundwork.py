@@ -7,13 +7,13 @@ one block before the next is begun, so that it stays in the cache. What these fu
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from blake3 import blake3
 
-from averaging.assembly import encode_places
+from averaging.assembly import decode_places, encode_places
 from averaging.averages import Averages
 from averaging.chunks import pack
 from averaging.commit import Version, digest_average, digest_payload
@@ -189,8 +189,29 @@ class Workbench:
             return values, self.codec.encode(values, scratch.encoded)
         given = self.feedback.give(part.start, values, scratch.read[: part.numel])
         payload = self.codec.encode(given, scratch.encoded)
-        self.feedback.sent(part.start, given, payload, scratch.values[: part.numel])
+        if self.codec.is_finite(payload):
+            self.feedback.sent(part.start, given, payload, scratch.values[: part.numel])
         return given, payload
+
+    def conclude(self, held: Mapping[int, Version], *, committed: bool) -> None:
+        """The round has ended, with these versions of the parts: error feedback moves on, or stays where it was.
+
+        What went into no average is still to be sent. Without effect where there is no feedback, or it has ended.
+        """
+        feedback = self.feedback
+        if feedback is None or not feedback.open:
+            return
+        if not committed:
+            feedback.roll_back()
+            return
+        if self.withdrawn is not None or not self.weights[self.own]:
+            feedback.withdraw()
+        else:
+            for part in self.plan.parts:
+                version = held.get(part.index)
+                if version is None or self.own not in decode_places(version.contributors, self.plan.members):
+                    feedback.undelivered(part.start, self.vector.read(part.start, part.stop))
+        feedback.commit()
 
     def _compute(
         self, part: Part, contributions: Sequence[Contribution], scratch: _Scratch, feedback: FeedbackRound | None
