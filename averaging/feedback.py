@@ -230,13 +230,13 @@ class Feedback:
         return float(self._sender.held.norm()), float(self._reducer.held.norm())
 
     def state_dict(self) -> dict[str, Any]:
-        """What resuming needs; tensors are references, as in torch. An open round does not show in it."""
+        """What resuming needs, copied: the next round writes where this one read. An open round does not show in it."""
         return {
             "format": _FORMAT,
             "codec": [self.codec.name, self.codec.version],
-            "sender": self._sender.held,
+            "sender": self._sender.held.clone(),
             "span": [self._span.start, self._span.stop, self._span.members],
-            "reducer": self._reducer.held,
+            "reducer": self._reducer.held.clone(),
             "committed": self.committed,
             "dropped": self.dropped,
         }

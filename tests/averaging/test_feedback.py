@@ -263,8 +263,11 @@ def test_state_is_saved_and_taken_over() -> None:
     file.seek(0)
     other.load_state_dict(torch.load(file, weights_only=True))
     assert other.committed == 3
-    values = torch.randn(100, generator=chance)
+    values, saved = torch.randn(100, generator=chance), one.state_dict()["sender"]
+    was = saved.clone()
     assert step(one, values) == step(other, values)
+    step(one, values)
+    assert torch.equal(saved, was)  # whoever writes it to a disk later has what he asked for
     assert other.dropped == 0
 
 
