@@ -11,6 +11,7 @@ import msgpack
 
 from averaging.allreduce import AllReduce, RoundOutcome
 from averaging.averages import Averages, Landing
+from averaging.feedback import Feedback
 from averaging.group import Group, Member
 from averaging.groupservice import GroupService
 from averaging.result import AveragingResult
