@@ -19,6 +19,7 @@ from averaging.auditing import Auditor
 from averaging.averages import Averages, Landing
 from averaging.balance import shares_of
 from averaging.chunks import unpack
+from averaging.feedback import NO_SPAN, Feedback, FeedbackRound, Span
 from averaging.group import GROUP_ID_BYTES, Group
 from averaging.holding import Holding
 from averaging.metering import MeteredDialer, MeteredStream
@@ -126,17 +127,20 @@ class AllReduce:
         deadline_s: float,
         config: RoundConfig | None = None,
         landing: Landing | None = None,
+        feedback: Feedback | None = None,
     ) -> RoundOutcome:
         """Average `vector` with the group; returns by `deadline_s` (on the clock's `monotonic_s`).
 
         `vector`: flat, contiguous, float32, on the host, in one tensor or several; read until this returns, never written. `landing`: where
-        the averages are kept, the same for one round after the other. What the network or a peer does is an outcome. UsageError: the vector
-        is anything else, this group cannot be served (nobody reduces, an unknown codec), or the round runs already.
+        the averages are kept, the same for one round after the other. `feedback`: what this averager's rounds leave out, for a codec that
+        loses something; it moves on when this round is committed. What the network or a peer does is an outcome. UsageError: the vector is
+        anything else, this group cannot be served (nobody reduces, an unknown codec), or the round runs already.
         """
         started_s = self._clock.monotonic_s()
         config = config or RoundConfig()
         running = self._begin(group, vector if isinstance(vector, FlatVector) else FlatVector([vector]), landing or Landing(), config)
         quorum = running.quorum
+        running.bench.feedback = _begin_feedback(feedback, group, running.bench)
         try:
             async with asyncio.timeout(max(deadline_s - started_s, 0.0)):
                 await running.conduct()
@@ -148,9 +152,13 @@ class AllReduce:
             self.speed.round_over()
             if quorum.verdict is not None and quorum.verdict.failure is None and not config.audit:
                 self._holdings[group.group_id] = running.recovery.holding
+            if quorum.verdict is None or quorum.verdict.failure is not None:
+                running.bench.conclude({}, committed=False)
         conducted_s = self._clock.monotonic_s()
+        outcome = self._outcome(running, config, started_s, conducted_s)
+        running.bench.conclude(running.assembly.held, committed=not outcome.failed)
         await quorum.announce()
-        return self._outcome(running, config, started_s, conducted_s)
+        return outcome
 
     # ---- rounds
 
@@ -292,6 +300,14 @@ class AllReduce:
                 if not self._waiting[caller]:
                     del self._waiting[caller]
         return self._quorums[group_id]
+
+
+def _begin_feedback(feedback: Feedback | None, group: Group, bench: Workbench) -> FeedbackRound | None:
+    if feedback is None:
+        return None
+    own = bench.plan.of_reducer(bench.own)
+    members = b"".join(member.peer_id.public_key for member in group.members)
+    return feedback.begin(Span(start=own[0].start, stop=own[-1].stop, members=members) if own else NO_SPAN)
 
 
 def _keep_freed_memory() -> None:

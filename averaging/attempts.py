@@ -11,6 +11,7 @@ import msgpack
 
 from averaging.allreduce import AllReduce, RoundOutcome
 from averaging.averages import Averages, Landing
+from averaging.feedback import Feedback
 from averaging.group import Group, Member
 from averaging.groupservice import GroupService
 from averaging.result import AveragingResult
@@ -49,11 +50,20 @@ class Stepped:
 class Attempts:
     """Runs one step on the network loop."""
 
-    def __init__(self, groups: GroupService, all_reduce: AllReduce, clock: Clock, config: RoundConfig, last_round_s: float) -> None:
+    def __init__(
+        self,
+        groups: GroupService,
+        all_reduce: AllReduce,
+        clock: Clock,
+        config: RoundConfig,
+        last_round_s: float,
+        feedback: Feedback | None = None,
+    ) -> None:
         self._groups = groups
         self._all_reduce = all_reduce
         self._clock = clock
         self._config = config
+        self._feedback = feedback
         self._last_round_s = last_round_s
         self._seconds: dict[str, float] = {"matchmaking": 0.0}
         self._left_out: dict[PeerId, str] = {}
@@ -95,7 +105,9 @@ class Attempts:
             if not any(member.weight > 0.0 for member in group.members):
                 outcome = _empty_round()
             else:
-                outcome = await self._all_reduce.run(group, vector, deadline_s=end_s, config=self._config, landing=landing)
+                outcome = await self._all_reduce.run(
+                    group, vector, deadline_s=end_s, config=self._config, landing=landing, feedback=self._feedback
+                )
             committed = not outcome.failed
             left_out = frozenset(outcome.left_out) | frozenset(outcome.accused)
         finally:

@@ -19,6 +19,7 @@ import torch
 
 from averaging.attempts import Attempts, RoundTerms
 from averaging.averages import Averages, Landing
+from averaging.feedback import Feedback
 from averaging.group import GATHERED_BYTES_MAX, Member
 from averaging.groupservice import GroupService, GroupServiceConfig
 from averaging.layout import schema_hash
@@ -73,7 +74,8 @@ class Averager:
     medians (None: never). `audit`: have this share of the parts recomputed by a second peer, and reducers that lied named; then a
     reducer's death fails the round, which is tried again, because nobody takes over what could not be audited (0.0: trust
     reducers; robust aggregations bound senders, not reducers). `min_fraction`: a round counts as failed when less of the vector was
-    averaged. `auxiliary`: reduce for others, contribute and receive nothing. What the network does is a result; only UsageError raises. A
+    averaged. `auxiliary`: reduce for others, contribute and receive nothing. `error_feedback`: what a codec leaves out of one round goes
+    into the next; for gradients and other differences, not for parameters. What the network does is a result; only UsageError raises. A
     context manager; `close` says goodbye to the others.
     """
 
@@ -91,6 +93,7 @@ class Averager:
         audit: float = 0.0,
         min_fraction: float = 1.0,
         auxiliary: bool = False,
+        error_feedback: bool = False,
         config: AveragerConfig | None = None,
     ) -> None:
         self.config = config or AveragerConfig()
@@ -110,6 +113,7 @@ class Averager:
         self._staging = Staging(list(tensors))
         layout = self._staging.layout
         self._round = replace(self.config.round, aggregation=self._aggregation, audit=audit)
+        self.feedback = Feedback(layout.numel, find(codec), reduces=not audit) if error_feedback else None  # to save and load its state
         manner = f"{self._aggregation.terms}{', audited' if audit else ''}"
         terms = f"{manner} {self._round.part_bytes}".encode()
         digest = hashlib.sha256(schema_hash(layout, find(codec)) + terms).digest()
@@ -217,7 +221,7 @@ class Averager:
             return
         outcome = error = None
         try:
-            attempts = Attempts(self._groups, self._service.all_reduce, self.node.clock, self._round, self._last_round_s)
+            attempts = Attempts(self._groups, self._service.all_reduce, self.node.clock, self._round, self._last_round_s, self.feedback)
             stepped = await attempts.run(member, terms, vector, self._landing)
             self._last_round_s, self._averages = stepped.last_round_s, stepped.averages
             outcome = replace(stepped.result, seconds={"staging": staged_s, **stepped.result.seconds})

@@ -48,12 +48,12 @@ class Optimizer(torch.optim.Optimizer):
 
     `inner`: the optimizer to step once an epoch; its parameters are the model's. `node`: this process as a peer. `run`: a name that all
     peers use, or a run's id. An epoch is `target_batch_size` samples over the whole swarm; `batch_size_per_step`: samples behind one call
-    of `step`, unless the call says. `codec`: how gradients travel, a name of `swarm.compression`, or "adaptive" for
-    what suits their size. `aggregation`, `clip_to_median`, `audit`: how far hostile peers get, see
-    `swarm.Averager`; by default a part of somebody's gradients that is longer than ten medians is shortened to that. `scheduler`: a factory
-    like `lambda inner: StepLR(inner, 10)`, stepped once an epoch, part of the state. `state_sync_epochs`: every so many epochs parameters
-    and statistics are averaged, so that peers with different processors stay equal (0: never). `extra_tensors`: more to share, for instance
-    `model.buffers()`.
+    of `step`, unless the call says. `codec`: how gradients travel, a name of `swarm.compression`, or "adaptive" for what suits their size;
+    `error_feedback`: what it leaves out of one epoch goes into the next, which `int2`, `sign` and `topk` need. `aggregation`,
+    `clip_to_median`, `audit`: how far hostile peers get, see `swarm.Averager`; by default a part of somebody's gradients that is longer
+    than ten medians is shortened to that. `scheduler`: a factory like `lambda inner: StepLR(inner, 10)`, stepped once an epoch, part of the
+    state. `state_sync_epochs`: every so many epochs parameters and statistics are averaged, so that peers with different processors stay
+    equal (0: never). `extra_tensors`: more to share, for instance `model.buffers()`.
 
     Parameters change only inside `step`, when an epoch is full. Joining a swarm that is ahead loads its state in the first `step`;
     `load_state_from_peers` does it before. What the network does is in the report; UsageError is the caller's mistake. A context manager.
@@ -72,6 +72,7 @@ class Optimizer(torch.optim.Optimizer):
         aggregation: str = "mean",
         clip_to_median: float | None = 10.0,
         audit: float = 0.0,
+        error_feedback: bool = False,
         scheduler: Callable[[torch.optim.Optimizer], Scheduler] | None = None,
         state_sync_epochs: int = 10,
         extra_tensors: Sequence[torch.Tensor] = (),
@@ -80,7 +81,8 @@ class Optimizer(torch.optim.Optimizer):
         # torch's __init__ is not called: groups, state and hooks are those of `inner`, by delegation.
         self._check(inner, mode, batch_size_per_step, state_sync_epochs)
         resolve(codec, "gradient", 0)  # UsageError for one that does not exist, before anything is opened
-        manner = Manner(codec=codec, aggregation=Aggregation(rule=aggregation, clip_to_median=clip_to_median), audit=audit)
+        aggregate = Aggregation(rule=aggregation, clip_to_median=clip_to_median)
+        manner = Manner(codec=codec, aggregation=aggregate, audit=audit, error_feedback=error_feedback)
         config = config or OptimizerConfig()
         self.inner, self.node, self.run_id = inner, node, run_id_of(run)
         self.target_batch_size, self.batch_size_per_step = _samples(target_batch_size), batch_size_per_step
@@ -196,8 +198,9 @@ class Optimizer(torch.optim.Optimizer):
         raise UsageError("peers agreed on the parameters when this optimizer was made: add groups to the inner optimizer before that")
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, and under "swarm" the epoch, the schedule and what was accumulated."""
-        swarm = {"epoch": self._state.epoch, "scheduler": None, "accumulated": self._training.state_dict()}
+        """The inner optimizer's, and under "swarm" the epoch, the schedule, what was accumulated, and what error feedback holds."""
+        swarm: dict[str, Any] = {"epoch": self._state.epoch, "scheduler": None, "accumulated": self._training.state_dict()}
+        swarm["feedback"] = self._rounds.feedback_state()
         if self._state.scheduler is not None:
             swarm["scheduler"] = self._state.scheduler.state_dict()
         return {**self.inner.state_dict(), "swarm": swarm}
@@ -210,6 +213,7 @@ class Optimizer(torch.optim.Optimizer):
             self.inner.load_state_dict(plain)
             if swarm is not None:
                 self._training.load_state_dict(swarm["accumulated"])
+                self._rounds.load_feedback(swarm.get("feedback"))
                 if self._state.scheduler is not None and swarm["scheduler"] is not None:
                     self._state.scheduler.load_state_dict(swarm["scheduler"])
             self._state.moved(int(swarm["epoch"]) if swarm is not None else self._state.epoch)

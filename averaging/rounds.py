@@ -44,6 +44,7 @@ class Manner:
     codec: str
     aggregation: Aggregation = MEAN  # its rule holds for the state, too; clipping is for gradients: parameters have no common origin
     audit: float = 0.0
+    error_feedback: bool = False
 
 
 class Rounds:
@@ -53,12 +54,27 @@ class Rounds:
         self._node, self._run_id, self._mode, self._state, self._manner, self._config = node, run_id, mode, state, manner, config
         self._epochs: Averager | None = None
         self._states: Averager | None = None
+        self._feedback: dict[str, Any] | None = None  # loaded before there is an averager to have it
         self._states_over: list[int] = []  # addresses of the tensors that `_states` averages: loading may replace them
 
     def open(self) -> None:
         """Hold the averager of the epochs from now on: others expect this peer in their rounds."""
         if self._epochs is None:
             self._epochs = self._averager(self._mode.tensors(), "epochs", "gradient", self._manner)
+            if self._epochs.feedback is not None and self._feedback is not None:
+                self._epochs.feedback.load_state_dict(self._feedback)
+
+    def feedback_state(self) -> dict[str, Any] | None:
+        """What error feedback holds; None without."""
+        feedback = self._epochs.feedback if self._epochs is not None else None
+        return self._feedback if feedback is None else feedback.state_dict()
+
+    def load_feedback(self, state: dict[str, Any] | None) -> None:
+        """Go on with what `feedback_state` returned. UsageError: it belongs to something else, or a round is held."""
+        if self._epochs is None:
+            self._feedback = state
+        elif self._epochs.feedback is not None and state is not None:
+            self._epochs.feedback.load_state_dict(state)
 
     def average(self, epoch: int, enough: Callable[[], bool], grace_s: float) -> AveragingResult:
         """One attempt at the round of `epoch`. When it did not fail, the mode's tensors hold the average.
@@ -89,7 +105,7 @@ class Rounds:
         if self._states is not None:
             self._states.close()
         aggregation = replace(self._manner.aggregation, clip_to_median=None)
-        manner = replace(self._manner, codec=self._config.state_codec, aggregation=aggregation)
+        manner = replace(self._manner, codec=self._config.state_codec, aggregation=aggregation, error_feedback=False)
         self._states = self._averager(tensors, "state", "statistic", manner)
         self._states_over = over
 
@@ -139,6 +155,7 @@ class Rounds:
             aggregation=manner.aggregation.rule,
             clip_to_median=manner.aggregation.clip_to_median,
             audit=manner.audit,
+            error_feedback=manner.error_feedback,
             config=self._config.of_run(self._run_id),
         )
 

@@ -7,16 +7,17 @@ one block before the next is begun, so that it stays in the cache. What these fu
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from blake3 import blake3
 
-from averaging.assembly import encode_places
+from averaging.assembly import decode_places, encode_places
 from averaging.averages import Averages
 from averaging.chunks import pack
 from averaging.commit import Version, digest_average, digest_payload
+from averaging.feedback import FeedbackRound
 from averaging.partition import Part, Plan
 from averaging.reduce import Contribution, blocks, first_bad
 from averaging.robust import MEAN, Aggregation, Rows, prepare
@@ -94,6 +95,7 @@ class Workbench:
     averages: Averages
     aggregation: Aggregation = MEAN
     weights: Sequence[float] = ()  # relative, by place
+    feedback: FeedbackRound | None = None  # what earlier rounds left out goes along
     sign: Callable[[int, memoryview], bytes] | None = None  # (part, encoded values); None: chunks travel unsigned
     noted: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)  # part: digest and contributors of its average
     withdrawn: str | None = None  # why this member contributes no more
@@ -145,7 +147,12 @@ class Workbench:
 
     def own_values(self, part: Part) -> torch.Tensor:
         """What this member contributes to a part that it reduces itself: float32, as it is."""
-        return self.vector.read(part.start, part.stop)
+        values = self.vector.read(part.start, part.stop)
+        if self.feedback is None:
+            return values
+        given = self.feedback.give(part.start, values, torch.empty(part.numel))
+        self.feedback.kept(part.start, part.stop)
+        return given
 
     def first_bad(self, part: Part) -> int:
         """The element of the vector, within `part`, that cannot be sent."""
@@ -154,14 +161,14 @@ class Workbench:
     def encoded(self, part: Part) -> bytes:
         """Our values of a part as they would travel."""
         scratch = self._borrow()
-        payload = bytes(self.codec.encode(self.vector.read(part.start, part.stop, scratch.read), scratch.encoded))
+        payload = bytes(self._payload(part, scratch)[1])
         self._free.append(scratch)
         return payload
 
     def recompute(self, given: Recomputation) -> bytes:
         """The digest that the average of a part must have if it was made of these contributions."""
         scratch = self._borrow()
-        computed = self._compute(given.part, given.contributions, scratch)
+        computed = self._compute(given.part, given.contributions, scratch, None)
         self._free.append(scratch)
         if isinstance(computed, Spoiled):
             return b""
@@ -169,15 +176,45 @@ class Workbench:
         return digest_average(digest, clipped)
 
     def _encode_one(self, part: Part, scratch: _Scratch) -> bytes | int:
-        values = self.vector.read(part.start, part.stop, scratch.read)
-        payload = self.codec.encode(values, scratch.encoded)
+        values, payload = self._payload(part, scratch)
         if not self.codec.is_finite(payload):
             return part.start + (first_bad(values, self.codec.magnitude_max) or 0)
         signature = self.sign(part.index, payload) if self.sign is not None else b""
         return pack(ExchangeHeader(chunk=ExchangeChunk(part=part.index, signature=signature)), payload)
 
+    def _payload(self, part: Part, scratch: _Scratch) -> tuple[torch.Tensor, memoryview]:
+        """What is to be sent of a part, and its encoding, both in `scratch` (or the first in the vector); noted in the error feedback."""
+        values = self.vector.read(part.start, part.stop, scratch.read)
+        if self.feedback is None:
+            return values, self.codec.encode(values, scratch.encoded)
+        given = self.feedback.give(part.start, values, scratch.read[: part.numel])
+        payload = self.codec.encode(given, scratch.encoded)
+        if self.codec.is_finite(payload):
+            self.feedback.sent(part.start, given, payload, scratch.values[: part.numel])
+        return given, payload
+
+    def conclude(self, held: Mapping[int, Version], *, committed: bool) -> None:
+        """The round has ended, with these versions of the parts: error feedback moves on, or stays where it was.
+
+        What went into no average is still to be sent. Without effect where there is no feedback, or it has ended.
+        """
+        feedback = self.feedback
+        if feedback is None or not feedback.open:
+            return
+        if not committed:
+            feedback.roll_back()
+            return
+        if self.withdrawn is not None or not self.weights[self.own]:
+            feedback.withdraw()
+        else:
+            for part in self.plan.parts:
+                version = held.get(part.index)
+                if version is None or self.own not in decode_places(version.contributors, self.plan.members):
+                    feedback.undelivered(part.start, self.vector.read(part.start, part.stop))
+        feedback.commit()
+
     def _compute(
-        self, part: Part, contributions: Sequence[Contribution], scratch: _Scratch
+        self, part: Part, contributions: Sequence[Contribution], scratch: _Scratch, feedback: FeedbackRound | None
     ) -> tuple[list[memoryview], bytes, bytes] | Spoiled:
         """The encoded average in pieces, which lie in `scratch`, their digest, and who was clipped."""
         codec, cut = self.codec, blocks(part, self.codec)
@@ -188,16 +225,21 @@ class Workbench:
         pieces = []
         for block in cut:  # all that is to be done to a block is done before the next: it stays in the cache
             total = scratch.total[block.start : block.stop]
-            prepared.rule.compute(block, total, scratch.values[: block.stop - block.start])
+            work = scratch.values[: block.stop - block.start]
+            prepared.rule.compute(block, total, work)
+            if feedback is not None:
+                feedback.correct(part.start + block.start, total)
             piece = codec.encode(total, scratch.encoded[block.first_byte : block.end_byte])
             if not codec.is_finite(piece):
                 return Spoiled(part, prepared.rule.spoilers())
+            if feedback is not None:
+                feedback.reduced(part.start + block.start, total, piece, work)
             state.update(piece)
             pieces.append(piece)
         return pieces, state.digest(), encode_places(prepared.clipped, self.plan.members) if prepared.clipped else b""
 
     def _reduce_one(self, part: Part, contributions: Sequence[Contribution], scratch: _Scratch) -> Averaged | Spoiled:
-        computed = self._compute(part, contributions, scratch)
+        computed = self._compute(part, contributions, scratch, self.feedback)
         if isinstance(computed, Spoiled):
             return computed
         pieces, digest, clipped = computed

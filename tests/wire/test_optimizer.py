@@ -164,6 +164,24 @@ def test_three_peers_train_as_one_machine_would() -> None:
         assert any(len(one.peers) == 3 for one in rounds)
 
 
+def test_a_coarse_codec_with_error_feedback_that_is_saved() -> None:
+    with swarm_of(2, "coarse", codec="int2", error_feedback=True) as peers:
+        together([lambda peer=peer: peer.train_to(5) for peer in peers])  # type: ignore[misc]
+        assert len({peer.opt.state_digest() for peer in peers}) == 1
+        saved = [peer.opt.state_dict()["swarm"]["feedback"] for peer in peers]
+        assert all(state["committed"] >= 3 for state in saved)
+        assert [bool(state["sender"].any()) for state in saved].count(True) == 1  # so small a model has one reducer: the other sends
+        assert [bool(state["reducer"].any()) for state in saved].count(True) == 1
+        again = copy.deepcopy(peers[0].opt.state_dict())
+        with swarm_of(1, "coarse again", codec="int2", error_feedback=True) as [resumed]:
+            resumed.opt.load_state_dict(again)
+            for side in ("sender", "reducer"):
+                assert torch.equal(resumed.opt.state_dict()["swarm"]["feedback"][side], saved[0][side])
+        with swarm_of(1, "adaptive", codec="adaptive") as [plain]:
+            plain.train_to(1)
+            assert plain.opt.state_dict()["swarm"]["feedback"] is None
+
+
 def test_the_state_is_averaged_and_drift_reported() -> None:
     with swarm_of(2, "sync", state_sync_epochs=2) as peers:
         together([lambda peer=peer: peer.train_to(1) for peer in peers])  # type: ignore[misc]
