@@ -28,12 +28,13 @@ _KILL_S = 0.5
 class Child:
     """One `swarm` command running with `--json --exit-with-parent`."""
 
-    def __init__(self, name: str, arguments: Sequence[str], lines: queue.Queue[tuple[str, dict[str, Any] | None]]) -> None:
+    def __init__(self, name: str, arguments: Sequence[str], lines: queue.Queue[tuple[str, dict[str, Any] | None]], home: str) -> None:
         self.name = name
         self._complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         package_folder = str(Path(__file__).resolve().parents[2])
         environment = {
             **os.environ,
+            "SWARM_HOME": home,
             "OMP_NUM_THREADS": "1",  # several trainers share this machine's cores: more threads each would only wait for one another
             "PYTHONPATH": os.pathsep.join(filter(None, (package_folder, os.environ.get("PYTHONPATH")))),
             "PYTHONUNBUFFERED": "1",
@@ -94,11 +95,12 @@ class Child:
 
 
 class Children:
-    """A context manager: whatever happens in its body, no child survives it."""
+    """A context manager: whatever happens in its body, no child survives it, nor anything that one keeps for later."""
 
     def __init__(self) -> None:
         self.lines: queue.Queue[tuple[str, dict[str, Any] | None]] = queue.Queue()  # (child, its event; None: its output ended)
         self._children: dict[str, Child] = {}
+        self._home = tempfile.TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True)
 
     def __enter__(self) -> Children:
         return self
@@ -107,7 +109,7 @@ class Children:
         self.close()
 
     def start(self, name: str, *arguments: str) -> Child:
-        child = self._children[name] = Child(name, arguments, self.lines)
+        child = self._children[name] = Child(name, arguments, self.lines, self._home.name)
         return child
 
     def __contains__(self, name: str) -> bool:
@@ -135,3 +137,4 @@ class Children:
         for child in self._children.values():
             child.close(deadline_s)
         self._children.clear()
+        self._home.cleanup()

@@ -45,6 +45,15 @@ def test_whatever_happens_in_the_body_no_child_survives() -> None:
     assert time.monotonic() - started_s < 3.0
 
 
+def test_what_a_child_keeps_goes_with_it() -> None:
+    with Children() as children:
+        child = children.start("entry", "bootstrap", "--listen", "127.0.0.1:0")
+        listening(children)
+        home = Path(psutil.Process(child.process.pid).environ()["SWARM_HOME"])
+        assert [file.name for file in home.iterdir() if file.suffix == ".identity"], "its identity, in no folder of the user's"
+    assert not home.exists()
+
+
 def test_a_child_leaves_when_its_parent_dies() -> None:
     with Children() as children:
         child = children.start("entry", *ENTRY)
