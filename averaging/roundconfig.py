@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from averaging.lanes import LANES_MAX
 from averaging.liveness import LivenessConfig
 from averaging.pacing import PacingConfig
 from averaging.robust import MEAN, Aggregation
@@ -69,7 +70,8 @@ class Dialer(Caller, Protocol):
 class RoundConfig:
     """How a round runs. `part_bytes` must be the same on all members: it decides the cut, and a difference is refused."""
 
-    part_bytes: int = 1 << 20  # of an encoded part; smaller: more messages, larger: less overlap and more memory per part in flight
+    part_bytes: int = 1 << 20  # of an encoded part, at most; smaller: more messages, larger: less overlap and more memory in flight
+    lanes: int = 4  # connections for tensors to each reducer that is far away; too small: long links stay empty, too large: memory
     batch_parts: int = 2  # parts encoded or reduced in one hop to the pool; larger: fewer hops, later first bytes
     inline: bool | None = None  # tensor work on the event loop's own thread, not in the pool; None: where cores are too few to help
     ahead_max: int = 32  # parts of one sender that a reducer holds while others' are missing; then it reads no more of that stream
@@ -91,6 +93,8 @@ class RoundConfig:
             raise UsageError(f"part_bytes is between 1024 and {PART_BYTES_MAX}, not {self.part_bytes}")
         if not 0.0 <= self.audit <= 1.0:
             raise UsageError(f"audit is a share of the parts: 0 for no audits, at most 1, not {self.audit!r}")
+        if not 1 <= self.lanes <= LANES_MAX:
+            raise UsageError(f"lanes is between 1 and {LANES_MAX}, not {self.lanes}")
         if self.batch_parts < 1 or self.ahead_max < 1 or self.join_s <= 0 or min(self.announce_s, self.farewell_s) < 0:
             raise UsageError("batch_parts and ahead_max are at least 1, join_s is positive, announce_s and farewell_s are not negative")
         if not 0.0 < self.min_fraction <= 1.0 or self.held_wait_s <= 0 or self.fetch_s <= 0:
