@@ -14,8 +14,8 @@ from averaging.auditing import Auditor
 from averaging.chunks import pack, unpack
 from averaging.commit import Version
 from averaging.labour import Labour, drain
-from averaging.pacing import Pacing
 from averaging.lanes import LANES_MAX, Lane
+from averaging.pacing import Pacing
 from averaging.partition import Part
 from averaging.quorum import Quorum
 from averaging.reduce import Contribution, Reduction

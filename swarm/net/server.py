@@ -29,6 +29,7 @@ from swarm.net.rpc import (
     check_incoming,
     check_outgoing,
 )
+from swarm.net.throttle import SMALL_BYTES, Bandwidth, Throttle
 
 _logger = logging.getLogger(__name__)
 
@@ -50,7 +51,8 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 class Server:
     """The gRPC server of a node. It knows every caller by its certificate and bounds what they may ask at once."""
 
-    def __init__(self, *, calls_max: int = 1024, calls_per_peer_max: int = 256) -> None:
+    def __init__(self, *, calls_max: int = 1024, calls_per_peer_max: int = 256, throttle: Throttle | None = None) -> None:
+        self.throttle = throttle or Throttle(Bandwidth())
         self._calls_max = calls_max
         self._calls_per_peer_max = calls_per_peer_max
         self._calls: Counter[PeerId] = Counter()
@@ -138,13 +140,13 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
             unary = handler
 
             async def answer(raw: bytes, context: aio.ServicerContext[Any, Any]) -> bytes:
-                return await self._guarded(unary.method.name, context, lambda peer_id: _answer(unary, peer_id, raw))
+                return await self._guarded(unary.method.name, context, lambda peer_id: self._answer(unary, peer_id, raw))
 
             return grpc.unary_unary_rpc_method_handler(answer)
         streaming = handler
 
         async def serve(_: Any, context: aio.ServicerContext[Any, Any]) -> None:
-            await self._guarded(streaming.method.name, context, lambda peer_id: _serve(streaming, peer_id, context))
+            await self._guarded(streaming.method.name, context, lambda peer_id: self._serve(streaming, peer_id, context))
 
         return grpc.stream_stream_rpc_method_handler(serve)
 
@@ -156,7 +158,7 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
             handler = self._handlers.find(name)
             if not isinstance(handler, UnaryHandler):
                 return grpc.StatusCode.UNIMPLEMENTED, "", b""
-            return await self._outcome(name, peer_id, _answer(handler, peer_id, raw))
+            return await self._outcome(name, peer_id, self._answer(handler, peer_id, raw))
 
         stream = ServedCalls(
             context, handle, functools.partial(self._server.enter, peer_id), functools.partial(self._server.leave, peer_id)
@@ -167,6 +169,12 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
             await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except _Busy:
             await _refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "no more streams of shared calls")
+
+    async def _answer(self, handler: UnaryHandler, peer_id: PeerId, raw: bytes) -> bytes:
+        return await _answer(handler, peer_id, raw, self._server.throttle)
+
+    async def _serve(self, handler: StreamHandler, peer_id: PeerId, context: aio.ServicerContext[Any, Any]) -> bytes:
+        return await _serve(handler, peer_id, context, self._server.throttle)
 
     async def _identified(self, context: aio.ServicerContext[Any, Any]) -> PeerId:
         try:
@@ -253,10 +261,12 @@ class _HandlerStream:
             self._task.cancel()
 
 
-async def _answer(handler: UnaryHandler, peer_id: PeerId, raw: bytes) -> bytes:
+async def _answer(handler: UnaryHandler, peer_id: PeerId, raw: bytes, throttle: Throttle) -> bytes:
     method = handler.method
     if len(raw) > method.request_bytes_max:
         raise PeerError(f"{method.name} takes requests of at most {method.request_bytes_max} bytes; this one has {len(raw)}")
+    if len(raw) > SMALL_BYTES:
+        await throttle.accepts(len(raw))
     request = method.request()
     try:
         request.ParseFromString(raw)
@@ -265,13 +275,15 @@ async def _answer(handler: UnaryHandler, peer_id: PeerId, raw: bytes) -> bytes:
     reply = (await handler.function(peer_id, request)).SerializeToString()
     if len(reply) > method.reply_bytes_max:
         raise RuntimeError(f"our reply has {len(reply)} bytes, more than {method.name} allows ({method.reply_bytes_max})")
+    if len(reply) > SMALL_BYTES:
+        await throttle.sends(len(reply))
     return reply
 
 
-async def _serve(handler: StreamHandler, peer_id: PeerId, context: aio.ServicerContext[Any, Any]) -> bytes:
+async def _serve(handler: StreamHandler, peer_id: PeerId, context: aio.ServicerContext[Any, Any], throttle: Throttle) -> bytes:
     stream = _HandlerStream(handler.method, peer_id, context)
     try:
-        await handler.function(stream)
+        await handler.function(throttle.stream(stream))
         return b""
     except asyncio.CancelledError:
         if stream.ended:

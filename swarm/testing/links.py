@@ -84,8 +84,8 @@ def why_not() -> str | None:
 class Links:
     """A context manager. Leaving it ends the emulation; processes that are still inside keep their namespace and reach nobody.
 
-    `congestion`: TCP's congestion control ("cubic" is what most machines have; "": this machine's). `mtu`: bytes of an IP packet. LinksFailed
-    when it cannot start.
+    `congestion`: TCP's congestion control ("cubic" is what most machines have; "": this machine's). `mtu`: bytes of an IP packet.
+    LinksFailed when it cannot start.
     """
 
     def __init__(self, links: Sequence[Link], *, congestion: str = "cubic", mtu: int = 1500, seed: int = 1) -> None:
