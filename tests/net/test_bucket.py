@@ -34,7 +34,7 @@ def test_no_window_carries_more_than_the_cap(asked: list[tuple[float, int]], str
             assert total <= RATE * (until_s - passed[first][0] + BURST_S) * (1 + 1e-9) + 1e-3
 
 
-@given(st.lists(st.integers(1, 1 << 20), min_size=20, max_size=60), st.floats(0.0, BURST_S))
+@given(st.lists(st.integers(1 << 16, 1 << 20), min_size=20, max_size=60), st.floats(0.0, BURST_S))
 def test_the_cap_is_used_up_where_pauses_are_short(asked: list[int], pause_s: float) -> None:
     bucket, now_s = Bucket(RATE), 0.0
     for size in asked:
