@@ -140,4 +140,4 @@ def _spent(tally: Tally, elements: int, least_bytes: int) -> str:
 
 
 def _median(tally: Tally, name: str) -> float:
-    return statistics.median(getattr(outcome, name) for outcome in tally.rounds)
+    return float(statistics.median(getattr(outcome, name) for outcome in tally.rounds))

@@ -20,6 +20,7 @@ def main() -> None:
     with swarm.Node(bootstrap, f"{settings['host']}:0", config=NodeConfig(bandwidth=bandwidth)) as node:
         print(node.addresses[0], flush=True)
         averager = swarm.Averager(node, [tensor], name="capped", target_group_size=3, min_group_size=3, codec="float32")
+        print("ready", flush=True)
         sys.stdin.readline()
         result = averager.step(timeout_s=25.0)
         seconds = result.seconds.get("exchange", 0.0)
