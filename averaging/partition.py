@@ -20,7 +20,7 @@ from swarm.errors import UsageError
 
 ALIGNMENT_ELEMENTS = 1024  # edges of parts: whole blocks for blockwise codecs, whole pages in float32
 PARTS_MAX = 1 << 24
-PART_S = 0.01
+PART_S = 0.02
 PART_BYTES_SMALL = 64 << 10  # a header and a message cost as much as some kilobytes
 
 

@@ -71,7 +71,7 @@ class RoundConfig:
     """How a round runs. `part_bytes` must be the same on all members: it decides the cut, and a difference is refused."""
 
     part_bytes: int = 1 << 20  # of an encoded part, at most; smaller: more messages, larger: less overlap and more memory in flight
-    lanes: int = 4  # connections for tensors to each reducer that is far away; too small: long links stay empty, too large: memory
+    lanes: int = 1  # connections for tensors to each reducer that is far away; more did not fill links better (docs/decisions/0015)
     batch_parts: int = 2  # parts encoded or reduced in one hop to the pool; larger: fewer hops, later first bytes
     inline: bool | None = None  # tensor work on the event loop's own thread, not in the pool; None: where cores are too few to help
     ahead_max: int = 32  # parts of one sender that a reducer holds while others' are missing; then it reads no more of that stream
