@@ -9,15 +9,15 @@ from typing import Any
 
 import msgpack
 
-from averaging.allreduce import AllReduce, RoundOutcome
-from averaging.averages import Averages, Landing
-from averaging.feedback import Feedback
-from averaging.group import Group, Member
-from averaging.groupservice import GroupService
+from averaging.groups.group import Group, Member
+from averaging.groups.seeking import SearchFailed
+from averaging.groups.service import GroupService
+from averaging.reduction.averages import Averages, Landing
+from averaging.reduction.feedback import Feedback
+from averaging.reduction.vector import FlatVector
 from averaging.result import AveragingResult
-from averaging.roundconfig import RoundConfig
-from averaging.seeking import SearchFailed
-from averaging.vector import FlatVector
+from averaging.rounds.allreduce import AllReduce, RoundOutcome
+from averaging.rounds.config import RoundConfig
 from swarm.clock import Clock
 from swarm.ids import PeerId
 

@@ -18,20 +18,20 @@ import msgpack
 import torch
 
 from averaging.attempts import Attempts, RoundTerms
-from averaging.averages import Averages, Landing
-from averaging.feedback import Feedback
-from averaging.group import GATHERED_BYTES_MAX, Member
-from averaging.groupservice import GroupService, GroupServiceConfig
-from averaging.layout import schema_hash
-from averaging.matchmaking import MatchmakingConfig
-from averaging.presence import DhtPresence, PresenceConfig
+from averaging.groups.group import GATHERED_BYTES_MAX, Member
+from averaging.groups.matchmaking import MatchmakingConfig
+from averaging.groups.presence import DhtPresence, PresenceConfig
+from averaging.groups.seeking import ROUND_KEY_MAX, AveragerName, Schema
+from averaging.groups.service import GroupService, GroupServiceConfig
+from averaging.reduction.averages import Averages, Landing
+from averaging.reduction.feedback import Feedback
+from averaging.reduction.layout import schema_hash
+from averaging.reduction.robust import MEAN, Aggregation
+from averaging.reduction.staging import Staging
+from averaging.reduction.vector import FlatVector
 from averaging.result import AveragingResult, PendingRound, check_step
-from averaging.robust import MEAN, Aggregation
-from averaging.roundconfig import RoundConfig
-from averaging.seeking import ROUND_KEY_MAX, AveragerName, Schema
+from averaging.rounds.config import RoundConfig
 from averaging.service import AveragingService
-from averaging.staging import Staging
-from averaging.vector import FlatVector
 from swarm.compression import find
 from swarm.errors import DeadlineExceeded, NetworkError, UsageError
 

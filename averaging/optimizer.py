@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from averaging.catchup import CatchUp
-from averaging.donor import Donor, DonorServices
-from averaging.epochs import EpochLoop
-from averaging.gradients import GradientsMode
-from averaging.modes import ModeFactory
-from averaging.optimizerconfig import OptimizerConfig
-from averaging.progress import SAMPLES_MAX, ProgressView
-from averaging.reports import LoadResult, StepReport
-from averaging.robust import Aggregation
-from averaging.rounds import Manner, Rounds, check_extras
-from averaging.runexchange import exchange_of
-from averaging.state import Scheduler, TrainingState
-from averaging.tracker import Tracker, TrackerServices
+from averaging.reduction.robust import Aggregation
+from averaging.training.averagers import Manner, Rounds, check_extras
+from averaging.training.catchup import CatchUp
+from averaging.training.config import OptimizerConfig
+from averaging.training.donor import Donor, DonorServices
+from averaging.training.epochs import EpochLoop
+from averaging.training.gradients import GradientsMode
+from averaging.training.modes import ModeFactory
+from averaging.training.progress import SAMPLES_MAX, ProgressView
+from averaging.training.reports import LoadResult, StepReport
+from averaging.training.runexchange import exchange_of
+from averaging.training.state import Scheduler, TrainingState
+from averaging.training.tracker import Tracker, TrackerServices
 from swarm.compression import resolve
 from swarm.errors import NetworkError, UsageError
 

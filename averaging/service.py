@@ -9,9 +9,9 @@ import weakref
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from averaging.allreduce import AllReduce
-from averaging.audit import Notary
-from averaging.groupservice import GroupExchange
+from averaging.groups.service import GroupExchange
+from averaging.reduction.audit import Notary
+from averaging.rounds.allreduce import AllReduce
 
 if TYPE_CHECKING:
     from swarm.node import Node

@@ -3,7 +3,7 @@
 Every process cuts its vector into one span per process, streams each span to its owner in messages of `message_bytes`, and gets as many
 bytes back on the same stream. Messages are made before the clock starts, from as many different bytes as the vector has; what comes is
 dropped. Nothing is encoded, added, checked or decoded: what remains is what gRPC, TLS, the kernel and the event loop cost.
-`averaging.allreduce` is measured beside it, in turn, in the same run.
+`averaging.rounds.allreduce` is measured beside it, in turn, in the same run.
 
     with BareButterfly(vector_bytes=64 << 20) as bare:
         seconds = bare.round()

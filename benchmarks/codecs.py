@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from averaging.partition import Part
-from averaging.reduce import blocks
+from averaging.reduction.partition import Part
+from averaging.reduction.reduce import blocks
 from benchmarks.codec_values import VALUES, relative_error
 from benchmarks.environments import HIVEMIND_VERSION
 from benchmarks.hostile import one_thread

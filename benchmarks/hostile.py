@@ -15,16 +15,16 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from averaging.audit import Notary
-from averaging.auditing import Auditor
-from averaging.averages import Averages, Landing
-from averaging.chunks import unpack
-from averaging.group import Group, Member
-from averaging.partition import Part, Plan, plan_parts
-from averaging.reduce import Contribution
-from averaging.robust import MEAN, Aggregation
-from averaging.roundwork import Averaged, Workbench
-from averaging.vector import FlatVector
+from averaging.groups.group import Group, Member
+from averaging.reduction.audit import Notary
+from averaging.reduction.averages import Averages, Landing
+from averaging.reduction.chunks import unpack
+from averaging.reduction.partition import Part, Plan, plan_parts
+from averaging.reduction.reduce import Contribution
+from averaging.reduction.robust import MEAN, Aggregation
+from averaging.reduction.vector import FlatVector
+from averaging.rounds.auditing import Auditor
+from averaging.rounds.work import Averaged, Workbench
 from benchmarks.results import Aim, Row, Series
 from swarm.compression import find
 from swarm.ids import Contact

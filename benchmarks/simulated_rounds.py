@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from averaging.allreduce import AllReduce, RoundOutcome
-from averaging.group import Group, Member
-from averaging.roundconfig import RoundConfig
+from averaging.groups.group import Group, Member
+from averaging.rounds.allreduce import AllReduce, RoundOutcome
+from averaging.rounds.config import RoundConfig
 from benchmarks.results import Row, Series
 from swarm.testing.chance import Chance
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer

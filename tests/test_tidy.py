@@ -22,10 +22,10 @@ WIDE = {
     "averaging/averager.py:__init__": 13,
     "averaging/averager.py:step": 7,
     "averaging/optimizer.py:__init__": 15,
-    "averaging/groupservice.py:__init__": 10,
-    "averaging/catchup.py:__init__": 7,
-    "averaging/matchmaking.py:__init__": 7,
-    "averaging/presence.py:__init__": 7,
+    "averaging/groups/service.py:__init__": 10,
+    "averaging/training/catchup.py:__init__": 7,
+    "averaging/groups/matchmaking.py:__init__": 7,
+    "averaging/groups/presence.py:__init__": 7,
 }
 FORBIDDEN_NAMES = {"utils.py", "helpers.py", "misc.py", "common.py", "util.py"}
 # the two places where anything may be caught: the RPC handler boundary and the supervisor

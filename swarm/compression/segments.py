@@ -87,7 +87,7 @@ class SegmentCodec:
 
     @property
     def block_elements(self) -> int:
-        """A multiple of 32768 everywhere: then sums over a part's blocks come out alike (see `averaging.robust.pieces`)."""
+        """A multiple of 32768 everywhere: then sums over a part's blocks come out alike (see `averaging.reduction.robust.pieces`)."""
         return max(_host_segments() * SEGMENT_ELEMENTS, _TEAM_ELEMENTS)
 
     @property

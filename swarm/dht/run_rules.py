@@ -17,7 +17,7 @@ _TTL_S_MAX = 3600.0  # all of these are renewed within seconds; a record that ou
 RUN_RULES: tuple[NamespaceRules, ...] = (
     # who is there; nobody reads more than the writer's name out of it, so that only its size is bounded
     NamespaceRules(name="presence", value_bytes_max=4096, ttl_s_max=_TTL_S_MAX, entries_per_writer_max=1),
-    # averaging.presence: who holds an averager
+    # averaging.groups.presence: who holds an averager
     NamespaceRules(
         name="holders.*",
         schema=Table({"addresses": _ADDRESSES, "schema": Binary(64), "text": Text(300)}),
@@ -25,7 +25,7 @@ RUN_RULES: tuple[NamespaceRules, ...] = (
         ttl_s_max=_TTL_S_MAX,
         entries_per_writer_max=1,
     ),
-    # averaging.progress: how far each trainer is
+    # averaging.training.progress: how far each trainer is
     NamespaceRules(
         name="progress",
         schema=Table(
@@ -42,7 +42,7 @@ RUN_RULES: tuple[NamespaceRules, ...] = (
         ttl_s_max=_TTL_S_MAX,
         entries_per_writer_max=1,
     ),
-    # averaging.donor: who gives its state to joiners
+    # averaging.training.donor: who gives its state to joiners
     NamespaceRules(
         name="donors",
         schema=Table(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from averaging.progress import Claim, ProgressConfig
+from averaging.training.progress import Claim, ProgressConfig
 from swarm.clock import Clock
 from swarm.compression import resolve
 from swarm.dht.service import Entry

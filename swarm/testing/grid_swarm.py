@@ -12,8 +12,8 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from averaging.group import Group
-from averaging.seeking import SearchFailed
+from averaging.groups.group import Group
+from averaging.groups.seeking import SearchFailed
 from swarm.ids import PeerId
 from swarm.testing.group_swarm import Swarm, Volunteer
 from swarm.testing.network import LinkConfig

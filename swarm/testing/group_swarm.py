@@ -11,10 +11,10 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from averaging.group import Group, Member
-from averaging.groupservice import GroupExchange, GroupService, GroupServiceConfig
-from averaging.matchmaking import MatchmakingConfig
-from averaging.seeking import AveragerName, Holder, Schema, SearchFailed
+from averaging.groups.group import Group, Member
+from averaging.groups.matchmaking import MatchmakingConfig
+from averaging.groups.seeking import AveragerName, Holder, Schema, SearchFailed
+from averaging.groups.service import GroupExchange, GroupService, GroupServiceConfig
 from swarm.ids import PeerId
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from averaging.accumulate import GradientAccumulator
+from averaging.training.accumulate import GradientAccumulator
 from swarm.errors import UsageError
 
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from averaging.balance import Load, shares
+from averaging.reduction.balance import Load, shares
 from swarm.errors import UsageError
 
 

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from averaging.feedback import NO_SPAN, Feedback, FeedbackRound, Residual, Span
-from averaging.partition import Part, Plan, plan_parts
-from averaging.reduce import Contribution, Mean, blocks
+from averaging.reduction.feedback import NO_SPAN, Feedback, FeedbackRound, Residual, Span
+from averaging.reduction.partition import Part, Plan, plan_parts
+from averaging.reduction.reduce import Contribution, Mean, blocks
 from swarm.compression import Codec, find
 from swarm.errors import UsageError
 from swarm.testing.codec_contract import decoded, encoded

@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 import torch
 
-from averaging.grid import ROOM, Grid, Place, Shape, key_at, shape_for, shape_of, split_key
-from averaging.roster import MATES_MAX, PEERS_MAX, Roster
+from averaging.groups.grid import ROOM, Grid, Place, Shape, key_at, shape_for, shape_of, split_key
+from averaging.groups.roster import MATES_MAX, PEERS_MAX, Roster
 from swarm.ids import Address, Contact, PeerId
 from swarm.testing.identities import SeededIdentity
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from averaging.layout import TensorLayout, schema_hash
+from averaging.reduction.layout import TensorLayout, schema_hash
 from swarm.compression import find
 from swarm.errors import UsageError
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from averaging.group import Group, Member
-from averaging.matchmaking import Matchmaker, MatchmakingConfig
-from averaging.seeking import (
+from averaging.groups.group import Group, Member
+from averaging.groups.matchmaking import Matchmaker, MatchmakingConfig
+from averaging.groups.seeking import (
     AbandonJoin,
     Answer,
     AnswerJoin,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from averaging.partition import ALIGNMENT_ELEMENTS, PART_ELEMENTS_MAX, plan_parts, spans
+from averaging.reduction.partition import ALIGNMENT_ELEMENTS, PART_ELEMENTS_MAX, plan_parts, spans
 from swarm.compression import find
 from swarm.errors import UsageError
 

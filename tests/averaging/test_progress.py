@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from averaging.progress import Claim, Progress, ProgressConfig
+from averaging.training.progress import Claim, Progress, ProgressConfig
 from swarm.errors import PeerError, UsageError
 from swarm.ids import PeerId
 

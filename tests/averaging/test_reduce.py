@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from averaging.partition import plan_parts
-from averaging.reduce import Block, Contribution, Mean, Reduction, blocks, relative_weights
+from averaging.reduction.partition import plan_parts
+from averaging.reduction.reduce import Block, Contribution, Mean, Reduction, blocks, relative_weights
 from swarm.compression import Codec, find
 from swarm.errors import PeerError
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from averaging.commit import Version
-from averaging.pacing import Pacing, PacingConfig
-from averaging.repair import FAILURES_MAX, FETCHES_MAX, REDUCTIONS_MAX, Ask, Redo, Repair, Take, attempt, successor
+from averaging.rounds.commit import Version
+from averaging.rounds.pacing import Pacing, PacingConfig
+from averaging.rounds.repair import FAILURES_MAX, FETCHES_MAX, REDUCTIONS_MAX, Ask, Redo, Repair, Take, attempt, successor
 from swarm.errors import UsageError
 
 EVERYBODY = b"\x0f"

@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from averaging.partition import Part
-from averaging.reduce import Contribution, blocks
-from averaging.robust import MEAN, RULES, Aggregation, Prepared, Rows, clip_scales, network, prepare, trimmed
+from averaging.reduction.partition import Part
+from averaging.reduction.reduce import Contribution, blocks
+from averaging.reduction.robust import MEAN, RULES, Aggregation, Prepared, Rows, clip_scales, network, prepare, trimmed
 from swarm.compression import find
 from swarm.compression.plain import PlainCodec
 from swarm.errors import UsageError

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from averaging.assembly import Assembly, decode_places, encode_places
-from averaging.chunks import pack, unpack
-from averaging.commit import Ballot, Next, Verdict, Version, Votes, digest_payload, digest_round, winners
-from averaging.liveness import Liveness, LivenessConfig
-from averaging.partition import plan_parts
-from averaging.reduce import first_bad
+from averaging.reduction.chunks import pack, unpack
+from averaging.reduction.partition import plan_parts
+from averaging.reduction.reduce import first_bad
+from averaging.rounds.assembly import Assembly, decode_places, encode_places
+from averaging.rounds.commit import Ballot, Next, Verdict, Version, Votes, digest_payload, digest_round, winners
+from averaging.rounds.liveness import Liveness, LivenessConfig
 from swarm.compression import find
 from swarm.errors import PeerError, UsageError
 from swarm.wire.reduce_pb2 import ExchangeAverage, ExchangeChunk, ExchangeHeader, ExchangeWithdrawal

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from averaging.averages import Averages, Landing
-from averaging.chunks import unpack
-from averaging.commit import digest_payload
-from averaging.partition import Plan, plan_parts
-from averaging.reduce import Contribution
-from averaging.roundwork import Arrived, Averaged, Spoiled, Workbench
-from averaging.vector import FlatVector
+from averaging.reduction.averages import Averages, Landing
+from averaging.reduction.chunks import unpack
+from averaging.reduction.partition import Plan, plan_parts
+from averaging.reduction.reduce import Contribution
+from averaging.reduction.vector import FlatVector
+from averaging.rounds.commit import digest_payload
+from averaging.rounds.work import Arrived, Averaged, Spoiled, Workbench
 from swarm.compression import find
 from swarm.compression.plain import PlainCodec
 

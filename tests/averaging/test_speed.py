@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from averaging.speed import BYTES_PER_S_MAX, UNKNOWN_BYTES_PER_S, Speed
+from averaging.reduction.speed import BYTES_PER_S_MAX, UNKNOWN_BYTES_PER_S, Speed
 
 MIB = 1 << 20
 

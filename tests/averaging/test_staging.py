@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from averaging.averages import Averages, Landing
-from averaging.partition import plan_parts
-from averaging.staging import Staging
-from averaging.vector import FlatVector
+from averaging.reduction.averages import Averages, Landing
+from averaging.reduction.partition import plan_parts
+from averaging.reduction.staging import Staging
+from averaging.reduction.vector import FlatVector
 from swarm.compression import Codec, find
 from swarm.errors import UsageError
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from averaging.snapshot import CHUNK_BYTES, chunk_digest, merge, plain, snapshot_digest
-from averaging.state import TrainingState
+from averaging.training.snapshot import CHUNK_BYTES, chunk_digest, merge, plain, snapshot_digest
+from averaging.training.state import TrainingState
 from swarm.errors import PeerError, UsageError
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

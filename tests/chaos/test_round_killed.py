@@ -22,8 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from averaging.allreduce import AllReduce
-from averaging.group import Group, Member
+from averaging.rounds.allreduce import AllReduce
+from averaging.groups.group import Group, Member
 from swarm.clock import SystemClock
 from swarm.identity import Identity
 from swarm.ids import Address, Contact

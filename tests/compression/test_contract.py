@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from averaging.layout import TensorLayout, schema_hash
-from averaging.partition import plan_parts
+from averaging.reduction.layout import TensorLayout, schema_hash
+from averaging.reduction.partition import plan_parts
 from swarm.compression import PUBLIC_WIRE_ID_MAX, Buffer, Codec, codec, find, find_wire_id, names, register, view_bytes, view_tensor
 from swarm.errors import UsageError
 from swarm.testing.codec_contract import check_codec, decoded, encoded

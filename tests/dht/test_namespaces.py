@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from averaging.progress import Claim
+from averaging.training.progress import Claim
 from swarm.dht.namespaces import Namespaces
 from swarm.dht.records import Record, Value, encode_value
 from swarm.dht.rules import NamespaceRules

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from averaging.progress import PeerProgress, ProgressView
-from averaging.reports import LoadResult, StepReport
 from averaging.result import AveragingResult
+from averaging.training.progress import PeerProgress, ProgressView
+from averaging.training.reports import LoadResult, StepReport
 from swarm.identity import Identity
 from swarm.run import events
 from swarm.run.accounts import Accounts, Pacing

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from averaging.grid import key_at
-from averaging.group import Group
-from averaging.seeking import Met, SearchFailed, Seek
+from averaging.groups.grid import key_at
+from averaging.groups.group import Group
+from averaging.groups.seeking import Met, SearchFailed, Seek
 from swarm.testing.grid_swarm import ROUND_S, Averaging, measure
 from swarm.testing.group_swarm import SCHEMA, Volunteer
 from swarm.testing.network import LinkConfig

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from averaging.group import Group
-from averaging.seeking import SearchFailed
+from averaging.groups.group import Group
+from averaging.groups.seeking import SearchFailed
 from swarm.testing.group_swarm import Swarm, Volunteer, check_groups
 from swarm.testing.network import LinkConfig
 from swarm.testing.virtual_loop import run_virtual

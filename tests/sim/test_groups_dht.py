@@ -6,10 +6,10 @@ import asyncio
 import random
 from dataclasses import dataclass
 
-from averaging.group import Group, Member
-from averaging.groupservice import GroupExchange, GroupService
-from averaging.presence import DhtPresence, PresenceConfig
-from averaging.seeking import AveragerName, Schema, SearchFailed
+from averaging.groups.group import Group, Member
+from averaging.groups.presence import DhtPresence, PresenceConfig
+from averaging.groups.seeking import AveragerName, Schema, SearchFailed
+from averaging.groups.service import GroupExchange, GroupService
 from swarm.dht.service import DhtService
 from swarm.peerbook import PeerBook
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from averaging.allreduce import AllReduce, RoundOutcome
-from averaging.audit import Notary, chance, draw, parts_max
-from averaging.auditing import Auditor
-from averaging.chunks import pack, unpack
-from averaging.group import Group, Member
-from averaging.partition import plan_parts
-from averaging.reduce import Contribution
-from averaging.robust import MEAN, Aggregation
-from averaging.roundconfig import RoundConfig
-from averaging.roundwork import Averaged, Spoiled, Workbench
-from averaging.span import Shared
+from averaging.groups.group import Group, Member
+from averaging.reduction.audit import Notary, chance, draw, parts_max
+from averaging.reduction.chunks import pack, unpack
+from averaging.reduction.partition import plan_parts
+from averaging.reduction.reduce import Contribution
+from averaging.reduction.robust import MEAN, Aggregation
+from averaging.rounds.allreduce import AllReduce, RoundOutcome
+from averaging.rounds.auditing import Auditor
+from averaging.rounds.config import RoundConfig
+from averaging.rounds.span import Shared
+from averaging.rounds.work import Averaged, Spoiled, Workbench
 from swarm.compression import find
 from swarm.errors import PeerError, UsageError
 from swarm.ids import PeerId

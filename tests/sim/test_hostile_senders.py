@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from averaging.allreduce import AllReduce, RoundOutcome
-from averaging.chunks import pack, unpack
-from averaging.commit import digest_payload
-from averaging.group import Group, Member
-from averaging.robust import Aggregation
-from averaging.roundconfig import RoundConfig
-from averaging.roundwork import Averaged, Spoiled, Workbench
-from averaging.span import Shared
+from averaging.groups.group import Group, Member
+from averaging.reduction.chunks import pack, unpack
+from averaging.reduction.robust import Aggregation
+from averaging.rounds.allreduce import AllReduce, RoundOutcome
+from averaging.rounds.commit import digest_payload
+from averaging.rounds.config import RoundConfig
+from averaging.rounds.span import Shared
+from averaging.rounds.work import Averaged, Spoiled, Workbench
 from swarm.net.rpc import Stream
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import run_virtual

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from averaging.progress import Claim, Progress, ProgressConfig
+from averaging.training.progress import Claim, Progress, ProgressConfig
 from swarm.ids import PeerId
 
 

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from averaging.allreduce import AllReduce, RoundOutcome
-from averaging.assembly import decode_places
-from averaging.chunks import pack, unpack
-from averaging.commit import digest_payload
-from averaging.group import Group, Member
-from averaging.reduce import Block, Contribution, Mean, relative_weights
-from averaging.round import Round
-from averaging.roundconfig import RoundConfig
-from averaging.roundwork import Averaged
+from averaging.groups.group import Group, Member
+from averaging.reduction.chunks import pack, unpack
+from averaging.reduction.reduce import Block, Contribution, Mean, relative_weights
+from averaging.rounds.allreduce import AllReduce, RoundOutcome
+from averaging.rounds.assembly import decode_places
+from averaging.rounds.commit import digest_payload
+from averaging.rounds.config import RoundConfig
+from averaging.rounds.round import Round
+from averaging.rounds.work import Averaged
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import run_virtual
 

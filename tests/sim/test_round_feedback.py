@@ -8,10 +8,10 @@ import random
 import pytest
 import torch
 
-from averaging.allreduce import AllReduce, RoundOutcome
-from averaging.feedback import Feedback
-from averaging.group import Group, Member
-from averaging.roundconfig import RoundConfig
+from averaging.groups.group import Group, Member
+from averaging.reduction.feedback import Feedback
+from averaging.rounds.allreduce import AllReduce, RoundOutcome
+from averaging.rounds.config import RoundConfig
 from swarm.compression import find
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.virtual_loop import run_virtual

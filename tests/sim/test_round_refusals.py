@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from averaging.allreduce import AllReduce
-from averaging.chunks import pack
-from averaging.group import Group, Member
-from averaging.partition import plan_parts
-from averaging.roundconfig import EXCHANGE, VOTE, RoundConfig
+from averaging.groups.group import Group, Member
+from averaging.reduction.chunks import pack
+from averaging.reduction.partition import plan_parts
+from averaging.rounds.allreduce import AllReduce
+from averaging.rounds.config import EXCHANGE, VOTE, RoundConfig
 from swarm.compression import find
 from swarm.errors import PeerError, UsageError
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer

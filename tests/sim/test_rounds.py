@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from averaging.allreduce import AllReduce, RoundOutcome
-from averaging.group import Group, Member
-from averaging.roundconfig import RoundConfig
-from averaging.vector import FlatVector
+from averaging.groups.group import Group, Member
+from averaging.reduction.vector import FlatVector
+from averaging.rounds.allreduce import AllReduce, RoundOutcome
+from averaging.rounds.config import RoundConfig
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import run_virtual
 

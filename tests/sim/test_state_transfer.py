@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from averaging.donor import Donor, DonorConfig, DonorServices
-from averaging.download import Download, DownloadConfig, Fetched
-from averaging.runexchange import RunExchange, pack_chunk, parse_chunks_request
-from averaging.snapshot import CHUNK_BYTES
-from averaging.state import TrainingState
+from averaging.training.donor import Donor, DonorConfig, DonorServices
+from averaging.training.download import Download, DownloadConfig, Fetched
+from averaging.training.runexchange import RunExchange, pack_chunk, parse_chunks_request
+from averaging.training.snapshot import CHUNK_BYTES
+from averaging.training.state import TrainingState
 from swarm.errors import DeadlineExceeded, NotEnoughPeers, PeerError
 from swarm.net.rpc import Stream
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
@@ -245,7 +245,7 @@ def test_a_donor_that_trains_keeps_the_leased_state_and_limits_its_copies() -> N
 
 def test_a_lease_is_its_openers_and_requests_are_checked() -> None:
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
-        from averaging import runexchange
+        from averaging.training import runexchange
 
         made = donor(peers[0], state_of(1))
         reply = await made.on_open(joiner.peer_id, state_pb2.OpenRequest(run=RUN))

@@ -12,14 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from averaging.allreduce import AllReduce, RoundOutcome
-from averaging.balance import shares_of
-from averaging.chunks import pack, unpack
-from averaging.commit import digest_payload, digest_round
-from averaging.group import Group, Member
-from averaging.partition import Plan, plan_parts
-from averaging.reduce import Block, Contribution, Mean, relative_weights
-from averaging.roundconfig import EXCHANGE, VOTE, RoundConfig
+from averaging.groups.group import Group, Member
+from averaging.reduction.balance import shares_of
+from averaging.reduction.chunks import pack, unpack
+from averaging.reduction.partition import Plan, plan_parts
+from averaging.reduction.reduce import Block, Contribution, Mean, relative_weights
+from averaging.rounds.allreduce import AllReduce, RoundOutcome
+from averaging.rounds.commit import digest_payload, digest_round
+from averaging.rounds.config import EXCHANGE, VOTE, RoundConfig
 from swarm.clock import SystemClock
 from swarm.compression import find
 from swarm.identity import Identity

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from averaging.averager import Averager, AveragerConfig
-from averaging.reduce import Contribution
+from averaging.reduction.reduce import Contribution
+from averaging.reduction.robust import Aggregation
 from averaging.result import AveragingResult
-from averaging.robust import Aggregation
-from averaging.roundconfig import RoundConfig
-from averaging.roundwork import Workbench
+from averaging.rounds.config import RoundConfig
+from averaging.rounds.work import Workbench
 from swarm.errors import UsageError
 from swarm.node import Node
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from averaging.donor import Donor
-from averaging.gradients import GradientsMode
 from averaging.optimizer import LoadResult, Optimizer, OptimizerConfig, StepReport
-from averaging.progress import ProgressConfig
+from averaging.training.donor import Donor
+from averaging.training.gradients import GradientsMode
+from averaging.training.progress import ProgressConfig
 from swarm.errors import UsageError
 from swarm.node import Node
 

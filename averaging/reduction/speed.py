@@ -1,0 +1,53 @@
+"""How fast this peer's link sends, from the rounds that it took part in: nobody has to guess a number.
+
+A round's speed is what was sent over the time in which at least one message was on its way out. A message counts as sent when the
+transport has taken it, which for the first few megabytes only means that they lie in buffers: short rounds say nothing. The median over the
+last rounds is announced to the next group, and shares follow it (`averaging.reduction.balance`). Pure; times are monotonic seconds.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+UNKNOWN_BYTES_PER_S = 12.5e6  # before anything was measured: 100 Mbit/s
+BYTES_PER_S_MAX = 125e6  # on faster links the processor is what limits a round, and all count alike
+_ROUND_BYTES_MIN = 8 << 20
+_ROUNDS_MAX = 5
+
+
+@dataclass(slots=True)
+class Speed:
+    """One per node: its averagers share a link."""
+
+    _sending: int = 0
+    _since_s: float = 0.0
+    _busy_s: float = 0.0
+    _sent_bytes: int = 0
+    _rounds: deque[float] = field(default_factory=lambda: deque(maxlen=_ROUNDS_MAX))
+
+    def begin(self, now_s: float) -> None:
+        """A message is being sent."""
+        if not self._sending:
+            self._since_s = now_s
+        self._sending += 1
+
+    def end(self, size_bytes: int, now_s: float) -> None:
+        """It was taken, or failed."""
+        self._sending -= 1
+        self._sent_bytes += size_bytes
+        if not self._sending:
+            self._busy_s += max(now_s - self._since_s, 0.0)
+
+    def round_over(self) -> None:
+        """What was sent until now was one round's, or several rounds' side by side."""
+        if self._sent_bytes >= _ROUND_BYTES_MIN and not self._sending:
+            self._rounds.append(self._sent_bytes / max(self._busy_s, 1e-9))
+        if not self._sending:
+            self._sent_bytes, self._busy_s = 0, 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What to announce."""
+        return min(statistics.median(self._rounds), BYTES_PER_S_MAX) if self._rounds else UNKNOWN_BYTES_PER_S
