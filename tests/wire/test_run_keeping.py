@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 
@@ -29,17 +30,19 @@ def directory(node: Node, folder: Path | None = None) -> RunDirectory:
 
 
 async def _keep_once(where: RunDirectory, run: SignedSpecification) -> None:
+    """Until it is kept both in the DHT and on this disk."""
+
     async def on_newer(newer: SignedSpecification) -> None:
         raise AssertionError("there is no newer one")
 
     keeping = asyncio.create_task(where.keep(run, on_newer))
     while True:
         await asyncio.sleep(0.01)
-        try:
+        assert not keeping.done()
+        with contextlib.suppress(PeerError):
             await where.specification(run.run_id, from_disk=False)
-            break
-        except PeerError:
-            assert not keeping.done()
+            if await where.kept(run.run_id):
+                break
     keeping.cancel()
 
 
