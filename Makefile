@@ -1,7 +1,7 @@
 # make demo    train a model with four peers on this machine, one command from a fresh clone
 # make test    the tests; installs what they need into .venv first
 # make check   format, lint, types, import layers, generated files
-# make bench   the figures in docs/benchmarks.md, against their peers (about ten minutes; a quiet machine)
+# make bench   the figures in docs/benchmarks.md, against their peers (about an hour; a quiet machine)
 # make chaos   real processes killed and frozen, the long form
 # make sim     a simulated swarm, hours long, with everything going wrong: make sim SEED=7 [PEERS=200 HOURS=2 SCENARIO=storm]
 # make proto   regenerate swarm/wire from proto/
@@ -10,7 +10,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: help demo test check format proto bench bench-quick chaos sim install install-dev clean
+.PHONY: help demo test check format proto bench bench-quick chaos chaos-quick sim sim-quick install install-dev clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -7
@@ -40,6 +40,9 @@ test: install-dev
 chaos: install-dev
 	$(BIN)/python -m pytest -m "chaos" $(ARGS)
 
+chaos-quick: install-dev
+	$(BIN)/python -m pytest -m "chaos" -k "(in_the_middle and 0.1) or outlive" $(ARGS)
+
 SEED ?= 1
 PEERS ?= 200
 HOURS ?= 2
@@ -47,6 +50,9 @@ SCENARIO ?= storm
 
 sim: install-dev
 	@$(BIN)/python -m swarm.testing.scenarios --seed $(SEED) --peers $(PEERS) --hours $(HOURS) --scenario $(SCENARIO) $(ARGS)
+
+sim-quick:
+	@$(MAKE) --no-print-directory sim PEERS=40 HOURS=0.2
 
 check: install-dev
 	$(BIN)/ruff format --check .
