@@ -77,8 +77,7 @@ class Row:
 
 
 def ratio(ours: float | None, peer: float | None, kind: str) -> float | None:
-    """`kind` says which over which; None when either is missing or the divisor is zero."""
-    if ours is None or peer is None:
+    """`kind` says which over which; None when either is missing, or not positive: a time saved has no ratio to a time lost."""
+    if ours is None or peer is None or min(ours, peer) <= 0.0:
         return None
-    over, under = (peer, ours) if kind == "peer / ours" else (ours, peer)
-    return over / under if under else None
+    return peer / ours if kind == "peer / ours" else ours / peer

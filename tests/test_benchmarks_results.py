@@ -31,6 +31,7 @@ def test_a_ratio_says_which_over_which() -> None:
     assert ratio(0.5, 2.0, "ours / peer") == 0.25
     assert ratio(None, 2.0, "peer / ours") is None
     assert ratio(0.0, 2.0, "peer / ours") is None
+    assert ratio(0.5, -0.2, "peer / ours") is None  # a time saved has no ratio to a time lost
 
 
 @pytest.mark.parametrize(
