@@ -22,6 +22,11 @@ _ONE_GET = (
     "a read here is to see every write that a majority of the replicas took (docs/decisions/0003)."
 )
 
+_CODEC_CALLS = (
+    "calls, not memory: 11 operations of torch for int8, 25 for int2, 3 to 5 µs each over pieces that fit the cache (docs/decisions/0014); "
+    "on an idler machine the same code took a half to a third of the time (best of 25: 2.5 GB/s for int8, 1.6 for int4)."
+)
+
 LIMITED_BY: dict[str, str] = {
     "allreduce-64-float16-hivemind": _PROCESSOR_TIME,
     "allreduce-64-float16-hivemind-whole": _PROCESSOR_TIME,
@@ -33,6 +38,8 @@ LIMITED_BY: dict[str, str] = {
     "allreduce-256-float32-gloo": _TENSOR_WORK + " gloo encrypts nothing and survives nobody's death.",
     **{f"dht-{peers}-{row}": _DHT_TIME for peers in (8, 16) for row in ("all", "all-bulk", "far")},
     **{f"dht-{peers}-one-get": _ONE_GET for peers in (8, 16)},
+    "codec-3-int8-1-encode": _CODEC_CALLS,
+    "codec-4-int4-1-encode": _CODEC_CALLS,
     "frozen-stall": (
         "how long silence must last before it counts as death (LivenessConfig: about 0.75 s where beats are punctual, longer on a machine "
         "whose cores are overcommitted), and the reduction anew of the lost quarter."
