@@ -17,6 +17,7 @@ from averaging.groups.seeking import (
     Finished,
     Holder,
     Join,
+    Leader,
     LookUp,
     Schema,
     Search,
@@ -120,6 +121,24 @@ def test_what_a_peer_says_later_counts_though_it_arrives_earlier() -> None:
     assert outcome(bench.machine.poll(0.03)) is None
     bench.machine.on_seek_answer(contact(7).peer_id, replace(IDLE, turn=4), 0.04)  # this one is news
     assert isinstance(outcome(bench.machine.poll(0.04)), Group)
+
+
+def test_a_follower_whose_call_was_lost_does_not_hold_the_group_up() -> None:
+    """It believes that it follows us and pings us, which is no newcomer's Seek each time: the group begins without it."""
+    bench = Bench.make(MatchmakingConfig(target_group_size=8))
+    bench.start(holder(6), holder(7))
+    bench.machine.on_join(join_of(7, 11.0), 0.01)
+    follows_us = Answer(standing=Standing.FOLLOWING, deadline_s=11.0, leader=Leader(contact=contact(5), deadline_s=10.0))
+    found = None
+    for number in range(5):
+        now_s = 0.1 + 0.5 * number
+        bench.machine.on_seek(seek_of(6, 11.0), now_s)
+        bench.machine.on_seek_answer(contact(6).peer_id, follows_us, now_s + 0.01)
+        found = outcome(bench.machine.poll(now_s + 0.02))
+        if found is not None:
+            break
+    assert isinstance(found, Group)
+    assert [member.peer_id for member in found.members] == [contact(5).peer_id, contact(7).peer_id]
 
 
 def test_each_change_of_standing_is_a_turn() -> None:
