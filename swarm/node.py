@@ -44,9 +44,8 @@ class NodeConfig:
     announce: tuple[
         str, ...
     ] = ()  # what to tell others instead of the addresses of this machine: host, host:port or multiaddr; for a forwarded port
-    first_join_s: float = (
-        0.2  # the constructor waits this long at most for the first bootstrap to answer; joining goes on in the background
-    )
+    # the constructor waits this long at most for the first bootstrap to answer; joining goes on in the background
+    first_join_s: float = 0.2
     book_entries_max: int = 1000  # peers that are remembered
     housekeeping_s: float = 30.0  # between saves of the peer book, and sweeps of unused connections
     channels: ChannelsConfig = field(default_factory=ChannelsConfig)

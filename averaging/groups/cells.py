@@ -37,13 +37,11 @@ class Background(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellsConfig:
-    hosts: int = (
-        3  # holders that keep the list of one cell. Too small: when they die its peers do not find each other until they meet as strays
-    )
+    # holders that keep the list of one cell. Too small: when they die its peers do not find each other until they meet as strays
+    hosts: int = 3
     lifetime_s: float = 60.0  # of an entry in such a list
-    view_max_s: float = (
-        5.0  # presence records older than this are read again at the next search. Too large: the grid follows the swarm late
-    )
+    # presence records older than this are read again at the next search. Too large: the grid follows the swarm late
+    view_max_s: float = 5.0
     again_s: float = 1.0  # a cell's list is read again during a search after this, at the earliest
     room_s: float = 1.0  # a stray looks for other strays so long before it tries its own cell again; doubled each time,
     room_s_max: float = 4.0  # up to this

@@ -54,9 +54,8 @@ class PeerState:
 class BookConfig:
     # holders that one search asks; all searches of a round ask the same ones. Too small: groups split; too large: traffic grows with N²
     seek_peers_max: int = 64
-    seek_again_s: float = (
-        0.5  # a peer that is not there yet is asked again after this. It tells us itself when it starts: this mends lost messages
-    )
+    # a peer that is not there yet is asked again after this. It tells us itself when it starts: this mends lost messages
+    seek_again_s: float = 0.5
     failed_again_s: float = 2.0  # the same for a peer that did not answer twice
     mistrust_s: float = 0.2  # the same for one that did not answer once: one failed call is not yet a dead peer
 

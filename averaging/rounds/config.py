@@ -79,9 +79,8 @@ class RoundConfig:
     audit: float = 0.0  # share of the parts that a second member recomputes; all members have it above 0, or none. 0.0: nothing is signed
     farewell_s: float = 2.0  # after members voted more than once: how long giving the last vote to somebody may delay the report
     min_fraction: float = 1.0  # of the vector's elements that somebody must have contributed to; below, the round counts as failed
-    held_wait_s: float = (
-        1.0  # how long a member that is asked what it holds waits for news; too small: many calls while a round is repaired
-    )
+    # how long a member that is asked what it holds waits for news; too small: many calls while a round is repaired
+    held_wait_s: float = 1.0
     fetch_s: float = 30.0  # how long one part may take to be fetched from a member that lives
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
     pacing: PacingConfig = field(default_factory=PacingConfig)

@@ -19,12 +19,10 @@ class PacingConfig:
     """When a member that lives, and whose work is waited for, is gone on without."""
 
     tick_s: float = 0.25  # between two looks
-    sender_s: float = (
-        4.0  # a sender whose chunk is the one that a part waits for; too small: slow links are cut off, too large: one holds all
-    )
-    reducer_s: float = (
-        10.0  # a reducer that takes no chunk and gives no average; it may itself wait for a sender, so: more than twice sender_s
-    )
+    # a sender whose chunk is the one that a part waits for; too small: slow links are cut off, too large: one holds all
+    sender_s: float = 4.0
+    # a reducer that takes no chunk and gives no average; it may itself wait for a sender, so: more than twice sender_s
+    reducer_s: float = 10.0
     voter_s: float = 15.0  # a member that has not voted although most have; it may itself wait for a reducer
     first_s: float = 5.0  # more for the first sign of work: a member may still have to begin
     slack: float = 4.0  # that many of the longest recent pauses instead, if that is longer

@@ -26,26 +26,22 @@ class OptimizerConfig:
 
     # peers in one round; all should fit: beyond it an epoch averages within the cells of a grid, and peers drift (docs/decisions/0013)
     group_size_max: int = 64
-    round_timeout_s: float = (
-        60.0  # one attempt at a round, matchmaking included. Too small: slow links never finish; must exceed a training step
-    )
+    # one attempt at a round, matchmaking included. Too small: slow links never finish; must exceed a training step
+    round_timeout_s: float = 60.0
     rounds_max: int = 3  # attempts within one call of step; then it returns and tries again at the next one
     state_codec: str = "float32"  # of the rounds that make the state canonical
     state_timeout_s: float = 120.0  # of such a round
     load_timeout_s: float = 600.0  # of a resynchronisation within step
     load_retry_s: float = 0.5  # between two attempts at fetching the state
     no_donor_s: float = 3.0  # how long peers that all are in epoch 0 are asked for a state before there is taken to be none
-    replay_rounds_max: int = (
-        64  # epochs captured while the state is downloaded, one copy of the gradients each; beyond it the download starts anew
-    )
-    give_up_s: float = (
-        5.0  # a round is left when the others have been further for so long. Too small: slow links lose rounds that were ending
-    )
+    # epochs captured while the state is downloaded, one copy of the gradients each; beyond it the download starts anew
+    replay_rounds_max: int = 64
+    # a round is left when the others have been further for so long. Too small: slow links lose rounds that were ending
+    give_up_s: float = 5.0
     state_rounds_max: int = 3  # attempts at making the state canonical in its epoch
     capture_after_s: float = 0.5  # a download that is over sooner takes no part in rounds; others wait that long for us at most
-    capture_grace_s: float = (
-        3.0  # a round in progress when the download ends is waited for so long. Too small: it breaks for the others, too
-    )
+    # a round in progress when the download ends is waited for so long. Too small: it breaks for the others, too
+    capture_grace_s: float = 3.0
     first_look_s: float = 5.0  # the first step waits this long at most to learn who else trains
     lonely_look_s: float = 4.0  # before stepping alone, a look at the swarm must not be older than this
     progress: ProgressConfig = field(default_factory=ProgressConfig)

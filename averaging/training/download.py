@@ -43,9 +43,8 @@ class DownloadConfig:
 
     donors_max: int = 5  # asked for the state, and downloaded from if they hold the same
     open_timeout_s: float = 60.0  # the donor copies and hashes its state meanwhile
-    chunk_timeout_s: float = (
-        20.0  # a donor that sends nothing for so long is given up; small enough to try the next, large enough for 50 kB/s
-    )
+    # a donor that sends nothing for so long is given up; small enough to try the next, large enough for 50 kB/s
+    chunk_timeout_s: float = 20.0
     batch: int = 8  # chunks asked for ahead, per donor: covers 1 MiB/s at 8 s of delay
 
 

@@ -26,9 +26,8 @@ RATE_MAX = 1e12  # samples/s
 class ProgressConfig:
     """How claims are counted and how often they are exchanged."""
 
-    rate_ratio_max: float = (
-        3.0  # a peer counts at most this many times the median rate; from three peers on, since of two nobody is the majority
-    )
+    # a peer counts at most this many times the median rate; from three peers on, since of two nobody is the majority
+    rate_ratio_max: float = 3.0
     slack_s: float = 0.25  # a peer may have begun the epoch this much before we think; larger lets liars claim more in short epochs
     extrapolation_s_max: float = 3.0  # how long a claim is carried on at its rate, at most to twice itself; 0: never
     begin_fraction: float = 0.75  # of the target, in our own view, for a begin message to be believed
@@ -36,9 +35,8 @@ class ProgressConfig:
     refresh_s_min: float = 0.25  # between two looks at the DHT when the epoch is about to be full
     refresh_s_max: float = 3.0  # and when it is far from it
     peers_max: int = 64  # claims kept; beyond it the oldest goes
-    stalled_s_max: float = (
-        300.0  # a peer that reports and does not move for so long does not count: its trainer hangs. Above the longest step
-    )
+    # a peer that reports and does not move for so long does not count: its trainer hangs. Above the longest step
+    stalled_s_max: float = 300.0
     clock_ahead_s_max: float = 10.0  # a claim from further in the future is refused
 
     def __post_init__(self) -> None:
