@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from benchmarks.results import Aim, Row, Series
+from benchmarks.simulated import simulated_row
 from swarm.testing.grid_swarm import GridFigures, measure
 
 Say = Callable[[str], None]
@@ -33,45 +34,39 @@ def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
 
 def _rows(figures: GridFigures) -> list[Row]:
     title = f"simulated swarm of {figures.peers} peers, groups of {figures.target_group_size}"
-    prefix = f"simulated-{figures.peers}-groups-of-{figures.target_group_size}"
+    prefix = f"{figures.peers}-groups-of-{figures.target_group_size}"
     left = ", ".join(f"{share:.1e}" for share in figures.deviations)
     exact = figures.target_group_size**figures.rounds_to_mix == figures.peers
     notes = (
         f"{figures.cells} cells; {figures.rounds_to_mix} rounds to mix; deviation left after each round, of what it was: {left}",
         f"messages are requests and replies; the busiest peer sends {max(figures.messages_most[1:])} in a round",
     )
+    mixed = 100.0 * figures.deviations[figures.rounds_to_mix - 1]
     return [
-        Row(
-            identifier=f"{prefix}-messages",
-            workload=title,
-            quantity="messages that a peer sends in a round to find its group, on average",
-            ours=Series(name="swarm: messages", unit="messages", samples=figures.messages[1:]),
-            peer=None,
-            aim=None,
+        simulated_row(
+            f"{prefix}-messages",
+            title,
+            "messages that a peer sends in a round to find its group, on average",
+            Series(name="swarm: messages", unit="messages", samples=figures.messages[1:]),
             notes=notes,
         ),
-        Row(
-            identifier=f"{prefix}-bytes",
-            workload=title,
-            quantity="bytes that a peer sends in a round to find its group, on average",
-            ours=Series(name="swarm: bytes", unit="kB", samples=tuple(size_bytes / 1e3 for size_bytes in figures.bytes_sent[1:])),
-            peer=None,
-            aim=None,
+        simulated_row(
+            f"{prefix}-bytes",
+            title,
+            "bytes that a peer sends in a round to find its group, on average",
+            Series(name="swarm: bytes", unit="kB", samples=tuple(size_bytes / 1e3 for size_bytes in figures.bytes_sent[1:])),
         ),
-        Row(
-            identifier=f"{prefix}-forming",
-            workload=title,
-            quantity="from the aligned start until the last peer has its group",
-            ours=Series(name="swarm: groups formed", unit="s", samples=figures.forming_s[1:]),
-            peer=None,
-            aim=None,
+        simulated_row(
+            f"{prefix}-forming",
+            title,
+            "from the aligned start until the last peer has its group",
+            Series(name="swarm: groups formed", unit="s", samples=figures.forming_s[1:]),
         ),
-        Row(
-            identifier=f"{prefix}-mixing",
-            workload=title,
-            quantity=f"deviation from the global mean left after {figures.rounds_to_mix} round{'s' * (figures.rounds_to_mix > 1)}",
-            ours=Series(name="swarm: deviation left", unit="%", samples=(100.0 * figures.deviations[figures.rounds_to_mix - 1],)),
-            peer=None,
-            aim=Aim(of="ours", sense="at most", value=1e-9 if exact else 125.0 / figures.target_group_size),
+        simulated_row(
+            f"{prefix}-mixing",
+            title,
+            f"deviation from the global mean left after {figures.rounds_to_mix} round{'s' * (figures.rounds_to_mix > 1)}",
+            Series(name="swarm: deviation left", unit="%", samples=(mixed,)),
+            Aim(of="ours", sense="at most", value=1e-9 if exact else 125.0 / figures.target_group_size),
         ),
     ]

@@ -265,12 +265,15 @@ def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
         yield _heal_rows(size, plan, heal(size.peers, size.split_s, plan.heal_s_max))
 
 
-def _row(identifier: str, workload: str, quantity: str, series: Series, aim: Aim | None = None, notes: tuple[str, ...] = ()) -> Row:
+def simulated_row(
+    identifier: str, workload: str, quantity: str, series: Series, aim: Aim | None = None, notes: tuple[str, ...] = ()
+) -> Row:
+    """A row of this section: nothing to compare with, since no peer can be simulated."""
     return Row(identifier=f"simulated-{identifier}", workload=workload, quantity=quantity, ours=series, peer=None, aim=aim, notes=notes)
 
 
 def _hops_row(peers: int, found: list[float]) -> Row:
-    return _row(
+    return simulated_row(
         f"{peers}-hops",
         f"simulated swarm of {peers:,} peers, a read",
         "calls that follow one upon the other, the longest of all reads",
@@ -290,7 +293,7 @@ def _heal_rows(size: Size, plan: Plan, healing: Healing) -> list[Row]:
             reasons=() if found_s is not None else (f"{reason} after {plan.heal_s_max:.0f} s",),
         )
         title = f"simulated swarm of {size.peers:,} peers, cut in halves for {size.split_s:.0f} s"
-        return _row(f"{size.peers}-heal-{identifier}", title, quantity, series)
+        return simulated_row(f"{size.peers}-heal-{identifier}", title, quantity, series)
 
     missing = f"{healing.missing} of 50 values not found"
     return [
@@ -305,7 +308,7 @@ def _replaced(size: Size) -> str:
 
 
 def _churn_row(size: Size, found: int, reads: int, lost: int) -> Row:
-    return _row(
+    return simulated_row(
         f"{size.peers}-churn",
         f"simulated swarm of {size.peers:,} peers, {_replaced(size)}",
         "reads that find what was stored before",
@@ -316,7 +319,7 @@ def _churn_row(size: Size, found: int, reads: int, lost: int) -> Row:
 
 
 def _attack_row(attack: Attack, peers: int, found: int, reads: int) -> Row:
-    return _row(
+    return simulated_row(
         f"{peers}-{attack.identifier}",
         f"simulated swarm of {peers:,} peers: {attack.title}",
         "reads that still succeed",
@@ -329,7 +332,7 @@ def _rest_rows(size: Size, messages: float, size_bytes: float) -> list[Row]:
     over = f"measured over {size.rest_s:.0f} s after {size.rest_warm_up_s:.0f} s and extrapolated to an hour"
     note = (f"{over}; requests and replies, protobuf bytes without TLS and TCP",)
     return [
-        _row(
+        simulated_row(
             f"{size.peers}-rest-messages",
             title,
             "messages that a peer sends in an hour",
@@ -337,7 +340,7 @@ def _rest_rows(size: Size, messages: float, size_bytes: float) -> list[Row]:
             None,
             note,
         ),
-        _row(
+        simulated_row(
             f"{size.peers}-rest-bytes",
             title,
             "bytes that a peer sends in an hour",

@@ -16,6 +16,7 @@ from averaging.groups.group import Group, Member
 from averaging.rounds.allreduce import AllReduce, RoundOutcome
 from averaging.rounds.config import RoundConfig
 from benchmarks.results import Row, Series
+from benchmarks.simulated import simulated_row
 from swarm.testing.chance import Chance
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import run_virtual
@@ -100,12 +101,12 @@ def rows(say: Callable[[str], None], sizes: tuple[int, ...] = (16, 64, 256)) -> 
 
 def _rows(peers: int, what: str, figures: RoundFigures) -> list[Row]:
     title = f"simulated round of {peers} peers in groups of {GROUP_SIZE}{what}, {4 * ELEMENTS // 1024} KiB each, float16, {LINK_WORDS}"
-    name = f"simulated-round-{peers}" + ("-lost" if what else "")
+    name = f"round-{peers}" + ("-lost" if what else "")
     extra = figures.size_bytes / figures.payload_bytes - 1.0
 
     def row(kind: str, quantity: str, unit: str, value: float, *notes: str) -> Row:
         series = Series(name=f"swarm: {kind}", unit=unit, samples=(value,))
-        return Row(identifier=f"{name}-{kind}", workload=title, quantity=quantity, ours=series, peer=None, aim=None, notes=notes)
+        return simulated_row(f"{name}-{kind}", title, quantity, series, notes=notes)
 
     return [
         row("messages", "messages that a peer sends, beats and votes included", "messages", figures.messages),
