@@ -44,13 +44,32 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
     help="Small sizes, ours and the bare transport only, results checked, nothing kept: under a minute. "
     "With --only simulated: all but the swarm of 10,000 peers.",
 )
+@click.option(
+    "--figure",
+    "figures",
+    multiple=True,
+    type=click.Choice(simulated.figures(simulated.Plan())),
+    help="With --only simulated: this one of the DHT's figures. Repeatable.",
+)
 @click.option("--docs", default=ROOT / "docs", type=click.Path(path_type=Path, file_okay=False), help="Where the figures and the page are.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON on standard output; progress goes to standard error.")
-def main(only: tuple[str, ...], sizes: str, passes: int, rounds: int, no_hivemind: bool, is_quick: bool, docs: Path, as_json: bool) -> None:
+def main(
+    only: tuple[str, ...],
+    sizes: str,
+    passes: int,
+    rounds: int,
+    no_hivemind: bool,
+    is_quick: bool,
+    figures: tuple[str, ...],
+    docs: Path,
+    as_json: bool,
+) -> None:
     """Measure swarm beside hivemind, gloo and a bare transport on this machine, and the DHT and the grid in simulated swarms."""
     signal.signal(signal.SIGTERM, _stop)
     console = Console(stderr=True, highlight=False)
     started_s, under = time.monotonic(), machine()
+    if figures and only != ("simulated",):
+        raise click.UsageError("--figure chooses among the figures of --only simulated")
 
     def say(text: str) -> None:
         console.print(f"[{time.monotonic() - started_s:4.0f} s] {text}", markup=False, soft_wrap=True)
@@ -69,6 +88,8 @@ def main(only: tuple[str, ...], sizes: str, passes: int, rounds: int, no_hivemin
             raise click.ClickException(str(problem)) from problem
         plan = Plan(passes=passes, rounds=rounds)
         sections = _measure(only or SECTIONS, [int(size) for size in sizes.split(",")], plan, hivemind, say)
+        if figures:
+            sections = simulated.rows(say, simulated.Plan(figures=frozenset(figures)))
     book = report.load(docs / "benchmarks.json") if keep else report.load(Path("nothing kept"))
     rows: list[Row] = []
     for section in sections:  # kept as they come: who interrupts a long run has what was measured

@@ -57,6 +57,7 @@ class Plan:
     churn_keys: int = 300
     heal_s_max: float = 900.0
     hostile_peers: int = 500
+    figures: frozenset[str] = frozenset()  # like "10000-heal": only these; none: all
     identities_tried: int = 20_000  # by an attacker who wants to be near a key
 
 
@@ -252,17 +253,32 @@ def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
     plan = plan or Plan()
     # The largest swarm comes last: who interrupts it has everything else.
     for attack in ATTACKS:
-        say(f"simulated, {plan.hostile_peers} peers: {attack.title}")
-        yield [_attack_row(attack, plan.hostile_peers, *attacked_reads(attack, plan.hostile_peers, tried=plan.identities_tried))]
+        if _wanted(plan, plan.hostile_peers, attack.identifier):
+            say(f"simulated, {plan.hostile_peers} peers: {attack.title}")
+            yield [_attack_row(attack, plan.hostile_peers, *attacked_reads(attack, plan.hostile_peers, tried=plan.identities_tried))]
     for size in plan.sizes:
-        say(f"simulated, {size.peers} peers: hops of {plan.lookups} reads")
-        yield [_hops_row(size.peers, hops(size.peers, plan.lookups))]
-        say(f"simulated, {size.peers} peers: traffic at rest")
-        yield _rest_rows(size, *at_rest(size.peers, size.rest_warm_up_s, size.rest_s))
-        say(f"simulated, {size.peers} peers: reads while {_replaced(size)}")
-        yield [_churn_row(size, *churn_reads(size.peers, plan.churn_keys, size.churn_s))]
-        say(f"simulated, {size.peers} peers: healing of a split of {size.split_s:.0f} s")
-        yield _heal_rows(size, plan, heal(size.peers, size.split_s, plan.heal_s_max))
+        if _wanted(plan, size.peers, "hops"):
+            say(f"simulated, {size.peers} peers: hops of {plan.lookups} reads")
+            yield [_hops_row(size.peers, hops(size.peers, plan.lookups))]
+        if _wanted(plan, size.peers, "rest"):
+            say(f"simulated, {size.peers} peers: traffic at rest")
+            yield _rest_rows(size, *at_rest(size.peers, size.rest_warm_up_s, size.rest_s))
+        if _wanted(plan, size.peers, "churn"):
+            say(f"simulated, {size.peers} peers: reads while {_replaced(size)}")
+            yield [_churn_row(size, *churn_reads(size.peers, plan.churn_keys, size.churn_s))]
+        if _wanted(plan, size.peers, "heal"):
+            say(f"simulated, {size.peers} peers: healing of a split of {size.split_s:.0f} s")
+            yield _heal_rows(size, plan, heal(size.peers, size.split_s, plan.heal_s_max))
+
+
+def figures(plan: Plan) -> list[str]:
+    """Names of what `rows` measures, for `Plan.figures`."""
+    attacks = [f"{plan.hostile_peers}-{attack.identifier}" for attack in ATTACKS]
+    return attacks + [f"{size.peers}-{figure}" for size in plan.sizes for figure in ("hops", "rest", "churn", "heal")]
+
+
+def _wanted(plan: Plan, peers: int, figure: str) -> bool:
+    return not plan.figures or f"{peers}-{figure}" in plan.figures
 
 
 def simulated_row(
