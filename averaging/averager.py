@@ -246,6 +246,7 @@ class Averager:
     def _member(self, weight: float) -> Member:
         contact = self.node.contact
         bandwidth = self.config.bandwidth or self._service.all_reduce.speed.bytes_per_s
+        bandwidth = min(bandwidth, self.node.config.bandwidth.least_bytes_per_s or bandwidth)
         return Member(contact=contact, weight=weight, bandwidth=bandwidth if contact.addresses else 0.0, auxiliary=self.auxiliary)
 
     def _reserve(self, pending: PendingRound) -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 UNKNOWN_BYTES_PER_S = 12.5e6  # before anything was measured: 100 Mbit/s
 BYTES_PER_S_MAX = 125e6  # on faster links the processor is what limits a round, and all count alike
 _ROUND_BYTES_MIN = 8 << 20
+_ROUND_S_MIN = 2.0  # or so long on its way: a slow link's buffers are small, and fill in less
+_SLOW_ROUND_BYTES_MIN = 256 << 10
 _ROUNDS_MAX = 5
 
 
@@ -42,7 +44,8 @@ class Speed:
 
     def round_over(self) -> None:
         """What was sent until now was one round's, or several rounds' side by side."""
-        if self._sent_bytes >= _ROUND_BYTES_MIN and not self._sending:
+        long = self._busy_s >= _ROUND_S_MIN and self._sent_bytes >= _SLOW_ROUND_BYTES_MIN
+        if (self._sent_bytes >= _ROUND_BYTES_MIN or long) and not self._sending:
             self._rounds.append(self._sent_bytes / max(self._busy_s, 1e-9))
         if not self._sending:
             self._sent_bytes, self._busy_s = 0, 0.0

@@ -36,6 +36,12 @@ def test_short_rounds_say_nothing_and_fast_links_count_alike() -> None:
     assert speed.bytes_per_s == BYTES_PER_S_MAX
 
 
+def test_a_slow_link_is_known_from_little() -> None:
+    speed = Speed()
+    one_round(speed, 0.0, 2, 8.0)
+    assert speed.bytes_per_s == pytest.approx(MIB / 8)
+
+
 def test_one_odd_round_moves_nothing_and_a_lasting_change_does() -> None:
     speed = Speed()
     for nth in range(5):
