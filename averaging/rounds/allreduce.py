@@ -157,6 +157,8 @@ class AllReduce:
                 running.bench.conclude({}, committed=False)
         conducted_s = self._clock.monotonic_s()
         outcome = self._outcome(running, config, started_s, conducted_s)
+        if not outcome.failed:
+            self.speed.committed(outcome.bytes_sent, conducted_s - started_s)
         running.bench.conclude(running.assembly.held, committed=not outcome.failed)
         await quorum.announce()
         return outcome

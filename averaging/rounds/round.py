@@ -167,9 +167,10 @@ class Round:
 
     def _vote(self) -> None:
         self.quorum.votes.lone_reason = self._lone_reason()
-        self.quorum.cast(
-            b"" if self._auxiliary else self.assembly.digest(), self.recovery.contributions.left_out | self.span.reduction.left_out
-        )
+        left_out = self.recovery.contributions.left_out | self.span.reduction.left_out
+        if self.bench.withdrawn is not None:
+            left_out = {**left_out, self._own: self.bench.withdrawn}
+        self.quorum.cast(b"" if self._auxiliary else self.assembly.digest(), left_out)
 
     async def _audit(self, auditor: Auditor) -> None:
         """Vote once everything is in place, and not before others' work was looked at."""
@@ -298,7 +299,8 @@ class Round:
             for arrived, digest in zip(batch, await self._labour.work(self.bench.settle, batch), strict=True):
                 if digest is None:
                     self.assembly.forget(arrived.part.index)
-                    self._lose(arrived.part.reducer, f"it sent an average of part {arrived.part.index} with NaN or infinity", trusted=False)
+                    flaw = self.bench.codec.flaw(arrived.payload, arrived.part.numel)
+                    self._lose(arrived.part.reducer, f"its average of part {arrived.part.index} is none: {flaw}", trusted=False)
                 else:
                     self.assembly.settle(arrived.part.index, arrived.version(digest))
             self._finish_if_complete()

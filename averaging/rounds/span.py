@@ -155,7 +155,8 @@ class Span:
             if place == self._own:
                 self.bench.withdraw(self.bench.first_bad(outcome.part))
             else:
-                self.leave_out(place, f"it sent NaN or infinity in part {outcome.part.index}")
+                flaw = self.bench.flaw(outcome.part, contributions, place)
+                self.leave_out(place, f"its values of part {outcome.part.index} cannot be averaged: {flaw}")
         kept = [contribution for contribution in contributions if contribution.place not in outcome.places]
         return outcome.part, kept
 

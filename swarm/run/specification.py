@@ -88,7 +88,7 @@ class RunSpecification(_Table):
     name: str
     description: str = Field(default="", max_length=500)
     mode: Literal["gradients"] = "gradients"
-    codec: Literal["float32", "float16", "bfloat16", "int8", "int4", "adaptive"] = "float16"  # coarser ones need error feedback
+    codec: Literal["float32", "float16", "bfloat16", "int8", "int4", "adaptive"] = "float16"
     target_batch_size: _Count  # samples of the whole swarm in one epoch
     batch_size: Annotated[int, Field(ge=1, le=1 << 20)]  # samples of one step of one volunteer
     target_group_size: Annotated[int, Field(ge=2, le=256)] = 64
