@@ -9,7 +9,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, overload
@@ -67,13 +67,13 @@ class AveragerConfig:
 class Averager:
     """Averages `tensors` (floating-point, any device) in place, with the peers that hold an averager of this name and the same shapes.
 
-    `node`: this process as a peer. `target_group_size`: a group takes at most so many (the same number on all peers); more peers form
-    several groups, others each time (`rounds_to_mix`). `codec`: how values
-    travel. `aggregation`: "mean", or "trimmed_mean", "median", "centered_clip", which a minority of hostile peers cannot move far, and
-    which count every peer once, whatever its weight. `clip_to_median`: shorten contributions whose norm exceeds so many of the group's
-    medians (None: never). `audit`: have this share of the parts recomputed by a second peer, and reducers that lied named; then a
-    reducer's death fails the round, which is tried again, because nobody takes over what could not be audited (0.0: trust
-    reducers; robust aggregations bound senders, not reducers). `min_fraction`: a round counts as failed when less of the vector was
+    `tensors`: a mapping like `dict(model.named_parameters())` puts their names into messages. `node`: this process as a peer.
+    `target_group_size`: a group takes at most so many (the same number on all peers); more peers form several groups, others each time
+    (`rounds_to_mix`). `codec`: how values travel. `aggregation`: "mean", or "trimmed_mean", "median", "centered_clip", which a minority of
+    hostile peers cannot move far, and which count every peer once, whatever its weight. `clip_to_median`: shorten contributions whose norm
+    exceeds so many of the group's medians (None: never). `audit`: have this share of the parts recomputed by a second peer, and reducers
+    that lied named; then a reducer's death fails the round, which is tried again, because nobody takes over what could not be audited (0.0:
+    trust reducers; robust aggregations bound senders, not reducers). `min_fraction`: a round counts as failed when less of the vector was
     averaged. `auxiliary`: reduce for others, contribute and receive nothing. `error_feedback`: what a codec leaves out of one round goes
     into the next; for gradients and other differences, not for parameters. What the network does is a result; only UsageError raises. A
     context manager; `close` says goodbye to the others.
@@ -82,7 +82,7 @@ class Averager:
     def __init__(
         self,
         node: Node,
-        tensors: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor] | Mapping[str, torch.Tensor],
         *,
         name: str = "default",
         target_group_size: int = 4,
@@ -110,7 +110,8 @@ class Averager:
         self.node, self.name = node, name
         self.auxiliary = auxiliary
         self.min_fraction = min_fraction
-        self._staging = Staging(list(tensors))
+        self._names = tuple(tensors) if isinstance(tensors, Mapping) else ()
+        self._staging = Staging(list(tensors.values() if isinstance(tensors, Mapping) else tensors))
         layout = self._staging.layout
         self._round = replace(self.config.round, aggregation=self._aggregation, audit=audit)
         self.feedback = Feedback(layout.numel, find(codec), reduces=not audit) if error_feedback else None  # to save and load its state
@@ -201,6 +202,7 @@ class Averager:
         try:
             gives = terms.weight > 0.0 or (delta and not self.auxiliary)
             vector = self._staging.take(lent=not delta and (wait if lend is None else lend)) if gives else self._staging.nothing()
+            vector.describe = functools.partial(self._staging.layout.describe, names=self._names)
             staged_s = time.monotonic() - started_s
             pending.attach(self.node.network.submit(self._conduct(pending, member, terms, vector, staged_s)))
         except BaseException:
@@ -246,6 +248,7 @@ class Averager:
     def _member(self, weight: float) -> Member:
         contact = self.node.contact
         bandwidth = self.config.bandwidth or self._service.all_reduce.speed.bytes_per_s
+        bandwidth = min(bandwidth, self.node.config.bandwidth.least_bytes_per_s or bandwidth)
         return Member(contact=contact, weight=weight, bandwidth=bandwidth if contact.addresses else 0.0, auxiliary=self.auxiliary)
 
     def _reserve(self, pending: PendingRound) -> None:

@@ -14,15 +14,15 @@ from types import FrameType
 import click
 from rich.console import Console
 
-from benchmarks import allreduce, codecs, dht, grid, groups, hostile, losses, quick, report, simulated, simulated_rounds, trainers
+from benchmarks import allreduce, codecs, dht, grid, groups, hostile, links, losses, quick, report, simulated, simulated_rounds, trainers
 from benchmarks.allreduce import Setting
 from benchmarks.environments import NoEnvironment, hivemind_python, machine, memory_copy_bytes_per_s
 from benchmarks.launch import ROOT
 from benchmarks.results import Row
 from benchmarks.turns import Plan
 
-SECTIONS = ("allreduce", "groups", "losses", "trainers", "dht", "simulated", "hostile", "codecs")
-COMPARED = frozenset({"allreduce", "groups", "losses", "trainers", "dht", "codecs"})  # with hivemind, whose environment they need
+SECTIONS = ("allreduce", "links", "groups", "losses", "trainers", "dht", "simulated", "hostile", "codecs")
+COMPARED = frozenset({"allreduce", "links", "groups", "losses", "trainers", "dht", "codecs"})  # with hivemind, whose environment they need
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
@@ -120,6 +120,8 @@ def _measure(
     if "allreduce" in sections:
         for size in sizes:
             yield allreduce.rows(setting, vector_mib=size)
+    if "links" in sections:
+        yield links.rows(setting)
     if "groups" in sections:
         yield groups.rows(setting, rounds=5)
     if "losses" in sections:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from benchmarks.bare_transport import BareButterfly
 from benchmarks.launch import Launch, LaunchFailed
+from swarm.testing.links import Links
 
 START_AHEAD_S = 0.05
 READY_TIMEOUT_S = 60.0
@@ -31,6 +33,8 @@ class Round:
     processor_s: float = 0.0
     delivered: float = 0.0
     phases: Mapping[str, float] = field(default_factory=dict)  # seconds, the slowest peer's, as the contender itself tells them
+    wire_bytes: int = 0  # of all peers' IP packets, where links are emulated
+    carried_bytes: int = 0  # what TCP carried in them
 
 
 class Contender(Protocol):
@@ -54,45 +58,57 @@ class Workload:
 class Workers:
     """A contender made of worker processes that know `prepare`, `round` and `check`."""
 
-    def __init__(self, name: str, *, python: Path, module: str, workload: Workload) -> None:
-        self._name, self._workload = name, workload
-        configuration = {
+    def __init__(self, name: str, *, python: Path, module: str, workload: Workload, links: Links | None = None) -> None:
+        """`links`: emulated ones, which are open as long as the contender is."""
+        self._name, self._workload, self._links = name, workload, links
+        configuration: dict[str, Any] = {
             "elements": workload.elements,
             "tensors": workload.tensors,
             "peers": workload.peers,
             "target_group_size": workload.target_group_size,
             "codec": workload.codec,
         }
-        self._launch = Launch(name, python=python, module=f"benchmarks.workers.{module}", configurations=[configuration] * workload.peers)
+        hosts = ["127.0.0.1"] * workload.peers if links is None else [links.host(place) for place in range(workload.peers)]
+        configurations = [{**configuration, "host": host} for host in hosts]
+        module = f"benchmarks.workers.{module}"
+        if links is None:
+            self._launch = Launch(name, python=python, module=module, configurations=configurations)
+        else:
+            self._launch = Launch(name, python=python, module=module, configurations=configurations, within=links.command)
 
     @property
     def name(self) -> str:
         return self._name
 
     def __enter__(self) -> Self:
-        self._launch.__enter__()
-        try:
+        with contextlib.ExitStack() as stack:
+            if self._links is not None:
+                stack.enter_context(self._links)
+            stack.enter_context(self._launch)
             self._launch.hear("ready", READY_TIMEOUT_S)
-        except BaseException:
-            self._launch.__exit__(None, None, None)
-            raise
+            self._open = stack.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._launch.__exit__(kind, error, trace)
+        self._open.__exit__(kind, error, trace)
 
     def round(self) -> Round:
         launch = self._launch
         launch.tell("prepare")
         launch.hear("prepared", READY_TIMEOUT_S)
-        before_s = launch.processor_s()
+        before_s, before = launch.processor_s(), self._links.traffic() if self._links is not None else []
         at_s = time.monotonic() + START_AHEAD_S
         launch.tell("round", at_s=at_s, timeout_s=ROUND_TIMEOUT_S)
         done = launch.hear("done", ROUND_TIMEOUT_S + 10.0)
-        processor_s = launch.processor_s() - before_s
+        processor_s, after = launch.processor_s() - before_s, self._links.traffic() if self._links is not None else []
         launch.tell("check")
         checked = launch.hear("checked", READY_TIMEOUT_S)
-        return judge(done, checked, at_s=at_s, peers=self._workload.peers, processor_s=processor_s)
+        outcome = judge(done, checked, at_s=at_s, peers=self._workload.peers, processor_s=processor_s)
+        return replace(
+            outcome,
+            wire_bytes=sum(new.sent_bytes - old.sent_bytes for new, old in zip(after, before, strict=True)),
+            carried_bytes=sum(new.sent_payload_bytes - old.sent_payload_bytes for new, old in zip(after, before, strict=True)),
+        )
 
 
 def judge(done: list[dict[str, Any]], checked: list[dict[str, Any]], *, at_s: float, peers: int, processor_s: float) -> Round:

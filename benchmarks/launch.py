@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -76,8 +76,17 @@ class Worker:
 class Launch:
     """Workers of one contender as a context manager. All they start carries a mark, is counted with them, and is ended with them."""
 
-    def __init__(self, name: str, *, python: Path, module: str, configurations: Iterable[dict[str, Any]]) -> None:
-        self.name, self._python, self._module = name, python, module
+    def __init__(
+        self,
+        name: str,
+        *,
+        python: Path,
+        module: str,
+        configurations: Iterable[dict[str, Any]],
+        within: Callable[[int, Sequence[str]], Sequence[str]] = lambda number, command: command,
+    ) -> None:
+        """`within(number, command)`: the command by which a worker runs somewhere else, in a network of its own for instance."""
+        self.name, self._python, self._module, self._within = name, python, module, within
         self._configurations = list(configurations)
         self._mark = uuid.uuid4().hex
         self.workers: list[Worker] = []
@@ -111,7 +120,8 @@ class Launch:
         }
         environment.pop("PYTHONPATH", None)
         command = [str(self._python), "-m", module or self._module, json.dumps(full)]
-        worker = Worker(name=f"{self.name} worker {number}", command=command, environment=environment, log=self._folder / f"{number}.log")
+        within = self._within(number, command)
+        worker = Worker(name=f"{self.name} worker {number}", command=within, environment=environment, log=self._folder / f"{number}.log")
         self.workers.append(worker)
         return worker
 

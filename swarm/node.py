@@ -25,6 +25,7 @@ from swarm.net.joining import Joining, JoiningConfig
 from swarm.net.listening import announced, parse_listen
 from swarm.net.rpc import Handlers
 from swarm.net.server import Server
+from swarm.net.throttle import Bandwidth, Throttle
 from swarm.peerbook import KnownPeer, PeerBook
 from swarm.runtime.fork import Owned, close_after_fork
 from swarm.runtime.supervise import Supervisor
@@ -48,6 +49,7 @@ class NodeConfig:
     first_join_s: float = 0.2
     book_entries_max: int = 1000  # peers that are remembered
     housekeeping_s: float = 30.0  # between saves of the peer book, and sweeps of unused connections
+    bandwidth: Bandwidth = field(default_factory=Bandwidth)  # caps of what tensors and other bulk may use; too small: rounds wait for us
     channels: ChannelsConfig = field(default_factory=ChannelsConfig)
     joining: JoiningConfig = field(default_factory=JoiningConfig)
 
@@ -95,8 +97,9 @@ class Node:
 
     async def _start(self, bootstrap: list[Contact]) -> None:
         self.supervisor = Supervisor()
-        self.channels = Channels(self.identity, self.config.channels, on_connected=self._connected)
-        self._server = Server()
+        throttle = Throttle(self.config.bandwidth)
+        self.channels = Channels(self.identity, self.config.channels, on_connected=self._connected, throttle=throttle)
+        self._server = Server(throttle=throttle)
         self._introductions = Introductions(lambda: self.contact, _agent(), self.channels, self.book)
         self._introductions.register(self.handlers)
         service = DhtService(

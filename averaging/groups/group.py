@@ -22,7 +22,7 @@ class Member:
 
     contact: Contact
     weight: float  # its share in the average before normalisation, usually samples; 0: it only receives
-    bandwidth: float  # bytes/s, only ratios within the group matter; 0.0: it cannot be dialed and reduces nothing (a client peer)
+    bandwidth: float  # bytes/s that it sends: shares and parts follow; 0.0: it cannot be dialed and reduces nothing (a client)
     auxiliary: bool = False  # it reduces and contributes nothing of its own
 
     def __post_init__(self) -> None:

@@ -75,6 +75,12 @@ class TensorLayout:
                 return place
         raise UsageError(f"element {element} is outside of a vector of {self.numel}")
 
+    def describe(self, element: int, names: Sequence[str] = ()) -> str:
+        """An element of the vector in words: which one of which tensor, by its name where tensors have names."""
+        place = self.find_tensor(element)
+        name = repr(names[place]) if names else str(place)
+        return f"element {element - self.offsets[place]} of its tensor {name}, {self.shapes[place]},"
+
 
 def schema_hash(layout: TensorLayout, codec: Codec) -> bytes:
     """32 bytes, equal on two peers exactly when their tensors and codec agree: shapes, dtypes, order, codec with its version."""

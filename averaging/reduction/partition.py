@@ -21,6 +21,8 @@ from swarm.errors import UsageError
 ALIGNMENT_ELEMENTS = 1024  # edges of parts: whole blocks for blockwise codecs, whole pages in float32
 PARTS_MAX = 1 << 24
 PART_ELEMENTS_MAX = 1 << 21  # a codec of a quarter of a bit would put tens of millions into a megabyte: working space is in float32
+PART_S = 0.02
+PART_BYTES_SMALL = 64 << 10  # a header and a message cost as much as some kilobytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,16 @@ def plan_parts(numel: int, shares: Sequence[float], codec: Codec, part_bytes: in
         for nth in range(count):
             parts.append(Part(len(parts), reducer, _edge(start, stop, nth, count), _edge(start, stop, nth + 1, count)))
     return Plan(numel, tuple(parts), len(shares))
+
+
+def part_bytes_for(bandwidths: Sequence[float], part_bytes: int) -> int:
+    """How large parts are in a group whose members send that fast (bytes/s; 0.0 for who does not reduce), at most `part_bytes`.
+
+    A part's average leaves when the whole part is there, and the last one when everything else has been sent: on slow links smaller parts
+    overlap more. On the slowest one of the group a part takes about PART_S, but no part is smaller than PART_BYTES_SMALL for that.
+    """
+    slowest = min((bandwidth for bandwidth in bandwidths if bandwidth > 0.0), default=math.inf)
+    return int(min(part_bytes, max(slowest * PART_S, PART_BYTES_SMALL)))
 
 
 def _edge(start: int, stop: int, nth: int, count: int) -> int:

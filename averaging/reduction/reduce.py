@@ -43,7 +43,8 @@ class Reduction:
     def __init__(self, parts: Sequence[Part], senders: Sequence[int], codec: Codec) -> None:
         self._codec = codec
         self._progress = {part.index: _Progress(part, set(senders)) for part in parts}
-        self._next = dict.fromkeys(senders, 0)  # how many chunks of each sender came
+        self._came: dict[int, set[int]] = {sender: set() for sender in senders}  # parts of which each sender's chunk is here
+        self._taken = 0
         self._order = [part.index for part in parts]
         self._first_open = 0  # index into _order: every part before it was taken
         self.left_out: dict[int, str] = {}
@@ -57,31 +58,31 @@ class Reduction:
 
         PeerError, and nothing has changed: it is not what this sender's next chunk must be.
         """
-        if sender not in self._next:
+        if sender not in self._came:
             raise PeerError("a chunk from a member that contributes nothing")
         if sender in self.left_out:
             raise PeerError(f"a chunk after being left out: {self.left_out[sender]}")
-        sent = self._next[sender]
-        if sent == len(self._order) or self._order[sent] != part:
-            expected = f"part {self._order[sent]}" if sent < len(self._order) else "nothing more"
-            raise PeerError(f"a chunk of part {part} where {expected} was to come")
-        progress = self._progress[part]
+        progress = self._progress.get(part)
+        if progress is None or part in self._came[sender]:
+            raise PeerError(f"a chunk of part {part}, which is not reduced here or came before")
         size = self._codec.encoded_bytes(progress.part.numel)
         if len(payload) != size:
             raise PeerError(f"a chunk of part {part} with {len(payload)} bytes; {self._codec.name} takes {size}")
-        self._next[sender] = sent + 1
+        self._came[sender].add(part)
         progress.waiting.discard(sender)
         progress.payloads[sender] = payload
         return [part] if not progress.waiting and not progress.taken else []
 
     def leave_out(self, sender: int, reason: str) -> list[int]:
         """Reduce without this sender what is not reduced yet: the parts that waited for it alone. Without effect when repeated."""
-        if sender not in self._next or sender in self.left_out:
+        if sender not in self._came or sender in self.left_out:
             return []
         self.left_out[sender] = reason
         ready = []
-        for index in self._order[self._next[sender] :]:
+        for index in self._order:
             progress = self._progress[index]
+            if sender not in progress.waiting:
+                continue
             progress.waiting.discard(sender)
             if not progress.waiting and not progress.taken:
                 ready.append(index)
@@ -93,6 +94,7 @@ class Reduction:
         assert not progress.waiting
         assert not progress.taken
         progress.taken = True
+        self._taken += 1
         inputs = tuple(sorted(progress.payloads.items()))
         progress.payloads = {}
         while self._first_open < len(self._order) and self._progress[self._order[self._first_open]].taken:
@@ -108,11 +110,11 @@ class Reduction:
 
     def ahead(self, sender: int) -> int:
         """How many chunks of this sender are held because others' are missing: what a reader bounds."""
-        return self._next.get(sender, 0) - self._first_open
+        return len(self._came.get(sender, ())) - self._taken
 
     def remaining(self, sender: int) -> int:
         """How many chunks this sender still owes."""
-        return 0 if sender in self.left_out or sender not in self._next else len(self._order) - self._next[sender]
+        return 0 if sender in self.left_out or sender not in self._came else len(self._order) - len(self._came[sender])
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ together in scratch space. No pass over the whole vector is made for the round's
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -27,6 +27,8 @@ class FlatVector:
                 )
         self._tensors = [tensor for tensor in tensors if tensor.numel()]
         self._starts = [0, *accumulate(tensor.numel() for tensor in self._tensors)]
+        # What an element is called in messages: whoever made the vector of tensors that have names says it better.
+        self.describe: Callable[[int], str] = "element {} of its vector".format
 
     @property
     def numel(self) -> int:

@@ -21,7 +21,7 @@ from averaging.reduction.averages import Averages, Landing
 from averaging.reduction.balance import shares_of
 from averaging.reduction.chunks import unpack
 from averaging.reduction.feedback import NO_SPAN, Feedback, FeedbackRound, Span
-from averaging.reduction.partition import plan_parts
+from averaging.reduction.partition import part_bytes_for, plan_parts
 from averaging.reduction.reduce import relative_weights
 from averaging.reduction.speed import Speed
 from averaging.reduction.vector import FlatVector
@@ -157,6 +157,8 @@ class AllReduce:
                 running.bench.conclude({}, committed=False)
         conducted_s = self._clock.monotonic_s()
         outcome = self._outcome(running, config, started_s, conducted_s)
+        if not outcome.failed:
+            self.speed.committed(outcome.bytes_sent, conducted_s - started_s)
         running.bench.conclude(running.assembly.held, committed=not outcome.failed)
         await quorum.announce()
         return outcome
@@ -169,13 +171,16 @@ class AllReduce:
             raise UsageError("this round has run already")
         codec = find(group.codec)
         shares = shares_of(group.members) if len(group.members) > 1 else [1.0]
-        plan = plan_parts(vector.numel, shares, codec, config.part_bytes)
+        part_bytes = part_bytes_for([member.bandwidth for member in group.members], config.part_bytes)
+        plan = plan_parts(vector.numel, shares, codec, part_bytes)
         if not any(member.weight > 0 for member in group.members) and vector.numel:
             raise UsageError("nobody in this group contributes: all weights are 0")
         quorum = Quorum(group, own, caller=self._channels, clock=self._clock, config=config)
         bench = Workbench(plan, codec, own, vector, Averages(plan, codec, landing), config.aggregation)
         bench.weights = relative_weights([member.weight for member in group.members])
         running = Round(group, bench, quorum, channels=self._channels, pool=self._pool, config=config)
+        distances = self._channels.round_trips
+        running.lanes = {place: distances.lanes(member.peer_id, config.lanes) for place, member in enumerate(group.members)}
         if config.audit:
             if self._notary is None:
                 raise UsageError("audits need an identity to sign with: give this all-reduce a notary")

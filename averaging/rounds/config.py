@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from averaging.reduction.robust import MEAN, Aggregation
+from averaging.rounds.lanes import LANES_MAX
 from averaging.rounds.liveness import LivenessConfig
 from averaging.rounds.pacing import PacingConfig
 from swarm.errors import UsageError
@@ -69,7 +70,8 @@ class Dialer(Caller, Protocol):
 class RoundConfig:
     """How a round runs. `part_bytes` must be the same on all members: it decides the cut, and a difference is refused."""
 
-    part_bytes: int = 1 << 20  # of an encoded part; smaller: more messages, larger: less overlap and more memory per part in flight
+    part_bytes: int = 1 << 20  # of an encoded part, at most; smaller: more messages, larger: less overlap and more memory in flight
+    lanes: int = 1  # connections for tensors to each reducer that is far away; more did not fill links better (docs/decisions/0015)
     batch_parts: int = 2  # parts encoded or reduced in one hop to the pool; larger: fewer hops, later first bytes
     inline: bool | None = None  # tensor work on the event loop's own thread, not in the pool; None: where cores are too few to help
     ahead_max: int = 32  # parts of one sender that a reducer holds while others' are missing; then it reads no more of that stream
@@ -90,6 +92,8 @@ class RoundConfig:
             raise UsageError(f"part_bytes is between 1024 and {PART_BYTES_MAX}, not {self.part_bytes}")
         if not 0.0 <= self.audit <= 1.0:
             raise UsageError(f"audit is a share of the parts: 0 for no audits, at most 1, not {self.audit!r}")
+        if not 1 <= self.lanes <= LANES_MAX:
+            raise UsageError(f"lanes is between 1 and {LANES_MAX}, not {self.lanes}")
         if self.batch_parts < 1 or self.ahead_max < 1 or self.join_s <= 0 or min(self.announce_s, self.farewell_s) < 0:
             raise UsageError("batch_parts and ahead_max are at least 1, join_s is positive, announce_s and farewell_s are not negative")
         if not 0.0 < self.min_fraction <= 1.0 or self.held_wait_s <= 0 or self.fetch_s <= 0:

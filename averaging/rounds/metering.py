@@ -1,4 +1,4 @@
-"""Streams of a round that tell `Speed` how long their messages take to leave."""
+"""The network as a round uses it, measured: how long messages take to leave, and how far away the members are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from averaging.reduction.speed import Speed
-from averaging.rounds.config import Dialer
+from averaging.rounds.config import BEAT, Dialer
+from averaging.rounds.lanes import RoundTrips
 from swarm.clock import Clock
 from swarm.ids import Contact, PeerId
 from swarm.net.rpc import Method, ReplyT, RequestT, Stream, StreamMethod
@@ -43,10 +44,15 @@ class MeteredDialer:
     """A dialer whose streams are timed. Satisfies `Dialer`."""
 
     def __init__(self, dialer: Dialer, speed: Speed, clock: Clock) -> None:
+        self.round_trips = RoundTrips()
         self._dialer, self._speed, self._clock = dialer, speed, clock
 
     async def call(self, contact: Contact, method: Method[RequestT, ReplyT], request: RequestT, *, timeout_s: float) -> ReplyT:
-        return await self._dialer.call(contact, method, request, timeout_s=timeout_s)
+        started_s = self._clock.monotonic_s()
+        reply = await self._dialer.call(contact, method, request, timeout_s=timeout_s)
+        if method.name == BEAT.name:  # answered at once
+            self.round_trips.answered(contact.peer_id, self._clock.monotonic_s() - started_s)
+        return reply
 
     @asynccontextmanager
     async def open_stream(self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, lane: int = 0) -> AsyncIterator[Stream]:

@@ -168,7 +168,8 @@ class Recovery:
                 if place == self._own:
                     self._bench.withdraw(self._bench.first_bad(part))
                 else:
-                    self.contributions.leave_out(place, f"it sent NaN or infinity in part {part.index}")
+                    flaw = self._bench.flaw(part, found, place)
+                    self.contributions.leave_out(place, f"its values of part {part.index} cannot be averaged: {flaw}")
             found = [contribution for contribution in found if contribution.place not in done.places]
         made = attempt(repair.reducer, self._own, len(self._members))
         self._assembly.settle(part.index, Version(made, done.contributors, done.digest, done.clipped))

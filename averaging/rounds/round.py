@@ -8,6 +8,7 @@ here (`averaging.rounds.span`); all of it overlaps. A reducer that is lost fails
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from averaging.rounds.assembly import Assembly
 from averaging.rounds.auditing import Auditor
 from averaging.rounds.config import EXCHANGE, REASON_CHARACTERS_MAX, Dialer, RoundConfig
 from averaging.rounds.labour import Labour, drain
+from averaging.rounds.lanes import Lane
 from averaging.rounds.pacing import Pacing
 from averaging.rounds.quorum import Events, Quorum
 from averaging.rounds.recovery import Recovery
@@ -65,6 +67,7 @@ class Round:
         self.span = Span(self.shared)
         self.recovery = Recovery(self.shared, channels, self._halt)
         self._pacing = Pacing(config.pacing.reducer_s, config.pacing, quorum.now_s)
+        self.lanes: Mapping[int, int] = {}  # how many streams to open to a reducer, by its place; 1 where nothing is said
         self._arrived: asyncio.Queue[Arrived] = asyncio.Queue()
         self._refused: dict[int, str] = {}  # reducers that take no more from us
         self._exchanges: dict[int, asyncio.Task[None]] = {}
@@ -164,9 +167,10 @@ class Round:
 
     def _vote(self) -> None:
         self.quorum.votes.lone_reason = self._lone_reason()
-        self.quorum.cast(
-            b"" if self._auxiliary else self.assembly.digest(), self.recovery.contributions.left_out | self.span.reduction.left_out
-        )
+        left_out = self.recovery.contributions.left_out | self.span.reduction.left_out
+        if self.bench.withdrawn is not None:
+            left_out = {**left_out, self._own: self.bench.withdrawn}
+        self.quorum.cast(b"" if self._auxiliary else self.assembly.digest(), left_out)
 
     async def _audit(self, auditor: Auditor) -> None:
         """Vote once everything is in place, and not before others' work was looked at."""
@@ -213,8 +217,8 @@ class Round:
     async def _exchange(self, place: int) -> None:
         """Send our values to one reducer, and take its averages."""
         try:
-            async with self._channels.open_stream(self.group.members[place].contact, EXCHANGE, timeout_s=None, lane=1) as stream:
-                await together(self._send_chunks(place, stream), self._receive_averages(place, stream))
+            count = min(self.lanes.get(place, 1), max(len(self.bench.plan.of_reducer(place)), 1))
+            await together(*(self._exchange_on(place, Lane(number, count)) for number in range(count)))
         except NetworkError as error:
             if self.assembly.outstanding(place):
                 why = f"its stream broke ({error})"
@@ -224,14 +228,25 @@ class Round:
                 self._lose(place, f"the exchange with it ended: {error}", trusted=False)
                 self.quorum.suspect(place, f"the exchange with it ended ({error})")
 
-    async def _send_chunks(self, place: int, stream: Stream) -> None:
+    async def _exchange_on(self, place: int, lane: Lane) -> None:
+        """One lane's share of it, on a connection of its own."""
+        contact = self.group.members[place].contact
+        async with self._channels.open_stream(contact, EXCHANGE, timeout_s=None, lane=1 + lane.number) as stream:
+            await together(self._send_chunks(place, lane, stream), self._receive_averages(place, lane, stream))
+
+    async def _send_chunks(self, place: int, lane: Lane, stream: Stream) -> None:
         bench, inline = self.bench, self._labour.inline
         codec, plan = bench.codec, bench.plan
         opening = ExchangeOpen(
-            group_id=self.group.group_id, codec=codec.wire_id, codec_version=codec.version, plan_digest=plan.digest(codec)
+            group_id=self.group.group_id,
+            codec=codec.wire_id,
+            codec_version=codec.version,
+            plan_digest=plan.digest(codec),
+            lane=lane.number,
+            lanes=lane.count,
         )
         await self.shared.send(stream, pack(ExchangeHeader(open=opening)))
-        parts = plan.of_reducer(place) if self.shared.weights[self._own] > 0 else ()
+        parts = lane.of(plan.of_reducer(place)) if self.shared.weights[self._own] > 0 else ()
         size = 1 if inline else self._config.batch_parts
         batches = [parts[nth : nth + size] for nth in range(0, len(parts), size)]
         ahead: asyncio.Future[list[bytes | int]] | None = None
@@ -251,7 +266,8 @@ class Round:
             await self.shared.send(stream, pack(ExchangeHeader(withdrawal=ExchangeWithdrawal(reason=bench.withdrawn))))
         await stream.finish()
 
-    async def _receive_averages(self, place: int, stream: Stream) -> None:
+    async def _receive_averages(self, place: int, lane: Lane, stream: Stream) -> None:
+        due = {part.index for part in lane.of(self.bench.plan.of_reducer(place))}
         while (message := await stream.receive()) is not None:
             self.quorum.heard(place)
             self.traffic.received += len(message)
@@ -261,13 +277,14 @@ class Round:
                 if not any(average.contributors) and self._somebody_contributes(place):
                     raise PeerError(f"an average of part {average.part} that nobody is in, although members that contribute live")
                 part = self.assembly.announce(place, average.part, average.contributors, len(payload), average.clipped)
+                due.discard(average.part)
                 self._pacing.worked(place)
                 self._arrived.put_nowait(Arrived.of(part, payload, average))
             elif header.HasField("refusal"):
                 self._refused[place] = header.refusal.reason[:REASON_CHARACTERS_MAX]
             else:
                 raise PeerError("it sent a message that only the opener of a stream sends")
-        if self.assembly.outstanding(place):
+        if due and self.assembly.outstanding(place):
             raise PeerError(f"it finished after {self.assembly.share(place)}")
 
     def _somebody_contributes(self, reducer: int) -> bool:
@@ -282,7 +299,8 @@ class Round:
             for arrived, digest in zip(batch, await self._labour.work(self.bench.settle, batch), strict=True):
                 if digest is None:
                     self.assembly.forget(arrived.part.index)
-                    self._lose(arrived.part.reducer, f"it sent an average of part {arrived.part.index} with NaN or infinity", trusted=False)
+                    flaw = self.bench.codec.flaw(arrived.payload, arrived.part.numel)
+                    self._lose(arrived.part.reducer, f"its average of part {arrived.part.index} is none: {flaw}", trusted=False)
                 else:
                     self.assembly.settle(arrived.part.index, arrived.version(digest))
             self._finish_if_complete()

@@ -17,6 +17,7 @@ from averaging.rounds.auditing import Auditor
 from averaging.rounds.commit import Version
 from averaging.rounds.config import REASON_CHARACTERS_MAX, RoundConfig
 from averaging.rounds.labour import Labour, drain
+from averaging.rounds.lanes import LANES_MAX, Lane
 from averaging.rounds.pacing import Pacing
 from averaging.rounds.quorum import Quorum
 from averaging.rounds.together import together
@@ -79,12 +80,13 @@ class Span:
         self.reduction = Reduction(self.parts, senders, self.bench.codec)
         self.pacing = Pacing(shared.config.pacing.sender_s, shared.config.pacing, self.quorum.now_s)
         members = self.quorum.group.members
-        self._averages: list[bytes] = []  # messages, of our own parts, in the order in which they were reduced; b"" when all have them
+        self._places = {part.index: nth for nth, part in enumerate(self.parts)}  # in the span
+        self._averages: list[tuple[int, bytes]] = []  # (place in the span, message), as they were reduced; b"" when all have them
         self._takers = [sum(not member.auxiliary for member in members) - (not members[self._own].auxiliary)] * len(self.parts)
         self._changed = asyncio.Event()  # there is another average, or room for more chunks, or a refusal
         self._todo: asyncio.Queue[int] = asyncio.Queue()  # parts that can be reduced
         self._refusals: dict[int, str] = {}  # to tell senders that were left out, over the streams that they opened here
-        self._serving: set[int] = set()
+        self._serving: dict[int, tuple[int, set[int]]] = {}  # member: how many lanes it has, which of them are here
         self._ready(self.reduction.ready_at_start())
 
     @property
@@ -143,7 +145,7 @@ class Span:
             if self.auditor is not None:
                 self.auditor.keep(outcome.part.index, contributions)
             self._shared.assembly.settle(outcome.part.index, Version(0, outcome.contributors, outcome.digest, outcome.clipped))
-            self._averages.append(outcome.message)
+            self._averages.append((self._places[outcome.part.index], outcome.message))
             self._wake()
             return None
         if not outcome.places:
@@ -153,7 +155,8 @@ class Span:
             if place == self._own:
                 self.bench.withdraw(self.bench.first_bad(outcome.part))
             else:
-                self.leave_out(place, f"it sent NaN or infinity in part {outcome.part.index}")
+                flaw = self.bench.flaw(outcome.part, contributions, place)
+                self.leave_out(place, f"its values of part {outcome.part.index} cannot be averaged: {flaw}")
         kept = [contribution for contribution in contributions if contribution.place not in outcome.places]
         return outcome.part, kept
 
@@ -170,20 +173,32 @@ class Span:
             raise PeerError(
                 "its cut of the vector into parts differs: does the vector have another size there, or part_bytes another value?"
             )
-        if place in self._serving:
-            raise PeerError("a second stream in one round")
-        self._serving.add(place)
+        lane = self._enter(place, opening)
         self.pacing.worked(place)
         try:
-            await together(self._take_chunks(place, stream), self._give_averages(place, stream), until=self._refuse_when_over(place))
+            await together(
+                self._take_chunks(place, lane, stream), self._give_averages(place, lane, stream), until=self._refuse_when_over(place)
+            )
         except NetworkError as error:
             self._lost(place, str(error))
         except asyncio.CancelledError:  # gRPC's word for a caller that is gone
             self._lost(place, "its connection closed")
             raise
 
-    async def _take_chunks(self, place: int, stream: Stream) -> None:
+    def _enter(self, place: int, opening: ExchangeOpen) -> Lane:
+        """Which parts this stream is for. PeerError: the member has that lane already, or changed its mind about how many there are."""
+        lane = Lane(opening.lane, max(opening.lanes, 1))
+        if lane.count > LANES_MAX or lane.number >= lane.count:
+            raise PeerError(f"lane {lane.number} of {lane.count}; there are at most {LANES_MAX}")
+        count, taken = self._serving.setdefault(place, (lane.count, set()))
+        if count != lane.count or lane.number in taken:
+            raise PeerError("a second stream in one round")
+        taken.add(lane.number)
+        return lane
+
+    async def _take_chunks(self, place: int, lane: Lane, stream: Stream) -> None:
         strays = 0
+        expected = iter([part.index for part in lane.of(self.parts)])
         while (message := await stream.receive()) is not None:
             self.quorum.heard(place)
             self._shared.traffic.received += len(message)
@@ -195,6 +210,10 @@ class Span:
             try:
                 header, payload = unpack(message)
                 if header.HasField("chunk"):
+                    following = next(expected, None)
+                    if header.chunk.part != following:
+                        wanted = "nothing more" if following is None else f"part {following}"
+                        raise PeerError(f"a chunk of part {header.chunk.part} where {wanted} was to come")
                     if self.auditor is not None:
                         self.auditor.accept(place, header.chunk.part, payload, header.chunk.signature)
                     self._ready(self.reduction.accept(place, header.chunk.part, payload))
@@ -207,21 +226,25 @@ class Span:
                 self.leave_out(place, f"it broke the protocol: {error}")
             while self.reduction.ahead(place) > self._config.ahead_max and place not in self.reduction.left_out:
                 await self._change()
-        if self.reduction.remaining(place):
-            self.leave_out(place, f"it finished with {self.reduction.remaining(place)} of {len(self.parts)} parts unsent")
+        unsent = len(list(expected)) if self.reduction.remaining(place) else 0
+        if unsent:
+            self.leave_out(place, f"it finished with {unsent} of {len(lane.of(self.parts))} parts unsent")
 
-    async def _give_averages(self, place: int, stream: Stream) -> None:
-        given = 0
+    async def _give_averages(self, place: int, lane: Lane, stream: Stream) -> None:
+        given = 0  # averages looked at
         told = False
         while given < len(self.parts):
             if place in self._refusals and not told:
                 told = True
                 await self._shared.send(stream, pack(ExchangeHeader(refusal=ExchangeRefusal(reason=self._refusals[place]))))
             elif given < len(self._averages):
-                await self._shared.send(stream, self._averages[given])
-                self._takers[given] -= 1
-                if not self._takers[given]:
-                    self._averages[given] = b""  # the next one is made in the same memory
+                nth, message = self._averages[given]
+                if lane.carries(nth):
+                    await self._shared.send(stream, message)
+                    self._takers[given] -= 1
+                    if not self._takers[given]:
+                        self._averages[given] = nth, b""  # the next one is made in the same memory
+                del message
                 given += 1
             else:
                 await self._change()

@@ -143,7 +143,8 @@ class Workbench:
     def withdraw(self, element: int) -> None:
         """Contribute no more, anywhere, because of this element: a gradient with NaN in one part is not to be trusted in the others."""
         if self.withdrawn is None:
-            self.withdrawn = f"element {element} of its vector is {self.vector.element(element):g}, which {self.codec.name} cannot carry"
+            what = self.vector.describe(element)
+            self.withdrawn = f"{what} is {self.vector.element(element):g}, which {self.codec.name} cannot carry"
 
     def own_values(self, part: Part) -> torch.Tensor:
         """What this member contributes to a part that it reduces itself: float32, as it is."""
@@ -157,6 +158,12 @@ class Workbench:
     def first_bad(self, part: Part) -> int:
         """The element of the vector, within `part`, that cannot be sent."""
         return part.start + (first_bad(self.own_values(part), self.codec.magnitude_max) or 0)
+
+    def flaw(self, part: Part, contributions: Sequence[Contribution], place: int) -> str:
+        """What is wrong with the values by which a member spoiled the average of a part, in words."""
+        values = next(item.values for item in contributions if item.place == place)
+        found = "" if isinstance(values, torch.Tensor) else self.codec.flaw(values, part.numel)
+        return found or "together they are too large"
 
     def encoded(self, part: Part) -> bytes:
         """Our values of a part as they would travel."""

@@ -12,6 +12,8 @@ import torch
 
 from swarm.errors import UsageError
 
+_NAMED_MAX = 3  # parameters in a message
+
 
 class GradientAccumulator:
     """Σ samples·gradient per parameter, in float32, on the parameters' devices.
@@ -20,11 +22,15 @@ class GradientAccumulator:
     average, weighted by samples. Going back to sums costs one rounding and happens only after a failed round.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        """`parameters`: the floating-point leaf tensors that will be trained, any shape, dtype and device, without repetition."""
+    def __init__(self, parameters: Sequence[torch.Tensor], names: Sequence[str] = ()) -> None:
+        """`parameters`: the floating-point leaf tensors that will be trained, any shape, dtype and device, without repetition.
+
+        `names`: what messages call them.
+        """
         if not parameters:
             raise UsageError("there is nothing to train: no parameter of the optimizer is a floating-point tensor that requires a gradient")
         self.parameters = tuple(parameters)
+        self._names = tuple(names) or tuple(f"parameter {place}" for place in range(len(self.parameters)))
         self.buffers = [torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format).detach() for p in self.parameters]
         self.samples = 0
         self.touched = [False] * len(self.parameters)  # had a gradient since the reset: torch steps no others, decay included
@@ -39,7 +45,7 @@ class GradientAccumulator:
         dense = [g for g in gradients if g is not None and not g.is_sparse]
         sparse = [g.coalesce().values() for g in gradients if g is not None and g.is_sparse]
         if not _all_finite(dense + sparse):
-            return "non-finite gradients"
+            return f"non-finite gradients: {', '.join(self._not_finite())}"
         self._to_sums()
         with torch.no_grad():
             pairs = [(self.buffers[place], gradient) for place, gradient in zip(places, gradients, strict=True) if gradient is not None]
@@ -98,6 +104,15 @@ class GradientAccumulator:
             buffer.copy_(saved)
         self.samples, self._is_mean = int(state["samples"]), False
         self.touched = [bool(touched) for touched in state["touched"]]
+
+    def _not_finite(self) -> list[str]:
+        """Whose gradients have NaN or infinity in them, the first few."""
+        found = []
+        for name, p in zip(self._names, self.parameters, strict=True):
+            gradient = p.grad.coalesce().values() if p.grad is not None and p.grad.is_sparse else p.grad
+            if gradient is not None and not bool(gradient.isfinite().all()):
+                found.append(name)
+        return found[:_NAMED_MAX] + ["and others"] * (len(found) > _NAMED_MAX)
 
     def _to_sums(self) -> None:
         if self._is_mean:

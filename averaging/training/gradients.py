@@ -26,7 +26,7 @@ class GradientsMode:
     def __init__(self, state: TrainingState) -> None:
         self._state = state
         self._parameters = [p for p in state.parameters if p.requires_grad and p.is_floating_point()]
-        self._accumulator = GradientAccumulator(self._parameters)
+        self._accumulator = GradientAccumulator(self._parameters, state.names(self._parameters))
 
     @property
     def samples(self) -> int:

@@ -17,11 +17,12 @@ CODECS = {"float16": "Float16Compression", "float32": "NoCompression"}
 def main() -> None:
     talk = Conversation()
     settings = talk.configuration
+    maddrs = [f"/ip4/{settings['host']}/tcp/0"]
     if settings["rank"] == 0:
-        dht = hivemind.DHT(start=True)
+        dht = hivemind.DHT(start=True, host_maddrs=maddrs)
         talk.publish("address", str(dht.get_visible_maddrs()[0]))
     else:
-        dht = hivemind.DHT(initial_peers=[talk.published("address")], start=True)
+        dht = hivemind.DHT(initial_peers=[talk.published("address")], start=True, host_maddrs=maddrs)
     averager = hivemind.averaging.DecentralizedAverager(
         tensors_of(settings["elements"], settings["tensors"]),
         dht,

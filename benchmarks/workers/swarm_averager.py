@@ -20,7 +20,7 @@ def main() -> None:
     torch.set_num_threads(1)
     bootstrap = [] if settings["rank"] == 0 else [talk.published("address")]
     tensors = tensors_of(settings["elements"], settings["tensors"])
-    with swarm.Node(bootstrap=bootstrap, listen="127.0.0.1:0") as node:
+    with swarm.Node(bootstrap=bootstrap, listen=f"{settings['host']}:0") as node:
         if settings["rank"] == 0:
             talk.publish("address", node.addresses[0])
         averager = swarm.Averager(node, tensors, name="benchmark", target_group_size=settings["target_group_size"], codec=settings["codec"])

@@ -26,6 +26,7 @@ from swarm.net.certificate import client_certificate
 from swarm.net.dial import Connection, dial
 from swarm.net.outgoing import CallerStream, closed_here, mapped, status_error
 from swarm.net.rpc import Method, ReplyT, RequestT, Stream, StreamMethod
+from swarm.net.throttle import SMALL_BYTES, Bandwidth, Throttle
 from swarm.runtime.supervise import Supervisor
 
 _DIALED_MAX = 256
@@ -73,11 +74,13 @@ class Channels:
         identity: Identity,
         config: ChannelsConfig | None = None,
         on_connected: Callable[[Contact, Address, float], None] | None = None,
+        throttle: Throttle | None = None,
     ) -> None:
         self._config = config or ChannelsConfig()
         self._own = identity.peer_id
         self._certificate = client_certificate(identity)
         self._on_connected = on_connected
+        self._throttle = throttle or Throttle(Bandwidth())
         self._links: dict[tuple[PeerId, int], _Link] = {}
         self._uses: dict[int, _Use] = {}  # by id() of the connection
         self._good: dict[PeerId, Address] = {}  # the address that worked last
@@ -98,6 +101,8 @@ class Channels:
         deadline_s = loop.time() + timeout_s
         link, use = await self._enter(contact, 0, timeout_s)
         try:
+            if len(raw) > SMALL_BYTES:
+                await self._throttle.sends(len(raw))
             remaining_s = max(deadline_s - loop.time(), 0.001)
             if use.shares and len(raw) <= SHARED_REQUEST_BYTES_MAX and method.reply_bytes_max <= SHARED_REPLY_BYTES_MAX:
                 reply_raw = await self._call_shared(contact.peer_id, use, method.name, raw, remaining_s, timeout_s)
@@ -112,6 +117,8 @@ class Channels:
             raise PeerError(
                 f"peer {contact.peer_id} answered {method.name} with {len(reply_raw)} bytes; at most {method.reply_bytes_max} are taken"
             )
+        if len(reply_raw) > SMALL_BYTES:
+            await self._throttle.accepts(len(reply_raw))
         reply = method.reply()
         try:
             reply.ParseFromString(reply_raw)
@@ -140,7 +147,7 @@ class Channels:
             call = connection.channel.stream_stream(method.name)(timeout=remaining_s)
             stream = CallerStream(method, contact.peer_id, connection, call, timeout_s)
             try:
-                yield stream
+                yield self._throttle.stream(stream)
             finally:
                 stream.cancel()
 

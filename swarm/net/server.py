@@ -29,6 +29,7 @@ from swarm.net.rpc import (
     check_incoming,
     check_outgoing,
 )
+from swarm.net.throttle import SMALL_BYTES, Bandwidth, Throttle
 
 _logger = logging.getLogger(__name__)
 
@@ -51,7 +52,8 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 class Server:
     """The gRPC server of a node. It knows every caller by its certificate and bounds what they may ask at once."""
 
-    def __init__(self, *, calls_max: int = 1024, calls_per_peer_max: int = 256) -> None:
+    def __init__(self, *, calls_max: int = 1024, calls_per_peer_max: int = 256, throttle: Throttle | None = None) -> None:
+        self.throttle = throttle or Throttle(Bandwidth())
         self._calls_max = calls_max
         self._calls_per_peer_max = calls_per_peer_max
         self._calls: dict[PeerId, int] = {}
@@ -140,13 +142,13 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
             unary = handler
 
             async def answer(raw: bytes, context: aio.ServicerContext[Any, Any]) -> bytes:
-                return await self._guarded(unary.method.name, context, lambda peer_id: _answer(unary, peer_id, raw))
+                return await self._guarded(unary.method.name, context, lambda peer_id: self._answer(unary, peer_id, raw))
 
             return grpc.unary_unary_rpc_method_handler(answer)
         streaming = handler
 
         async def serve(_: Any, context: aio.ServicerContext[Any, Any]) -> None:
-            await self._guarded(streaming.method.name, context, lambda peer_id: _serve(streaming, peer_id, context))
+            await self._guarded(streaming.method.name, context, lambda peer_id: self._serve(streaming, peer_id, context))
 
         return grpc.stream_stream_rpc_method_handler(serve)
 
@@ -158,7 +160,7 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
             handler = self._handlers.find(name)
             if not isinstance(handler, UnaryHandler):
                 return grpc.StatusCode.UNIMPLEMENTED, "", b""
-            return await self._outcome(name, peer_id, _answer(handler, peer_id, raw))
+            return await self._outcome(name, peer_id, self._answer(handler, peer_id, raw))
 
         def at_once(name: str, raw: bytes) -> Outcome | None:
             handler = self._handlers.find(name)
@@ -180,6 +182,12 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
             await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except _Busy:
             await _refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "no more streams of shared calls")
+
+    async def _answer(self, handler: UnaryHandler, peer_id: PeerId, raw: bytes) -> bytes:
+        return await _answer(handler, peer_id, raw, self._server.throttle)
+
+    async def _serve(self, handler: StreamHandler, peer_id: PeerId, context: aio.ServicerContext[Any, Any]) -> bytes:
+        return await _serve(handler, peer_id, context, self._server.throttle)
 
     async def _identified(self, context: aio.ServicerContext[Any, Any]) -> PeerId:
         try:
@@ -271,8 +279,13 @@ class _HandlerStream:
             self._task.cancel()
 
 
-async def _answer(handler: UnaryHandler, peer_id: PeerId, raw: bytes) -> bytes:
-    return _encoded(handler, await handler.function(peer_id, _decoded(handler, raw)))
+async def _answer(handler: UnaryHandler, peer_id: PeerId, raw: bytes, throttle: Throttle) -> bytes:
+    if len(raw) > SMALL_BYTES:
+        await throttle.accepts(len(raw))
+    reply = _encoded(handler, await handler.function(peer_id, _decoded(handler, raw)))
+    if len(reply) > SMALL_BYTES:
+        await throttle.sends(len(reply))
+    return reply
 
 
 def _decoded(handler: UnaryHandler, raw: bytes) -> Message:
@@ -295,10 +308,10 @@ def _encoded(handler: UnaryHandler, message: Message) -> bytes:
     return reply
 
 
-async def _serve(handler: StreamHandler, peer_id: PeerId, context: aio.ServicerContext[Any, Any]) -> bytes:
+async def _serve(handler: StreamHandler, peer_id: PeerId, context: aio.ServicerContext[Any, Any], throttle: Throttle) -> bytes:
     stream = _HandlerStream(handler.method, peer_id, context)
     try:
-        await handler.function(stream)
+        await handler.function(throttle.stream(stream))
         return b""
     except asyncio.CancelledError:
         if stream.ended:

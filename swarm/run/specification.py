@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from swarm.dht.blobs import SIGNATURE_CONTEXT, VERSION_MAX, blob_key, run_id_of
 from swarm.errors import PeerError, UsageError
@@ -29,6 +29,7 @@ __all__ = ["VERSION_MAX", "RunSpecification", "SignedSpecification", "newest", "
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _FORMAT = "swarm.run/1"
 _DEPTH_MAX = 8
+_COARSE = ("int2", "sign", "topk")  # codecs
 _Count = Annotated[int, Field(ge=1, le=1 << 40)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
@@ -88,7 +89,8 @@ class RunSpecification(_Table):
     name: str
     description: str = Field(default="", max_length=500)
     mode: Literal["gradients"] = "gradients"
-    codec: Literal["float32", "float16", "bfloat16", "int8", "int4", "adaptive"] = "float16"  # coarser ones need error feedback
+    error_feedback: bool = False  # what a codec leaves out of one epoch goes into the next
+    codec: Literal["float32", "float16", "bfloat16", "int8", "int4", "int2", "sign", "topk", "adaptive"] = "float16"
     target_batch_size: _Count  # samples of the whole swarm in one epoch
     batch_size: Annotated[int, Field(ge=1, le=1 << 20)]  # samples of one step of one volunteer
     target_group_size: Annotated[int, Field(ge=2, le=256)] = 64
@@ -104,6 +106,13 @@ class RunSpecification(_Table):
     def _name_is_plain(cls, value: str) -> str:
         if not _NAME.fullmatch(value):
             raise ValueError("1 to 63 of a-z, 0-9, '.', '_' and '-', beginning with a letter or digit")
+        return value
+
+    @field_validator("codec")
+    @classmethod
+    def _coarse_codecs_have_feedback(cls, value: str, info: ValidationInfo) -> str:
+        if value in _COARSE and not info.data.get("error_feedback"):
+            raise ValueError(f"{', '.join(_COARSE)} lose too much without error_feedback = true")
         return value
 
     @field_validator("optimizer")

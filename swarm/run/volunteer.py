@@ -113,6 +113,7 @@ class Volunteer:
             batch_size_per_step=specification.batch_size,
             mode=specification.mode,
             codec=specification.codec,
+            error_feedback=specification.error_feedback,
             scheduler=schedule_factory(specification.optimizer.schedule),
             state_sync_epochs=specification.state_sync_epochs,
             config=OptimizerConfig(group_size_max=specification.target_group_size),

@@ -61,7 +61,7 @@ def test_a_step_with_non_finite_gradients_is_dropped_whole(bad: float) -> None:
         p.grad = torch.ones(4)
     accumulator.add(2)
     ps[1].grad = torch.tensor([1.0, bad, 1.0, 1.0])
-    assert accumulator.add(2) == "non-finite gradients"
+    assert accumulator.add(2) == "non-finite gradients: parameter 1"
     assert accumulator.samples == 2
     assert all(torch.equal(mean, torch.ones(4)) for mean in accumulator.average_())
 

@@ -79,6 +79,7 @@ def test_spoiled() -> None:
     own = vector[part.start : part.stop]
     (done,) = work.reduce([(part, [Contribution(0, 1.0, own), Contribution(1, 1.0, nan)])])
     assert done == Spoiled(part, (1,))
+    assert work.flaw(part, [Contribution(0, 1.0, own), Contribution(1, 1.0, nan)], 1) == "element 0 is NaN or infinity"
     own[-1] = float("inf")
     (done,) = work.reduce([(part, [Contribution(0, 1.0, own), Contribution(1, 1.0, fine)])])
     assert done == Spoiled(part, (0,))

@@ -36,6 +36,25 @@ def test_short_rounds_say_nothing_and_fast_links_count_alike() -> None:
     assert speed.bytes_per_s == BYTES_PER_S_MAX
 
 
+def test_a_short_round_that_was_quick_says_that_the_link_is_no_slower() -> None:
+    speed = Speed()
+    speed.committed(MIB, 1.0)
+    assert speed.bytes_per_s == UNKNOWN_BYTES_PER_S  # it may have waited for others
+    speed.committed(4 * MIB, 0.1)
+    speed.committed(4 * MIB, 4.0)
+    assert speed.bytes_per_s == pytest.approx(40 * MIB)
+    speed.committed(4 * MIB, 1e-6)
+    assert speed.bytes_per_s == BYTES_PER_S_MAX
+    one_round(speed, 0.0, 8, 1.0)  # long enough to be measured
+    assert speed.bytes_per_s == pytest.approx(MIB)
+
+
+def test_a_slow_link_is_known_from_little() -> None:
+    speed = Speed()
+    one_round(speed, 0.0, 2, 8.0)
+    assert speed.bytes_per_s == pytest.approx(MIB / 8)
+
+
 def test_one_odd_round_moves_nothing_and_a_lasting_change_does() -> None:
     speed = Speed()
     for nth in range(5):

@@ -56,8 +56,10 @@ def test_the_demo_trains_what_the_example_trains() -> None:
         (MINIMAL + "colour = 3\n", "run.toml: task.colour is not a known key (misspelt?)"),
         (
             'codec = "zip"\n' + MINIMAL,
-            "run.toml: codec must be one of 'float32', 'float16', 'bfloat16', 'int8', 'int4' or 'adaptive', not 'zip'",
+            "run.toml: codec must be one of 'float32', 'float16', 'bfloat16', 'int8', 'int4', 'int2', 'sign', "
+            "'topk' or 'adaptive', not 'zip'",
         ),
+        ('codec = "int2"\n' + MINIMAL, "run.toml: codec: int2, sign, topk lose too much without error_feedback = true, not 'int2'"),
         (MINIMAL + '[optimizer]\n[optimizer.schedule]\nname = "cosine"\n', "run.toml: optimizer: schedule.total_epochs must be given"),
         (MINIMAL + "[optimizer]\nlearning_rate = nan\n", "run.toml: optimizer.learning_rate must be a finite number"),
     ],
@@ -68,6 +70,14 @@ def test_mistakes_are_told_by_key_in_plain_words(text: str, said: str) -> None:
     assert said in str(error.value)
     assert "pydantic" not in str(error.value)
     assert "type=" not in str(error.value)
+
+
+@pytest.mark.parametrize("codec", ["int2", "sign", "topk", "int8"])
+def test_error_feedback_is_a_term_of_the_run(codec: str) -> None:
+    found = RunSpecification.from_toml(f'codec = "{codec}"\nerror_feedback = true\n{MINIMAL}', "run.toml")
+    assert found.error_feedback
+    assert found.table()["error_feedback"] is True
+    assert not RunSpecification.from_toml(MINIMAL, "run.toml").error_feedback
 
 
 def test_every_mistake_has_a_line() -> None:

@@ -287,3 +287,22 @@ def test_a_closed_node_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="closed"):
         Averager(node, [torch.zeros(1)])
     averager.close()
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_what_cannot_be_sent_is_refused_at_the_sender_with_the_name_of_its_tensor(nodes: list[Node], named: bool) -> None:
+    tensors = [{"weight": torch.ones(3, 4), "bias": torch.ones(4)} for _ in range(3)]
+    tensors[1]["bias"][2] = float("nan")
+    averagers = [
+        Averager(node, mine if named else list(mine.values()), name=f"nan {named}".replace(" ", "-"), target_group_size=3, min_group_size=3)
+        for node, mine in zip(nodes, tensors, strict=False)
+    ]
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        results = [future.result(30.0) for future in [pool.submit(averager.step, timeout_s=20.0) for averager in averagers]]
+    fine(results)
+    tensor = "'bias'" if named else "1"
+    for result in results:  # it is told, and so are the others
+        assert f"element 2 of its tensor {tensor}, (4,), is nan, which float16 cannot carry" in result.left_out[nodes[1].peer_id]
+    assert torch.equal(tensors[0]["bias"], torch.ones(4))
+    for averager in averagers:
+        averager.close()

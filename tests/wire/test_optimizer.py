@@ -330,7 +330,7 @@ def test_non_finite_gradients_are_dropped_and_reported() -> None:
         backward(peer.net, batch(1))
         next(peer.net.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
         report = peer.opt.step()
-        assert (report.samples, report.dropped, report.reason) == (0, BATCH, "non-finite gradients")
+        assert (report.samples, report.dropped, report.reason) == (0, BATCH, "non-finite gradients: parameter 0")
         peer.train_to(1)
         assert all(bool(p.isfinite().all()) for p in peer.net.parameters())
 

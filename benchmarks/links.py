@@ -1,0 +1,143 @@
+"""All-reduce of four peers over emulated long, slow and unequal links: time, per cent of the link's capacity, bytes on the wire."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from averaging.reduction.balance import Load, shares
+from benchmarks.allreduce import CODEC_BYTES, HIVEMIND, MIB, PEERS, TENSORS, Setting, reduction
+from benchmarks.contenders import Contender, Round, Workers, Workload
+from benchmarks.environments import OWN_PYTHON
+from benchmarks.results import Aim, Row
+from benchmarks.turns import Plan, Tally, take_turns
+from swarm.testing.links import Link, Links, why_not
+
+CODECS = ("float32", "float16", "bfloat16")
+PLAN = Plan(passes=1, rounds=3, warm_up=2)  # the first rounds dial, and find out how far the others are and how fast the own link is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """How the peers are connected, and what they average."""
+
+    identifier: str
+    words: str
+    links: tuple[Link, ...]
+    vector_mib: float
+    codecs: tuple[str, ...]
+    hivemind: bool  # quick enough there
+    aim_per_cent: float | None = None
+    plan: Plan = PLAN
+
+
+def _alike(mbit_per_s: float, round_trip_s: float) -> tuple[Link, ...]:
+    return (Link.of(mbit_per_s=mbit_per_s, round_trip_s=round_trip_s),) * PEERS
+
+
+SCENES = (
+    Scene(
+        identifier="100mbit-50ms",
+        words="100 Mbit/s, 50 ms",
+        links=_alike(100, 0.05),
+        vector_mib=16,
+        codecs=CODECS,
+        hivemind=True,
+        aim_per_cent=85.0,
+    ),
+    Scene(identifier="1gbit-20ms", words="1 Gbit/s, 20 ms", links=_alike(1000, 0.02), vector_mib=16, codecs=CODECS, hivemind=True),
+    Scene(
+        identifier="20mbit-100ms",
+        words="20 Mbit/s, 100 ms",
+        links=_alike(20, 0.1),
+        vector_mib=16,
+        codecs=("float32", "float16"),
+        hivemind=False,
+        plan=Plan(passes=1, rounds=1, warm_up=1),
+    ),
+    Scene(
+        identifier="one-slow",
+        words="100 Mbit/s, 50 ms, one of them 1 Mbit/s up",
+        links=(*_alike(100, 0.05)[1:], Link.of(mbit_per_s=100, up_mbit_per_s=1, round_trip_s=0.05)),
+        vector_mib=1,
+        codecs=("float32", "float16"),
+        hivemind=False,
+        plan=Plan(passes=1, rounds=2, warm_up=1),
+    ),
+)
+
+
+def rows(setting: Setting) -> list[Row]:
+    """All scenes; none, and the reason said, where links cannot be emulated."""
+    problem = why_not()
+    if problem is not None:
+        setting.say(f"links: left out: {problem}")
+        return []
+    return [row for scene in SCENES for row in _scene(setting, scene)]
+
+
+def _scene(setting: Setting, scene: Scene) -> list[Row]:
+    elements = int(scene.vector_mib * MIB) // 4
+    found = []
+    for codec in scene.codecs:
+        workload = Workload(elements=elements, tensors=TENSORS, peers=PEERS, target_group_size=PEERS, codec=codec)
+        makers: list[Callable[[], Contender]] = [_maker(f"swarm {codec}", "swarm_averager", None, workload, scene)]
+        names = [f"swarm {codec}"]
+        if scene.hivemind and setting.hivemind is not None and codec != "bfloat16":  # it has none
+            names.append(f"{HIVEMIND} {codec}")
+            makers.append(_maker(names[1], "hivemind_averager", setting, workload, scene))
+        setting.say(f"links, {PEERS} × {scene.vector_mib:g} MiB, {scene.words}: {', '.join(names)}")
+        own, *others = take_turns(makers, names, scene.plan, setting.say)
+        found.append(_row(scene, codec, elements, own, others[0] if others else None))
+    return found
+
+
+def _maker(name: str, module: str, setting: Setting | None, workload: Workload, scene: Scene) -> Callable[[], Contender]:
+    python = OWN_PYTHON if setting is None or setting.hivemind is None else setting.hivemind
+    return lambda: Workers(name, python=python, module=module, workload=workload, links=Links(scene.links))
+
+
+def least_s(links: tuple[Link, ...], vector_bytes: float) -> float:
+    """The least time for a butterfly of this size over these links, delays left out: shares as good as can be, payloads only."""
+    loads = [Load(up=link.up_bytes_per_s, down=link.down_bytes_per_s, contributes=True, receives=True, reduces=True) for link in links]
+    others = len(links) - 1
+    moved = [(1.0 - share + share * others) * vector_bytes for share in shares(loads)]
+    return max(each / min(link.up_bytes_per_s, link.down_bytes_per_s) for each, link in zip(moved, links, strict=True))
+
+
+def _row(scene: Scene, codec: str, elements: int, own: Tally, peer: Tally | None) -> Row:
+    payload = elements * CODEC_BYTES[codec]
+    ideal_s = least_s(scene.links, payload)
+    least_bytes = 2 * (PEERS - 1) * payload  # of all peers together, however the shares are
+
+    def filled(outcome: Round) -> float | None:
+        return 100.0 * ideal_s / reduction(outcome)
+
+    return Row(
+        identifier=f"links-{scene.identifier}-{codec}",
+        workload=f"all-reduce, {PEERS} peers × {scene.vector_mib:g} MiB, {codec}: {scene.words}",
+        quantity="per cent of the links' capacity, all-reduce alone",
+        ours=own.series("", filled, unit="%"),
+        peer=None if peer is None else peer.series("", filled, unit="%"),
+        aim=None if scene.aim_per_cent is None or codec == "bfloat16" else Aim(of="ours", sense="at least", value=scene.aim_per_cent),
+        shown="ours / peer",
+        limit=f"{ideal_s:.3g} s for the payload at line rate; {100 * 1448 / 1500:.1f} % are left beside TCP's and IP's headers",
+        notes=tuple(_spent(tally, elements, least_bytes) for tally in (own, peer) if tally is not None),
+    )
+
+
+def _spent(tally: Tally, elements: int, least_bytes: int) -> str:
+    """Seconds, bytes per parameter and framing, medians."""
+    if not tally.rounds:
+        return f"{tally.name}: no round"
+    median = partial(_median, tally)
+    return (
+        f"{tally.name}: all-reduce {median('reduce_s'):.2f} s, {median('wire_bytes') / PEERS / elements:.3f} bytes a parameter and peer "
+        f"on the wire, framing (beneath it only TCP and IP) {100 * (median('carried_bytes') / least_bytes - 1):.2f} % of the payload"
+    )
+
+
+def _median(tally: Tally, name: str) -> float:
+    return float(statistics.median(getattr(outcome, name) for outcome in tally.rounds))
