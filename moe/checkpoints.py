@@ -17,6 +17,15 @@ from swarm.errors import UsageError
 _SUFFIX = ".expert.pt"
 
 
+def kept_names(folder: Path) -> list[ExpertUid]:
+    """The experts that a folder has checkpoints of."""
+    names = []
+    for path in sorted(folder.expanduser().glob(f"[!.]*{_SUFFIX}")):
+        with contextlib.suppress(UsageError):
+            names.append(ExpertUid.parse(path.name.removesuffix(_SUFFIX)))
+    return names
+
+
 class ExpertCheckpoints:
     """The checkpoints of one server. `save` writes what has changed since it was last saved or loaded."""
 
