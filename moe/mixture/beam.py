@@ -110,10 +110,7 @@ class BeamSearch:
         self._base_BF = torch.cat([base_BF[:, kept], *grown], dim=1)
 
     def result(self) -> Chosen:
-        used = self._which_BK[self._which_BK >= 0].unique()
-        renumbered = torch.full((len(self._experts) + 1,), -1, dtype=torch.int64)
-        renumbered[used] = torch.arange(len(used))
-        return Chosen(tuple(self._experts[place] for place in used.tolist()), renumbered[self._which_BK], self._certain)
+        return compact(self._experts, self._which_BK, self._certain)
 
     def _bounds(self) -> torch.Tensor:
         depths = torch.tensor([len(prefix) for prefix in self._frontier])
@@ -141,3 +138,11 @@ class BeamSearch:
             best, places = scores.topk(k, dim=1)
             self._best_BK[part] = best
             self._which_BK[part] = which.gather(1, places)
+
+
+def compact(experts: Sequence[Prefix], which_BK: torch.Tensor, certain: bool) -> Chosen:
+    """Without the experts that no sample has chosen."""
+    renumbered = torch.full((len(experts) + 1,), -1, dtype=torch.int64)  # the last place stands for -1
+    used = torch.bincount(which_BK[which_BK >= 0], minlength=len(experts)).nonzero().flatten()
+    renumbered[used] = torch.arange(len(used))
+    return Chosen(tuple(experts[place] for place in used.tolist()), renumbered[which_BK], certain)

@@ -26,7 +26,7 @@ def places_of(which_BS: torch.Tensor, experts: int) -> list[Places]:
     order = flat.argsort(stable=True)
     counts = torch.bincount(flat + 1, minlength=experts + 1)
     order = order[int(counts[0]) :]
-    return [Places(part // width, part % width) for part in order.split(counts[1:].tolist())]
+    return [Places(part // width, part % width) for part in torch.split(order, counts[1:].tolist())]
 
 
 def spread(
@@ -40,9 +40,7 @@ def spread(
     return spread_out
 
 
-def add_up(
-    inputs: Sequence[torch.Tensor], parts: Iterable[tuple[Places, Sequence[torch.Tensor | None]]]
-) -> list[torch.Tensor | None]:
+def add_up(inputs: Sequence[torch.Tensor], parts: Iterable[tuple[Places, Sequence[torch.Tensor | None]]]) -> list[torch.Tensor | None]:
     """The gradients of floating inputs: those of all experts added, in the order of the experts. None where nobody gave one."""
     floating = [tensor for tensor in inputs if tensor.is_floating_point()]
     sums: list[torch.Tensor | None] = [None] * len(floating)

@@ -9,7 +9,6 @@ Shapes: B samples, N_d coordinates of dimension d, S places for experts per samp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import nn
@@ -41,7 +40,7 @@ def gate_input(inputs: torch.Tensor, in_features: int, like: torch.Tensor) -> to
 def logits_of(scores: Sequence[torch.Tensor], coordinates_BSD: torch.Tensor) -> torch.Tensor:
     """The scores of experts at given places of the grid, [B, S]; differentiable. Places count from 0 in each dimension."""
     parts = [score.gather(1, coordinates_BSD[:, :, dimension].to(score.device)) for dimension, score in enumerate(scores)]
-    return cast(torch.Tensor, torch.stack(parts).sum(dim=0))
+    return torch.stack(parts).sum(dim=0)
 
 
 def softmax_over(logits_BS: torch.Tensor, there_BS: torch.Tensor) -> torch.Tensor:
@@ -51,7 +50,9 @@ def softmax_over(logits_BS: torch.Tensor, there_BS: torch.Tensor) -> torch.Tenso
     return masked.softmax(dim=1) * there_BS
 
 
-def switch_weights(scores: Sequence[torch.Tensor], coordinates_BSD: torch.Tensor, chosen_BS: torch.Tensor, there_BS: torch.Tensor) -> torch.Tensor:
+def switch_weights(
+    scores: Sequence[torch.Tensor], coordinates_BSD: torch.Tensor, chosen_BS: torch.Tensor, there_BS: torch.Tensor
+) -> torch.Tensor:
     """Each expert's probability in the whole grid (Fedus et al., "Switch Transformers", 2021, section 2.1), [B, S].
 
     What was chosen and did not answer hands its probability on to those who did, in proportion. A softmax over sums factorises: the

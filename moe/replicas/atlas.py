@@ -33,7 +33,7 @@ class AtlasConfig:
     prefixes_max: int = 4096  # that are remembered
 
     def __post_init__(self) -> None:
-        if not (0.0 <= self.empty_s and 0.0 <= self.fresh_s <= self.stale_s and self.read_timeout_s > 0.0 and self.prefixes_max >= 1):
+        if not (self.empty_s >= 0.0 and 0.0 <= self.fresh_s <= self.stale_s and self.read_timeout_s > 0.0 and self.prefixes_max >= 1):
             raise UsageError("an atlas needs 0 <= fresh_s <= stale_s, empty_s of at least 0, a read_timeout_s above 0, room for a prefix")
 
 

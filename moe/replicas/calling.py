@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ from moe.errors import ExpertApplied, ExpertOverloaded
 from moe.replicas.atlas import Atlas
 from moe.replicas.fleet import Fleet
 from moe.replicas.hedging import HedgedCall
+from moe.schema import Leaf
 from moe.uid import ExpertUid
 from swarm.clock import Clock
 from swarm.errors import DeadlineExceeded, NetworkError, NotEnoughPeers, PeerError, SwarmError, UsageError
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _REPEATS_MAX = 3  # of a backward pass that got no answer
 _REPEAT_FIRST_S = 0.05  # before the first repetition; doubles
 _lock = threading.Lock()
+_of_node: weakref.WeakKeyDictionary[Node, ReplicaCalls] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,12 +54,11 @@ class ForwardCall:
     replicas: Sequence[Replica]
     inputs: Sequence[torch.Tensor]
     keep: bool  # a backward pass is likely to follow
+    desperate: bool = False  # ask those that are avoided, too
 
 
 class ReplicaCalls:
     """One per node, on its network loop: `of` finds it."""
-
-    _of_node: weakref.WeakKeyDictionary[Node, ReplicaCalls] = weakref.WeakKeyDictionary()
 
     def __init__(self, calls: Described, fleet: Fleet, atlas: Atlas, clock: Clock) -> None:
         self.calls, self.fleet, self.atlas, self.clock = calls, fleet, atlas, clock
@@ -66,11 +67,11 @@ class ReplicaCalls:
     def of(cls, node: Node) -> ReplicaCalls:
         """The one of this node. To be called on its network loop."""
         with _lock:
-            found = cls._of_node.get(node)
+            found = _of_node.get(node)
             if found is None:
                 atlas = Atlas(Directory(node.dht.service), node.clock, node.supervisor)
                 found = cls(ExpertCalls.of(node), Fleet(random.SystemRandom()), atlas, node.clock)
-                cls._of_node[node] = found
+                _of_node[node] = found
             return found
 
     async def forward(self, call: ForwardCall, *, deadline_s: float, travel: Travel) -> Made:
@@ -82,6 +83,8 @@ class ReplicaCalls:
         by_peer = {replica.peer_id: replica for replica in call.replicas}
         waits_s = [replica.load.wait_s for replica in by_peer.values()]
         order = self.fleet.order(str(call.uid), list(by_peer), begun_s, waits_s)
+        if call.desperate:
+            order += [peer for peer in by_peer if peer not in order]
         if not order:
             raise NotEnoughPeers(f"nobody can be asked for {call.uid}: {self._why_nobody(call, begun_s)}")
         config = self.fleet.config.hedging
@@ -117,8 +120,9 @@ class ReplicaCalls:
 
     async def backward(self, made: Made, tensors: GradientPass, *, deadline_s: float, travel: Travel) -> Backwarded:
         """At the replica that answered forward, again while there is no answer: it is applied once. Its last error otherwise."""
-        pause_s = _REPEAT_FIRST_S
-        peer = made.replica.peer_id
+        pause_s, peer = _REPEAT_FIRST_S, made.replica.peer_id
+        schema = await self.calls.schema_of(made.replica, made.uid, timeout_s=deadline_s - self.clock.monotonic_s())
+        tensors = GradientPass(fitted(schema.input_leaves, tensors.inputs), fitted(schema.gradient_leaves, tensors.gradients))
         for left in range(_REPEATS_MAX, -1, -1):
             timeout_s = deadline_s - self.clock.monotonic_s()
             self.fleet.begin(peer)
@@ -152,9 +156,7 @@ class ReplicaCalls:
         peer, begun_s = replica.peer_id, self.clock.monotonic_s()
         self.fleet.begin(peer)
         try:
-            answer = await self.calls.forward(
-                replica, call.uid, call.inputs, timeout_s=deadline_s - begun_s, travel=travel, keep=call.keep
-            )
+            answer = await self.calls.forward(replica, call.uid, call.inputs, timeout_s=deadline_s - begun_s, travel=travel, keep=call.keep)
         except SwarmError as error:
             self._blame(call.uid, replica, error)
             return error
@@ -180,3 +182,16 @@ class ReplicaCalls:
     def _why_nobody(self, call: ForwardCall, now_s: float) -> str:
         reasons = [self.fleet.why_avoided(str(call.uid), replica.peer_id, now_s) or "" for replica in call.replicas]
         return f"all of its {len(reasons)} replicas are avoided, {reasons[0]}" if reasons else "nobody declares it"
+
+
+TensorT = TypeVar("TensorT", torch.Tensor, torch.Tensor | None)
+
+
+def fitted(leaves: Sequence[Leaf], tensors: Sequence[TensorT]) -> list[TensorT]:
+    """Floating tensors in the dtype that the expert takes: callers compute in another precision under autocast."""
+    if len(leaves) != len(tensors):
+        return list(tensors)  # refused where the schema is checked, with words
+    return [
+        tensor.to(leaf.dtype) if tensor is not None and tensor.is_floating_point() and leaf.is_floating else tensor
+        for leaf, tensor in zip(leaves, tensors, strict=True)
+    ]
