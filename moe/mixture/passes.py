@@ -128,8 +128,7 @@ class ForwardPass:
             at_first = self._there_BS
             left = self._terms.replacements_max
             while True:
-                short = gathering.short_rows
-                if len(short) and left and clock.monotonic_s() < self._deadline_s:
+                while left and len(short := gathering.short_rows) and clock.monotonic_s() < self._deadline_s:
                     left -= 1
                     await self._replace(tasks, short)
                 if gathering.over(now_s := clock.monotonic_s()):

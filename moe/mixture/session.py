@@ -62,8 +62,12 @@ class Session:
         for_search = [score.detach().to("cpu", torch.float32).nan_to_num() for score in scores]
         keep = torch.is_grad_enabled()
         empty = remote.like or [on_host[0][:0]]
-        work = ForwardPass(remote.calls, remote.node.network.pool, terms, for_search, on_host, keep).run(empty)
-        mixed = remote.node.network.run(work, terms.forward_timeout_s + CROSSING_MARGIN_S)
+        pool = remote.node.network.pool
+
+        async def work() -> Mixed:
+            return await ForwardPass(remote.calls, pool, terms, for_search, on_host, keep).run(empty)
+
+        mixed = remote.node.network.run(work(), terms.forward_timeout_s + CROSSING_MARGIN_S)
         if mixed.branches:
             remote.like = [output[:0, 0] for output in mixed.outputs]
         remote.forward_report = mixed.report
