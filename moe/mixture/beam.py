@@ -37,7 +37,7 @@ class BeamConfig:
             raise UsageError("the limits of a search must be positive")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Chosen:
     """The best experts: `experts` in the order found, `which_BK` int64 places in it, best first, -1 where there were no more."""
 

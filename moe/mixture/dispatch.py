@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Places:
     """Where the samples of one expert are: row (sample) and column (place) of each, int64, rows ascending and distinct."""
 

@@ -30,7 +30,9 @@ class MixtureConfig:
 
     travel: Travel = AS_THEY_ARE  # codecs for activations and gradients
     patience: Patience = field(default_factory=Patience)  # its `after_k_min_s` is the layer's
-    replacements_max: int = 2  # rounds of asking others for samples that lost too many experts; 0: never
+    replacements_max: int = (
+        4  # rounds of asking others for samples that lost too many experts, after the first also those avoided; 0: never
+    )
     beam: BeamConfig = field(default_factory=BeamConfig)
 
 

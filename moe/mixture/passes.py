@@ -46,7 +46,7 @@ class Terms:
     patience: Patience
     allow_zero_outputs: bool
     travel: Travel = AS_THEY_ARE
-    replacements_max: int = 2  # rounds of looking for others in the place of those that failed
+    replacements_max: int = 4  # rounds of looking for others in the place of those that failed
     beam: BeamConfig = field(default_factory=BeamConfig)
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class PassReport:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Branch:
     """One expert's part of a forward pass."""
 
@@ -77,7 +77,7 @@ class Branch:
     places: Places
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Mixed:
     """A forward pass. `coordinates_BSD` count from 0 in each dimension, and mean something where `chosen_BS`."""
 
@@ -117,6 +117,8 @@ class ForwardPass:
         self._hopeless: set[ExpertUid] = set()  # failed in this pass
         self._replicas: dict[ExpertUid, Sequence[Replica]] = {}
         self._anew = self._desperate = False
+        self._lost = True  # some sample may have too few experts
+        self._replaced_B = torch.zeros(batch, dtype=torch.int64)  # how often others were looked for
         self._unread = ""  # why the DHT could not say which experts there are
 
     async def run(self, empty: Sequence[torch.Tensor]) -> Mixed:
@@ -126,11 +128,8 @@ class ForwardPass:
         async with asyncio.TaskGroup() as tasks:
             self._ask(tasks, chosen, torch.arange(len(self._there_BS)))
             at_first = self._there_BS
-            left = self._terms.replacements_max
             while True:
-                while left and len(short := gathering.short_rows) and clock.monotonic_s() < self._deadline_s:
-                    left -= 1
-                    await self._replace(tasks, short)
+                await self._replace_lost(tasks)
                 if gathering.over(now_s := clock.monotonic_s()):
                     break
                 timeout_s = max(gathering.deadline_s() - now_s, 0.0)
@@ -164,7 +163,7 @@ class ForwardPass:
         usable = []
         for place, replicas in below.experts.items():
             expert = ExpertUid(self._terms.grid.block, (*prefix, place))
-            if expert not in self._hopeless and (self._desperate or self._calls.available(expert, replicas)):
+            if expert not in self._hopeless and self._calls.available(expert, replicas, self._begun_s if self._desperate else None):
                 self._replicas[expert] = replicas
                 usable.append(place)
         return usable
@@ -186,11 +185,11 @@ class ForwardPass:
             self._uids.append(uid)
             self._places.append(where)
             self._gathering.expect(number, where.rows)
-            self._tasks[tasks.create_task(self._call(uid, where.rows))] = number
+            self._tasks[tasks.create_task(self._call(uid, where.rows, self._desperate))] = number
 
-    async def _call(self, uid: ExpertUid, rows: torch.Tensor) -> Made | SwarmError:
+    async def _call(self, uid: ExpertUid, rows: torch.Tensor, desperate: bool) -> Made | SwarmError:
         inputs = await rows_of(self._pool, self._inputs, rows)
-        call = ForwardCall(uid, self._replicas[uid], inputs, self._keep, self._desperate)
+        call = ForwardCall(uid, self._replicas[uid], inputs, self._keep, self._begun_s if desperate else None)
         try:
             return await self._calls.forward(call, deadline_s=self._deadline_s, travel=self._terms.travel)
         except SwarmError as error:
@@ -204,12 +203,26 @@ class ForwardPass:
         else:
             self._failed[number] = outcome
             self._hopeless.add(self._uids[number])
+            self._lost = True
             self._gathering.failed(number, now_s)
 
+    async def _replace_lost(self, tasks: asyncio.TaskGroup) -> None:
+        """For samples that lost too many experts ask others: from the second time on also those that are avoided."""
+        times_max = self._terms.replacements_max if self._lost else 0
+        self._lost = False
+        for times in range(times_max):
+            short = self._gathering.short_rows
+            short = short[self._replaced_B[short] == times]
+            if len(short) and self._calls.clock.monotonic_s() < self._deadline_s:
+                self._replaced_B[short] += 1
+                self._desperate = times > 0
+                await self._replace(tasks, short)
+        self._desperate = False
+
     async def _replace(self, tasks: asyncio.TaskGroup, short: torch.Tensor) -> None:
-        """Others, for samples of which too many experts failed: the best that they have not chosen yet."""
-        # first those that the DHT knows of by now; should that not do, those that are avoided otherwise
-        self._anew, self._desperate = not self._anew, self._anew or self._desperate
+        """The best that these samples have not chosen yet. The first time in a pass the DHT is asked anew who there is."""
+        first = torch.equal(self._replaced_B.bool().nonzero().flatten(), short)
+        self._anew = first and not self._desperate
         width = self._there_BS.shape[1]
         chosen = await self._search([score[short] for score in self._scores], min(width + self._terms.k_min, self._terms.grid.count))
         firsts = torch.tensor([dimension.start for dimension in self._terms.grid.dimensions])

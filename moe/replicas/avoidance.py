@@ -33,6 +33,7 @@ class _Record:
     failures: int
     until_s: float
     why: str
+    last_s: float  # when it failed last, avoided or not
 
 
 class Avoidance:
@@ -46,10 +47,11 @@ class Avoidance:
         """It did not do what it was asked."""
         record = self._records.get(key)
         if record is None:
-            record = self._records[key] = _Record(0, now_s, why)
+            record = self._records[key] = _Record(0, now_s, why, now_s)
             if len(self._records) > self._config.keys_max:
                 self._records.popitem(last=False)
-        elif now_s < record.until_s:
+        record.last_s = now_s
+        if now_s < record.until_s:
             return
         record.failures += 1
         record.why = why
@@ -65,6 +67,11 @@ class Avoidance:
     def avoided(self, key: Hashable, now_s: float) -> bool:
         record = self._records.get(key)
         return record is not None and now_s < record.until_s
+
+    def failed_since(self, key: Hashable, since_s: float) -> bool:
+        """And has not answered after that."""
+        record = self._records.get(key)
+        return record is not None and record.last_s >= since_s
 
     def failures(self, key: Hashable) -> int:
         """In a row, so far."""

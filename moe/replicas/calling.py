@@ -7,6 +7,7 @@ What peers do wrong is kept in the node's `Fleet`, so that all layers learn from
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import threading
 import weakref
@@ -37,7 +38,7 @@ _lock = threading.Lock()
 _of_node: weakref.WeakKeyDictionary[Node, ReplicaCalls] = weakref.WeakKeyDictionary()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Made:
     """A forward pass of one expert that was answered, and by whom."""
 
@@ -46,7 +47,7 @@ class Made:
     forwarded: Forwarded
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ForwardCall:
     """One forward pass to make. `inputs`: flat, with the same first dimension."""
 
@@ -54,7 +55,7 @@ class ForwardCall:
     replicas: Sequence[Replica]
     inputs: Sequence[torch.Tensor]
     keep: bool  # a backward pass is likely to follow
-    desperate: bool = False  # ask those that are avoided, too
+    desperate_since_s: float | None = None  # ask those that are avoided, too, but for those that failed since then
 
 
 class ReplicaCalls:
@@ -83,8 +84,8 @@ class ReplicaCalls:
         by_peer = {replica.peer_id: replica for replica in call.replicas}
         waits_s = [replica.load.wait_s for replica in by_peer.values()]
         order = self.fleet.order(str(call.uid), list(by_peer), begun_s, waits_s)
-        if call.desperate:
-            order += [peer for peer in by_peer if peer not in order]
+        if call.desperate_since_s is not None:
+            order += [peer for peer in self.fleet.untried(str(call.uid), by_peer, call.desperate_since_s) if peer not in order]
         if not order:
             raise NotEnoughPeers(f"nobody can be asked for {call.uid}: {self._why_nobody(call, begun_s)}")
         config = self.fleet.config.hedging
@@ -97,7 +98,12 @@ class ReplicaCalls:
                 while not hedged.over and (now_s := self.clock.monotonic_s()) < deadline_s:
                     for peer in hedged.poll(now_s):
                         asked_s[peer] = now_s
-                        running[tasks.create_task(self._attempt(call, by_peer[peer], deadline_s, travel))] = peer  # type: ignore[index]
+                        replica = by_peer[peer]  # type: ignore[index]
+                        # counted here, so that calls of the same moment spread
+                        self.fleet.begin(replica.peer_id)
+                        task = tasks.create_task(self._attempt(call, replica, deadline_s, travel))
+                        task.add_done_callback(functools.partial(self._ended, replica.peer_id))
+                        running[task] = peer
                     until_s = min(deadline_s, hedged.deadline_s() or deadline_s)
                     done, _ = await asyncio.wait(running, timeout=max(until_s - now_s, 0.0), return_when=asyncio.FIRST_COMPLETED)
                     for task in done:
@@ -109,11 +115,12 @@ class ReplicaCalls:
                             answer = outcome
                             hedged.answered(peer)
             finally:
-                still_out = [peer for task, peer in running.items() if not task.done() and task.cancel()]
-                since_s = asked_s[hedged.winner] if hedged.winner is not None else (begun_s + self.clock.monotonic_s()) / 2.0
-                for peer in still_out:
-                    if asked_s[peer] < since_s:  # overtaken by another replica, or out for half of the time that there was
-                        self._was_slow(call.uid, peer)  # type: ignore[arg-type]
+                now_s, winner = self.clock.monotonic_s(), hedged.winner
+                for task, peer in running.items():
+                    if task.cancel() and winner is not None and asked_s[peer] < asked_s[winner]:
+                        self.fleet.overtaken(str(call.uid), peer, now_s)  # type: ignore[arg-type]
+                    elif winner is None and asked_s[peer] < (begun_s + now_s) / 2.0:  # it had half of the time that there was
+                        self.fleet.failed(str(call.uid), peer, now_s, "it was too slow to be waited for")  # type: ignore[arg-type]
         if hedged.winner is None:
             raise error
         return Made(call.uid, by_peer[hedged.winner], answer)  # type: ignore[index]
@@ -144,9 +151,12 @@ class ReplicaCalls:
             pause_s *= 2.0
         raise AssertionError("the last repetition returns or raises")
 
-    def available(self, uid: ExpertUid, replicas: Sequence[Replica]) -> bool:
+    def available(self, uid: ExpertUid, replicas: Sequence[Replica], desperate_since_s: float | None = None) -> bool:
         """Whether anybody can be asked for it now."""
-        return bool(self.fleet.available(str(uid), (replica.peer_id for replica in replicas), self.clock.monotonic_s()))
+        peers = [replica.peer_id for replica in replicas]
+        if desperate_since_s is not None:
+            return bool(self.fleet.untried(str(uid), peers, desperate_since_s))
+        return bool(self.fleet.available(str(uid), peers, self.clock.monotonic_s()))
 
     def late(self, made: Made) -> None:
         """Its backward pass was not waited for."""
@@ -154,21 +164,21 @@ class ReplicaCalls:
 
     async def _attempt(self, call: ForwardCall, replica: Replica, deadline_s: float, travel: Travel) -> Forwarded | SwarmError:
         peer, begun_s = replica.peer_id, self.clock.monotonic_s()
-        self.fleet.begin(peer)
         try:
-            answer = await self.calls.forward(replica, call.uid, call.inputs, timeout_s=deadline_s - begun_s, travel=travel, keep=call.keep)
+            schema = await self.calls.schema_of(replica, call.uid, timeout_s=deadline_s - begun_s)
+            inputs = fitted(schema.input_leaves, call.inputs)
+            timeout_s = deadline_s - self.clock.monotonic_s()
+            answer = await self.calls.forward(replica, call.uid, inputs, timeout_s=timeout_s, travel=travel, keep=call.keep)
         except SwarmError as error:
             self._blame(call.uid, replica, error)
             return error
-        finally:
-            self.fleet.end(peer)
         now_s = self.clock.monotonic_s()
         self.fleet.answered(str(call.uid), peer, now_s - begun_s)
         self.fleet.said(peer, answer.wait_s, now_s)
         return answer
 
-    def _was_slow(self, uid: ExpertUid, peer: PeerId) -> None:
-        self.fleet.failed(str(uid), peer, self.clock.monotonic_s(), "it was too slow to be waited for")
+    def _ended(self, peer: PeerId, task: asyncio.Task[Forwarded | SwarmError]) -> None:
+        self.fleet.end(peer)
 
     def _blame(self, uid: ExpertUid, replica: Replica, error: SwarmError) -> None:
         now_s, peer = self.clock.monotonic_s(), replica.peer_id

@@ -17,6 +17,7 @@ from swarm.errors import UsageError
 from swarm.ids import PeerId
 
 Replica = tuple[str, PeerId]  # (the expert's name, who holds it)
+_SLOW = ""  # in the place of an expert's name: the peer as a whole dawdles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +59,17 @@ class Fleet:
         avoided = self._avoidance.avoided
         return [peer for peer in peers if not avoided(peer, now_s) and not avoided((uid, peer), now_s)]
 
+    def untried(self, uid: str, peers: Iterable[PeerId], since_s: float) -> list[PeerId]:
+        """Who has not failed since then, avoided or not."""
+        failed = self._avoidance.failed_since
+        return [peer for peer in peers if not failed(peer, since_s) and not failed((uid, peer), since_s)]
+
     def order(self, uid: str, peers: Sequence[PeerId], now_s: float, loads_s: Sequence[float] | None = None) -> list[PeerId]:
         """The available ones, in the order in which to ask them: drawn by how long each is expected to take.
 
         `loads_s`: for each of `peers` how long a request waits there by its own account, 0 when it gives none; what it said with its last
-        answer counts instead, while that is young.
+        answer counts instead, while that is young. Who was overtaken of late comes last, for a while as with failures; and after that, until
+        it answers, while it has something of ours to do already.
         """
         waits = dict(zip(peers, loads_s or [0.0] * len(peers), strict=True))
         for peer in peers:
@@ -79,7 +86,7 @@ class Fleet:
                 mark -= weights[place]
                 place += 1
             ordered.append(left.pop(place))
-        return ordered + left
+        return sorted(ordered + left, key=lambda peer: self._dawdles(peer, now_s))
 
     def expected_s(self, uid: str, peer: PeerId) -> float:
         """How long a call would take: its calls of late, times what is in flight there already. Who is new counts as quick, to be tried."""
@@ -109,6 +116,8 @@ class Fleet:
         """A forward call gave what can be used, after so long."""
         self._avoidance.succeeded(peer)
         self._avoidance.succeeded((uid, peer))
+        if seconds <= self.hedge_after_s(uid, peer):
+            self._avoidance.succeeded((_SLOW, peer))
         pace = self._paces.get((uid, peer))
         if pace is None:
             # the first call may have had to connect: half of it may be chance
@@ -135,6 +144,15 @@ class Fleet:
     def failed(self, uid: str, peer: PeerId, now_s: float, why: str) -> None:
         """It refused, was late, or gave what cannot be used."""
         self._avoidance.failed((uid, peer), now_s, why)
+
+    def overtaken(self, uid: str, peer: PeerId, now_s: float) -> None:
+        """Another replica, asked later, answered before it. Slowness is the whole peer's: where there is a choice, others come first."""
+        self._avoidance.failed((_SLOW, peer), now_s, "it was overtaken")
+        self.failed(uid, peer, now_s, "it was overtaken by another replica")
+
+    def _dawdles(self, peer: PeerId, now_s: float) -> bool:
+        key = (_SLOW, peer)
+        return self._avoidance.avoided(key, now_s) or (self._avoidance.failures(key) > 0 and peer in self._in_flight)
 
     def why_avoided(self, uid: str, peer: PeerId, now_s: float) -> str | None:
         """What is held against a replica now, in words; None when nothing is."""

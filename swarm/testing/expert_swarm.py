@@ -154,6 +154,8 @@ class ExpertSwarm:
     """A context manager; `node` is the trainer's, for layers. Servers of one name that are served twice are replicas."""
 
     def __init__(self, seed: int, link: LinkConfig | None = None) -> None:
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # tensors here are small, and waking a team takes longer than the work
         self._thread = _Thread()
         self.network = SimulatedNetwork(seed, link or LinkConfig(delay_s=0.005))
         self.servers: list[SimulatedExperts] = []
@@ -208,10 +210,14 @@ class ExpertSwarm:
 
     def restart(self, server: SimulatedExperts) -> None:
         """The same identity and address; its experts are as they were (a checkpoint), what it remembers of requests is gone."""
-        self.network.restart(server.peer)
-        server.applied.clear()
-        server._busy = asyncio.Lock()
-        self.run(server.start([self.trainer]))
+
+        async def restart() -> None:
+            self.network.restart(server.peer)
+            server.applied.clear()
+            server._busy = asyncio.Lock()
+            await server.start([self.trainer])
+
+        self.run(restart())
 
     def __enter__(self) -> ExpertSwarm:
         return self
@@ -221,6 +227,7 @@ class ExpertSwarm:
             self.run(self.network.close())
         finally:
             self._thread.runner.close()
+            torch.set_num_threads(self._threads)
         if kind is None:
             assert not self.network.errors, self.network.errors
 
