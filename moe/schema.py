@@ -199,6 +199,20 @@ def unflatten(tree: Tree, tensors: Sequence[torch.Tensor]) -> Any:
     return _rebuilt(tree, iter(tensors))
 
 
+def same_structure(one: Tree, other: Tree) -> bool:
+    """The same nesting, whatever the tensors are."""
+    if isinstance(one, Leaf) or isinstance(other, Leaf):
+        return isinstance(one, Leaf) and isinstance(other, Leaf)
+    if isinstance(one, dict) or isinstance(other, dict):
+        return (
+            isinstance(one, dict)
+            and isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(map(same_structure, _parts(one), _parts(other)))
+        )
+    return type(one) is type(other) and len(one) == len(other) and all(map(same_structure, one, other))
+
+
 def batch_of(tensors: Sequence[torch.Tensor]) -> int:
     """The batch size that all of them have. UsageError when they differ."""
     sizes = {tensor.shape[0] for tensor in tensors}
