@@ -55,17 +55,17 @@ class Session:
         """Blocks until the experts have answered. `scores` and `inputs` as the layer has them, on any device."""
         remote, terms = self._remote, self._terms
         remote.node.network.check()
-        on_host = _on_host(inputs)
-        for number, tensor in enumerate(on_host):
+        here = on_host(inputs)
+        for number, tensor in enumerate(here):
             if not finite(tensor):
                 raise UsageError(f"input {number} of the layer has NaN or infinity; no expert was asked")
         for_search = [score.detach().to("cpu", torch.float32).nan_to_num() for score in scores]
         keep = torch.is_grad_enabled()
-        empty = remote.like or [on_host[0][:0]]
+        empty = remote.like or [here[0][:0]]
         pool = remote.node.network.pool
 
         async def work() -> Mixed:
-            return await ForwardPass(remote.calls, pool, terms, for_search, on_host, keep).run(empty)
+            return await ForwardPass(remote.calls, pool, terms, for_search, here, keep).run(empty)
 
         mixed = remote.node.network.run(work(), terms.forward_timeout_s + CROSSING_MARGIN_S)
         if mixed.branches:
@@ -78,14 +78,14 @@ class Session:
         """The gradients of the floating inputs, in their order, on the host. Blocks until the experts have answered."""
         assert self.mixed is not None
         remote, terms = self._remote, self._terms
-        on_host = _on_host(inputs)
+        here = on_host(inputs)
         given = [None if one is None else one.detach().to("cpu") for one in gradients]
         if not all(one is None or finite(one) for one in given):
             # a loss that overflowed (GradScaler looks for just that): experts are spared, the caller sees it
-            return [torch.full_like(tensor, float("nan")) for tensor in on_host if tensor.is_floating_point()]
+            return [torch.full_like(tensor, float("nan")) for tensor in here if tensor.is_floating_point()]
         with self._lock:
             again, self._backwards = self._backwards > 0, self._backwards + 1
-        work = BackwardPass(remote.calls, remote.node.network.pool, terms, self.mixed, on_host).run(given, again=again)
+        work = BackwardPass(remote.calls, remote.node.network.pool, terms, self.mixed, here).run(given, again=again)
         sums, remote.backward_report = remote.node.network.run(work, terms.backward_timeout_s + CROSSING_MARGIN_S)
         return sums
 
@@ -126,5 +126,6 @@ def branches(session: Session, inputs: Sequence[torch.Tensor]) -> tuple[torch.Te
     return tuple(RemoteBranches.apply(session, anchor, *inputs))  # type: ignore[no-untyped-call]
 
 
-def _on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Without their graph, contiguous, on the CPU."""
     return [tensor.detach().to("cpu").contiguous() for tensor in tensors]

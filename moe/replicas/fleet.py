@@ -67,9 +67,9 @@ class Fleet:
     def order(self, uid: str, peers: Sequence[PeerId], now_s: float, loads_s: Sequence[float] | None = None) -> list[PeerId]:
         """The available ones, in the order in which to ask them: drawn by how long each is expected to take.
 
-        `loads_s`: for each of `peers` how long a request waits there by its own account, 0 when it gives none; what it said with its last
-        answer counts instead, while that is young. Who was overtaken of late comes last, for a while as with failures; and after that, until
-        it answers, while it has something of ours to do already.
+        `loads_s`: for each of `peers` how long a request waits there by its own account, 0 when it gives none; what it said with its
+        last answer counts instead, while that is young. Who was overtaken of late comes last, for a while as with failures; and after
+        that, until it answers, while it has something of ours to do already.
         """
         waits = dict(zip(peers, loads_s or [0.0] * len(peers), strict=True))
         for peer in peers:
