@@ -1,0 +1,371 @@
+"""One batch through a mixture of experts on other peers' machines: forward, and later backward. On the network loop.
+
+Every expert is called once for all samples that chose it. Those that fail are replaced, for the samples that lack answers then, by the
+next best ones; those that dawdle are dropped once every sample has enough (`gathering`).
+
+Shapes: B samples, S places for experts per sample (the first K as chosen, further ones replace what failed), D dimensions of the grid.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import torch
+
+from moe.calls import AS_THEY_ARE, Forwarded, GradientPass, Travel
+from moe.declarations import Branch as Declared
+from moe.declarations import Replica
+from moe.mixture.beam import BeamConfig, BeamSearch, Chosen, compact
+from moe.mixture.dispatch import Places, add_up, places_of, spread
+from moe.mixture.gathering import Gathering, Patience
+from moe.replicas.calling import ForwardCall, Made, ReplicaCalls
+from moe.uid import ExpertUid, Grid
+from swarm.errors import NetworkError, NotEnoughPeers, SwarmError, UsageError
+
+T = TypeVar("T")
+
+_INLINE_BYTES_MAX = 256 << 10  # larger tensors are cut up and put together in a thread of the pool
+_REASONS_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a pass may take, and what it must give."""
+
+    grid: Grid
+    k_best: int
+    k_min: int
+    backward_k_min: int
+    forward_timeout_s: float
+    backward_timeout_s: float
+    patience: Patience
+    allow_zero_outputs: bool
+    travel: Travel = AS_THEY_ARE
+    replacements_max: int = 4  # rounds of looking for others in the place of those that failed
+    beam: BeamConfig = field(default_factory=BeamConfig)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.k_best <= self.grid.count:
+            raise UsageError(f"k_best is from 1 to the {self.grid.count} experts that {self.grid} may have, not {self.k_best}")
+        if not (0 <= self.k_min <= self.k_best and 0 <= self.backward_k_min <= self.k_best):
+            raise UsageError(f"k_min and backward_k_min are from 0 to k_best, {self.k_best}: not {self.k_min} and {self.backward_k_min}")
+        if not (0.0 < self.forward_timeout_s < float("inf") and 0.0 < self.backward_timeout_s < float("inf")):
+            raise UsageError("forward_timeout_s and backward_timeout_s are positive numbers of seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassReport:
+    """What came of a pass: for users' logs, and for tests."""
+
+    asked: tuple[str, ...]  # experts, a name for each call
+    answered: tuple[str, ...]
+    failed: dict[str, str]  # name -> why, for those that were asked and did not answer
+    short_samples: int  # that had fewer than k_min answers
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Branch:
+    """One expert's part of a forward pass."""
+
+    made: Made
+    places: Places
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Mixed:
+    """A forward pass. `coordinates_BSD` count from 0 in each dimension, and mean something where `chosen_BS`."""
+
+    coordinates_BSD: torch.Tensor
+    chosen_BS: torch.Tensor  # was to be asked at first
+    answered_BS: torch.Tensor
+    outputs: list[torch.Tensor]  # [B, S, …] each; empty when nobody has ever answered
+    branches: list[Branch]
+    report: PassReport
+
+
+class ForwardPass:
+    """Use once. `scores`: as the gate gives them, on the CPU, finite; `inputs`: what experts get, first dimension B."""
+
+    def __init__(
+        self,
+        calls: ReplicaCalls,
+        pool: Executor | None,
+        terms: Terms,
+        scores: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        keep: bool,
+    ) -> None:
+        self._calls, self._pool, self._terms, self._keep = calls, pool, terms, keep
+        self._scores, self._inputs = scores, inputs
+        self._begun_s = calls.clock.monotonic_s()
+        self._deadline_s = self._begun_s + terms.forward_timeout_s
+        batch = inputs[0].shape[0]
+        self._gathering = Gathering(batch, terms.k_min, terms.patience, self._begun_s, self._deadline_s)
+        self._coordinates = torch.zeros(batch, 0, len(terms.grid.dimensions), dtype=torch.int64)
+        self._there_BS = torch.zeros(batch, 0, dtype=torch.bool)
+        self._places: list[Places] = []  # of every call
+        self._uids: list[ExpertUid] = []
+        self._made: dict[int, Made] = {}
+        self._failed: dict[int, SwarmError] = {}
+        self._tasks: dict[asyncio.Task[Made | SwarmError], int] = {}
+        self._hopeless: set[ExpertUid] = set()  # failed in this pass
+        self._replicas: dict[ExpertUid, Sequence[Replica]] = {}
+        self._anew = self._desperate = False
+        self._lost = True  # some sample may have too few experts
+        self._replaced_B = torch.zeros(batch, dtype=torch.int64)  # how often others were looked for
+        self._unread = ""  # why the DHT could not say which experts there are
+
+    async def run(self, empty: Sequence[torch.Tensor]) -> Mixed:
+        """`empty`: what the outputs are like when nobody answers. NotEnoughPeers when that, or too few answers, is not allowed."""
+        gathering, clock = self._gathering, self._calls.clock
+        chosen = await self._search(self._scores, self._terms.k_best)
+        async with asyncio.TaskGroup() as tasks:
+            self._ask(tasks, chosen, torch.arange(len(self._there_BS)))
+            at_first = self._there_BS
+            while True:
+                await self._replace_lost(tasks)
+                if gathering.over(now_s := clock.monotonic_s()):
+                    break
+                timeout_s = max(gathering.deadline_s() - now_s, 0.0)
+                done, _ = await asyncio.wait(self._tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    self._note(self._tasks.pop(task), task.result())
+            for task, number in self._tasks.items():
+                task.cancel()
+                self._failed[number] = NotEnoughPeers("it was too late")
+        return await self._result(at_first, empty)
+
+    async def _search(self, scores: Sequence[torch.Tensor], k: int) -> Chosen:
+        """The best experts that there are; when the DHT cannot say which those are, as far as that is known."""
+        grid = self._terms.grid
+        search = BeamSearch(scores, grid.dimensions, k, self._terms.beam)
+        while wanted := search.wanted():
+            uids = [ExpertUid(grid.block, prefix) for prefix in wanted]
+            timeout_s = max(self._deadline_s - self._calls.clock.monotonic_s(), 0.0)
+            try:
+                found = await self._calls.atlas.look(uids, timeout_s=timeout_s, anew=self._anew)
+            except NetworkError as error:
+                self._unread = str(error)
+                break
+            search.opened({prefix: self._usable(prefix, found[uid]) for prefix, uid in zip(wanted, uids, strict=True)})
+        return search.result()
+
+    def _usable(self, prefix: tuple[int, ...], below: Declared) -> list[int]:
+        """The coordinates directly below a prefix that lead on, or at its last dimension those of experts that can be asked."""
+        if len(prefix) + 1 < len(self._terms.grid.dimensions):
+            return sorted(below.deeper)
+        usable = []
+        for place, replicas in below.experts.items():
+            expert = ExpertUid(self._terms.grid.block, (*prefix, place))
+            if expert not in self._hopeless and self._calls.available(expert, replicas, self._begun_s if self._desperate else None):
+                self._replicas[expert] = replicas
+                usable.append(place)
+        return usable
+
+    def _ask(self, tasks: asyncio.TaskGroup, chosen: Chosen, rows: torch.Tensor) -> None:
+        """Call the chosen experts; `chosen.which_BK` is for these rows of the batch."""
+        batch, before = self._there_BS.shape
+        firsts = torch.tensor([dimension.start for dimension in self._terms.grid.dimensions])
+        table = torch.tensor([*chosen.experts, tuple(firsts.tolist())]) - firsts  # the last row is for those that are not there
+        width = chosen.which_BK.shape[1]
+        coordinates = torch.zeros(batch, width, len(firsts), dtype=torch.int64)
+        there = torch.zeros(batch, width, dtype=torch.bool)
+        coordinates[rows], there[rows] = table[chosen.which_BK], chosen.which_BK >= 0
+        self._coordinates = torch.cat([self._coordinates, coordinates], dim=1)
+        self._there_BS = torch.cat([self._there_BS, there], dim=1)
+        for prefix, places in zip(chosen.experts, places_of(chosen.which_BK, len(chosen.experts)), strict=True):
+            uid, number = ExpertUid(self._terms.grid.block, prefix), len(self._uids)
+            where = Places(rows[places.rows], places.columns + before)
+            self._uids.append(uid)
+            self._places.append(where)
+            self._gathering.expect(number, where.rows)
+            self._tasks[tasks.create_task(self._call(uid, where.rows, self._desperate))] = number
+
+    async def _call(self, uid: ExpertUid, rows: torch.Tensor, desperate: bool) -> Made | SwarmError:
+        inputs = await rows_of(self._pool, self._inputs, rows)
+        call = ForwardCall(uid, self._replicas[uid], inputs, self._keep, self._begun_s if desperate else None)
+        try:
+            return await self._calls.forward(call, deadline_s=self._deadline_s, travel=self._terms.travel)
+        except SwarmError as error:
+            return error
+
+    def _note(self, number: int, outcome: Made | SwarmError) -> None:
+        now_s = self._calls.clock.monotonic_s()
+        if isinstance(outcome, Made):
+            self._made[number] = outcome
+            self._gathering.answered(number, now_s)
+        else:
+            self._failed[number] = outcome
+            self._hopeless.add(self._uids[number])
+            self._lost = True
+            self._gathering.failed(number, now_s)
+
+    async def _replace_lost(self, tasks: asyncio.TaskGroup) -> None:
+        """For samples that lost too many experts ask others: from the second time on also those that are avoided."""
+        times_max = self._terms.replacements_max if self._lost else 0
+        self._lost = False
+        for times in range(times_max):
+            short = self._gathering.short_rows
+            short = short[self._replaced_B[short] == times]
+            if len(short) and self._calls.clock.monotonic_s() < self._deadline_s:
+                self._replaced_B[short] += 1
+                self._desperate = times > 0
+                await self._replace(tasks, short)
+        self._desperate = False
+
+    async def _replace(self, tasks: asyncio.TaskGroup, short: torch.Tensor) -> None:
+        """The best that these samples have not chosen yet. The first time in a pass the DHT is asked anew who there is."""
+        first = torch.equal(self._replaced_B.bool().nonzero().flatten(), short)
+        self._anew = first and not self._desperate
+        width = self._there_BS.shape[1]
+        chosen = await self._search([score[short] for score in self._scores], min(width + self._terms.k_min, self._terms.grid.count))
+        firsts = torch.tensor([dimension.start for dimension in self._terms.grid.dimensions])
+        table = torch.tensor([*chosen.experts, tuple(firsts.tolist())]) - firsts
+        found = table[chosen.which_BK]  # [short, found, D]
+        before = self._coordinates[short]
+        same = (found.unsqueeze(2) == before.unsqueeze(1)).all(dim=-1) & self._there_BS[short].unsqueeze(1)
+        is_new = (chosen.which_BK >= 0) & ~same.any(dim=-1)
+        is_new &= is_new.cumsum(dim=1) <= self._terms.k_min
+        which = torch.where(is_new, chosen.which_BK, -1)
+        which = which.gather(1, is_new.to(torch.int64).argsort(dim=1, descending=True, stable=True)[:, : self._terms.k_min])
+        self._ask(tasks, compact(chosen.experts, which, chosen.certain), short)
+
+    async def _result(self, at_first: torch.Tensor, empty: Sequence[torch.Tensor]) -> Mixed:
+        numbers = sorted(self._made)
+        lacking = self._gathering.lacking_rows
+        if len(lacking) and not self._terms.allow_zero_outputs:
+            raise self._too_few(len(lacking))
+        branches = [Branch(self._made[number], self._places[number]) for number in numbers]
+        answers = [branch.made.forwarded.outputs for branch in branches]
+        batch, width = self._there_BS.shape
+        like = answers[0] if answers else empty
+        if any([(one.shape[1:], one.dtype) for one in answer] != [(one.shape[1:], one.dtype) for one in like] for answer in answers):
+            raise UsageError(f"the experts of {self._terms.grid} have outputs of different shapes: a mixture needs one")
+        answered = torch.zeros_like(self._there_BS)
+        for branch in branches:
+            answered[branch.places.rows, branch.places.columns] = True
+        size = sum(batch * width * one[:1].nbytes for one in like)
+        places = [branch.places for branch in branches]
+        outputs = await worked(self._pool, size, lambda: spread(batch, width, places, answers, like))
+        chosen = torch.zeros_like(self._there_BS)
+        chosen[:, : at_first.shape[1]] = at_first
+        seconds = self._calls.clock.monotonic_s() - self._begun_s
+        return Mixed(self._coordinates, chosen, answered, outputs, branches, self._report(len(lacking), seconds))
+
+    def _report(self, short: int, seconds: float) -> PassReport:
+        names = [str(uid) for uid in self._uids]
+        return PassReport(
+            asked=tuple(names),
+            answered=tuple(names[number] for number in sorted(self._made)),
+            failed={names[number]: str(error) for number, error in self._failed.items()},
+            short_samples=short,
+            seconds=seconds,
+        )
+
+    def _too_few(self, count: int) -> SwarmError:
+        terms = self._terms
+        reasons = [f"{self._uids[number]}: {error}" for number, error in sorted(self._failed.items())]
+        told = "; ".join(reasons[:_REASONS_SHOWN]) or self._unread or f"no expert of {terms.grid} is known"
+        seconds = self._calls.clock.monotonic_s() - self._begun_s
+        text = (
+            f"{count} of {len(self._there_BS)} samples got fewer than k_min = {terms.k_min} answers in {seconds:.2g} s: {told}; "
+            "let more servers hold these experts, lower k_min, or set allow_zero_outputs"
+        )
+        if self._failed and all(isinstance(error, UsageError) for error in self._failed.values()):
+            return UsageError(text)
+        return NotEnoughPeers(text)
+
+
+class BackwardPass:
+    """The gradients of a forward pass's inputs; each expert that answered makes a step. Use once."""
+
+    def __init__(self, calls: ReplicaCalls, pool: Executor | None, terms: Terms, mixed: Mixed, inputs: Sequence[torch.Tensor]) -> None:
+        self._calls, self._pool, self._terms, self._mixed, self._inputs = calls, pool, terms, mixed, inputs
+
+    async def run(self, gradients: Sequence[torch.Tensor | None], *, again: bool) -> tuple[list[torch.Tensor | None], PassReport]:
+        """`gradients`: [B, S, …] for every floating output, or None. `again`: another pass of the same forward, to be applied as well.
+
+        NotEnoughPeers when a sample got fewer than `backward_k_min` gradients.
+        """
+        terms, clock = self._terms, self._calls.clock
+        begun_s = clock.monotonic_s()
+        deadline_s = begun_s + terms.backward_timeout_s
+        gathering = Gathering(self._inputs[0].shape[0], terms.backward_k_min, terms.patience, begun_s, deadline_s)
+        branches = self._mixed.branches
+        found: dict[int, Sequence[torch.Tensor | None]] = {}
+        failed: dict[int, str] = {}
+        async with asyncio.TaskGroup() as tasks:
+            running = {}
+            for number, branch in enumerate(branches):
+                gathering.expect(number, branch.places.rows)
+                running[tasks.create_task(self._call(branch, gradients, deadline_s, again))] = number
+            while not gathering.over(now_s := clock.monotonic_s()):
+                timeout_s = max(gathering.deadline_s() - now_s, 0.0)
+                done, _ = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    number, outcome = running.pop(task), task.result()
+                    if isinstance(outcome, SwarmError):
+                        failed[number] = str(outcome)
+                        gathering.failed(number, clock.monotonic_s())
+                    else:
+                        found[number] = outcome
+                        gathering.answered(number, clock.monotonic_s())
+            for task, number in running.items():
+                task.cancel()
+                failed[number] = "it was too late"
+                self._calls.late(branches[number].made)
+        lacking = len(gathering.lacking_rows)
+        names = [str(branch.made.uid) for branch in branches]
+        if lacking:
+            told = "; ".join(f"{names[number]}: {why}" for number, why in list(failed.items())[:_REASONS_SHOWN])
+            raise NotEnoughPeers(f"{lacking} samples got fewer than backward_k_min = {terms.backward_k_min} gradients: {told}")
+        parts = [(branches[number].places, found[number]) for number in sorted(found)]
+        size = sum(tensor.nbytes for tensor in self._inputs)
+        sums = await worked(self._pool, size, lambda: add_up(self._inputs, parts))
+        return sums, PassReport(
+            asked=tuple(names),
+            answered=tuple(names[number] for number in sorted(found)),
+            failed={names[number]: why for number, why in failed.items()},
+            short_samples=lacking,
+            seconds=clock.monotonic_s() - begun_s,
+        )
+
+    async def _call(
+        self, branch: Branch, gradients: Sequence[torch.Tensor | None], deadline_s: float, again: bool
+    ) -> Sequence[torch.Tensor | None] | SwarmError:
+        places, made = branch.places, branch.made
+        inputs = await rows_of(self._pool, self._inputs, places.rows)
+        size = sum(one.nbytes for one in gradients if one is not None)
+        cut = await worked(self._pool, size, lambda: [one[places.rows, places.columns] if one is not None else None for one in gradients])
+        if again:
+            made = replace(made, forwarded=afresh(made.forwarded))
+        try:
+            tensors = GradientPass(inputs, cut)
+            answer = await self._calls.backward(made, tensors, deadline_s=deadline_s, travel=self._terms.travel)
+        except SwarmError as error:
+            return error
+        return answer.gradients
+
+
+def afresh(forwarded: Forwarded) -> Forwarded:
+    """The same answer under another request id: its backward pass is applied beside the one under the first."""
+    return replace(forwarded, request_id=os.urandom(len(forwarded.request_id)))
+
+
+async def rows_of(pool: Executor | None, tensors: Sequence[torch.Tensor], rows: torch.Tensor) -> list[torch.Tensor]:
+    """Copies of these samples."""
+    size = sum(len(rows) * tensor[:1].nbytes for tensor in tensors)
+    return await worked(pool, size, lambda: [tensor.index_select(0, rows) for tensor in tensors])
+
+
+async def worked(pool: Executor | None, size_bytes: int, work: Callable[[], T]) -> T:
+    """Tensor work: here when it is little, in a thread of the pool otherwise."""
+    if size_bytes <= _INLINE_BYTES_MAX:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(pool, work)

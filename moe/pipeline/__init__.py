@@ -1,0 +1,1 @@
+"""A deep model whose stages live on different peers, several peers per stage."""

@@ -1,0 +1,207 @@
+"""Calls of one expert, whoever holds it: forward at the replica that is best now, and at another when that fails or dawdles; backward
+where forward was answered, repeated until it is known to be applied.
+
+What peers do wrong is kept in the node's `Fleet`, so that all layers learn from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+import threading
+import weakref
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from moe.calls import Backwarded, Described, ExpertCalls, Forwarded, GradientPass, Travel
+from moe.declarations import Directory, Replica
+from moe.errors import ExpertApplied, ExpertOverloaded
+from moe.replicas.atlas import Atlas
+from moe.replicas.fleet import Fleet
+from moe.replicas.hedging import HedgedCall
+from moe.schema import Leaf
+from moe.uid import ExpertUid
+from swarm.clock import Clock
+from swarm.errors import DeadlineExceeded, NetworkError, NotEnoughPeers, PeerError, SwarmError, UsageError
+from swarm.ids import PeerId
+
+if TYPE_CHECKING:
+    from swarm.node import Node
+
+_REPEATS_MAX = 3  # of a backward pass that got no answer
+_REPEAT_FIRST_S = 0.05  # before the first repetition; doubles
+_lock = threading.Lock()
+_of_node: weakref.WeakKeyDictionary[Node, ReplicaCalls] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Made:
+    """A forward pass of one expert that was answered, and by whom."""
+
+    uid: ExpertUid
+    replica: Replica
+    forwarded: Forwarded
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class ForwardCall:
+    """One forward pass to make. `inputs`: flat, with the same first dimension."""
+
+    uid: ExpertUid
+    replicas: Sequence[Replica]
+    inputs: Sequence[torch.Tensor]
+    keep: bool  # a backward pass is likely to follow
+    desperate_since_s: float | None = None  # ask those that are avoided, too, but for those that failed since then
+
+
+class ReplicaCalls:
+    """One per node, on its network loop: `of` finds it."""
+
+    def __init__(self, calls: Described, fleet: Fleet, atlas: Atlas, clock: Clock) -> None:
+        self.calls, self.fleet, self.atlas, self.clock = calls, fleet, atlas, clock
+
+    @classmethod
+    def of(cls, node: Node) -> ReplicaCalls:
+        """The one of this node. To be called on its network loop."""
+        with _lock:
+            found = _of_node.get(node)
+            if found is None:
+                atlas = Atlas(Directory(node.dht.service), node.clock, node.supervisor)
+                found = cls(ExpertCalls.of(node), Fleet(random.SystemRandom()), atlas, node.clock)
+                _of_node[node] = found
+            return found
+
+    async def forward(self, call: ForwardCall, *, deadline_s: float, travel: Travel) -> Made:
+        """Ask replicas until one answers. NotEnoughPeers when all are avoided, else the error of the last that failed.
+
+        `deadline_s` is on the node's monotonic clock. Cancelling it counts as lateness of those that were asked.
+        """
+        begun_s = self.clock.monotonic_s()
+        by_peer = {replica.peer_id: replica for replica in call.replicas}
+        waits_s = [replica.load.wait_s for replica in by_peer.values()]
+        order = self.fleet.order(str(call.uid), list(by_peer), begun_s, waits_s)
+        if call.desperate_since_s is not None:
+            order += [peer for peer in self.fleet.untried(str(call.uid), by_peer, call.desperate_since_s) if peer not in order]
+        if not order:
+            raise NotEnoughPeers(f"nobody can be asked for {call.uid}: {self._why_nobody(call, begun_s)}")
+        config = self.fleet.config.hedging
+        hedged = HedgedCall(order, self.fleet.hedge_after_s(str(call.uid), order[0]), self.fleet.budget, config)
+        error: SwarmError = DeadlineExceeded(f"no replica of {call.uid} answered in time")
+        running: dict[asyncio.Task[Forwarded | SwarmError], Hashable] = {}
+        asked_s: dict[Hashable, float] = {}
+        async with asyncio.TaskGroup() as tasks:
+            try:
+                while not hedged.over and (now_s := self.clock.monotonic_s()) < deadline_s:
+                    for peer in hedged.poll(now_s):
+                        asked_s[peer] = now_s
+                        replica = by_peer[peer]  # type: ignore[index]
+                        # counted here, so that calls of the same moment spread
+                        self.fleet.begin(replica.peer_id)
+                        task = tasks.create_task(self._attempt(call, replica, deadline_s, travel))
+                        task.add_done_callback(functools.partial(self._ended, replica.peer_id))
+                        running[task] = peer
+                    until_s = min(deadline_s, hedged.deadline_s() or deadline_s)
+                    done, _ = await asyncio.wait(running, timeout=max(until_s - now_s, 0.0), return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        peer, outcome = running.pop(task), task.result()
+                        if isinstance(outcome, SwarmError):
+                            error = outcome
+                            hedged.failed(peer)
+                        else:
+                            answer = outcome
+                            hedged.answered(peer)
+            finally:
+                now_s, winner = self.clock.monotonic_s(), hedged.winner
+                for task, peer in running.items():
+                    if task.cancel() and winner is not None and asked_s[peer] < asked_s[winner]:
+                        self.fleet.overtaken(str(call.uid), peer, now_s)  # type: ignore[arg-type]
+                    elif winner is None and asked_s[peer] < (begun_s + now_s) / 2.0:  # it had half of the time that there was
+                        self.fleet.failed(str(call.uid), peer, now_s, "it was too slow to be waited for")  # type: ignore[arg-type]
+        if hedged.winner is None:
+            raise error
+        return Made(call.uid, by_peer[hedged.winner], answer)  # type: ignore[index]
+
+    async def backward(self, made: Made, tensors: GradientPass, *, deadline_s: float, travel: Travel) -> Backwarded:
+        """At the replica that answered forward, again while there is no answer: it is applied once. Its last error otherwise."""
+        pause_s, peer = _REPEAT_FIRST_S, made.replica.peer_id
+        schema = await self.calls.schema_of(made.replica, made.uid, timeout_s=deadline_s - self.clock.monotonic_s())
+        tensors = GradientPass(fitted(schema.input_leaves, tensors.inputs), fitted(schema.gradient_leaves, tensors.gradients))
+        for left in range(_REPEATS_MAX, -1, -1):
+            timeout_s = deadline_s - self.clock.monotonic_s()
+            self.fleet.begin(peer)
+            try:
+                answer = await self.calls.backward(made.replica, made.uid, made.forwarded, tensors, timeout_s=timeout_s, travel=travel)
+                self.fleet.said(peer, answer.wait_s, self.clock.monotonic_s())
+                return answer
+            except (NetworkError, ExpertOverloaded) as error:
+                now_s = self.clock.monotonic_s()
+                if not left or isinstance(error, DeadlineExceeded) or now_s + pause_s >= deadline_s:
+                    self._blame(made.uid, made.replica, error)
+                    raise
+            except PeerError as error:
+                self._blame(made.uid, made.replica, error)
+                raise
+            finally:
+                self.fleet.end(peer)
+            await asyncio.sleep(pause_s)
+            pause_s *= 2.0
+        raise AssertionError("the last repetition returns or raises")
+
+    def available(self, uid: ExpertUid, replicas: Sequence[Replica], desperate_since_s: float | None = None) -> bool:
+        """Whether anybody can be asked for it now."""
+        peers = [replica.peer_id for replica in replicas]
+        if desperate_since_s is not None:
+            return bool(self.fleet.untried(str(uid), peers, desperate_since_s))
+        return bool(self.fleet.available(str(uid), peers, self.clock.monotonic_s()))
+
+    def late(self, made: Made) -> None:
+        """Its backward pass was not waited for."""
+        self.fleet.failed(str(made.uid), made.replica.peer_id, self.clock.monotonic_s(), "it was late with a backward pass")
+
+    async def _attempt(self, call: ForwardCall, replica: Replica, deadline_s: float, travel: Travel) -> Forwarded | SwarmError:
+        peer, begun_s = replica.peer_id, self.clock.monotonic_s()
+        try:
+            schema = await self.calls.schema_of(replica, call.uid, timeout_s=deadline_s - begun_s)
+            inputs = fitted(schema.input_leaves, call.inputs)
+            timeout_s = deadline_s - self.clock.monotonic_s()
+            answer = await self.calls.forward(replica, call.uid, inputs, timeout_s=timeout_s, travel=travel, keep=call.keep)
+        except SwarmError as error:
+            self._blame(call.uid, replica, error)
+            return error
+        now_s = self.clock.monotonic_s()
+        self.fleet.answered(str(call.uid), peer, now_s - begun_s)
+        self.fleet.said(peer, answer.wait_s, now_s)
+        return answer
+
+    def _ended(self, peer: PeerId, task: asyncio.Task[Forwarded | SwarmError]) -> None:
+        self.fleet.end(peer)
+
+    def _blame(self, uid: ExpertUid, replica: Replica, error: SwarmError) -> None:
+        now_s, peer = self.clock.monotonic_s(), replica.peer_id
+        if isinstance(error, ExpertOverloaded | ExpertApplied):
+            return  # it is alive and honest
+        if isinstance(error, NetworkError) and not isinstance(error, DeadlineExceeded):
+            self.fleet.unreachable(peer, now_s, str(error))
+        elif isinstance(error, PeerError | NetworkError) or not isinstance(error, UsageError):
+            self.fleet.failed(str(uid), peer, now_s, str(error))
+
+    def _why_nobody(self, call: ForwardCall, now_s: float) -> str:
+        reasons = [self.fleet.why_avoided(str(call.uid), replica.peer_id, now_s) or "" for replica in call.replicas]
+        return f"all of its {len(reasons)} replicas are avoided, {reasons[0]}" if reasons else "nobody declares it"
+
+
+TensorT = TypeVar("TensorT", torch.Tensor, torch.Tensor | None)
+
+
+def fitted(leaves: Sequence[Leaf], tensors: Sequence[TensorT]) -> list[TensorT]:
+    """Floating tensors in the dtype that the expert takes: callers compute in another precision under autocast."""
+    if len(leaves) != len(tensors):
+        return list(tensors)  # refused where the schema is checked, with words
+    return [
+        tensor.to(leaf.dtype) if tensor is not None and tensor.is_floating_point() and leaf.is_floating else tensor
+        for leaf, tensor in zip(leaves, tensors, strict=True)
+    ]

@@ -1,0 +1,238 @@
+"""A simulated swarm of expert servers and one trainer: production DHT, declarations, calls, layers and messages in virtual time.
+
+    with ExpertSwarm(seed=3) as swarm:
+        server = swarm.serve({"ffn.0.0": torch.nn.Linear(8, 8), …})
+        layer = RemoteMixtureOfExperts(swarm.node, in_features=8, grid="ffn.[0:4].[0:4]")
+        loss = layer(x).square().mean()      # a plain training loop, outside the loop: time passes only while it waits for the network
+        loss.backward()
+        swarm.sleep(3.0)
+
+The servers are simple ones: what they compute takes no processor time but `compute_s` of virtual time, one request after the other. They
+keep every promise of the wire: schemas are checked, a backward pass is applied once for one request id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections import Counter
+from collections.abc import Coroutine, Mapping, Sequence
+from types import SimpleNamespace, TracebackType
+from typing import Any, TypeVar, cast
+
+import torch
+
+from moe.declarations import Declarations, DeclaringConfig, Load
+from moe.methods import CALL, DESCRIBE, read_headers, wire_headers
+from moe.schema import Schema, unflatten
+from moe.tensors import check_headers, decode, encode, joined
+from moe.uid import ExpertUid
+from swarm.ids import PeerId
+from swarm.net.channels import Channels
+from swarm.node import Node
+from swarm.testing.dht_swarm import service_of
+from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
+from swarm.testing.virtual_loop import VirtualLoop
+from swarm.wire import expert_pb2
+from swarm.wire.expert_pb2 import DescribeReply, DescribeRequest, ExpertDescription, ExpertReply, ExpertRequest
+
+T = TypeVar("T")
+
+_SIMULATED_S_MAX = 30 * 24 * 3600.0
+_QUICK = DeclaringConfig(ttl_s=20.0, renew_s=5.0)
+
+
+class SimulatedExperts:
+    """One server. Its experts step with plain SGD at `learning_rate` (0: frozen)."""
+
+    def __init__(
+        self, peer: SimulatedPeer, modules: Mapping[str, torch.nn.Module], sample: torch.Tensor, learning_rate: float, compute_s: float
+    ) -> None:
+        self.peer = peer
+        self.modules = {ExpertUid.parse(name): module for name, module in modules.items()}
+        self.learning_rate, self.compute_s = learning_rate, compute_s
+        with torch.no_grad():
+            self.schemas = {uid: Schema.of((sample,), module(sample)) for uid, module in self.modules.items()}
+        self.versions: Counter[ExpertUid] = Counter()
+        self.forwards: Counter[str] = Counter()  # per expert
+        self.backwards: Counter[str] = Counter()  # as they came, repeated ones too
+        self.applied: dict[bytes, ExpertReply] = {}
+        self.rows: Counter[str] = Counter()  # samples that were forwarded
+        self.poisoned: set[str] = set()  # these answer NaN
+        self.full = False  # refuses everything as overloaded
+        self.lose_replies = 0  # so many backward passes are applied and never answered
+        self._busy = asyncio.Lock()
+
+    async def start(self, bootstrap: Sequence[SimulatedPeer]) -> None:
+        peer = self.peer
+        service = service_of(peer)
+        peer.handlers.unary(DESCRIBE, self._describe)
+        peer.handlers.unary(CALL, self._call)
+        await service.join([one.contact for one in bootstrap])
+        digests = {uid: schema.digest for uid, schema in self.schemas.items()}
+        declarations = Declarations(service, lambda: peer.contact, digests, Load, _QUICK)
+        peer.supervisor.spawn("declaring experts", declarations.renew, restart=True)
+        await declarations.declared.wait()
+
+    async def _describe(self, caller: PeerId, request: DescribeRequest) -> DescribeReply:
+        reply = DescribeReply()
+        for name in request.uids:
+            schema = self.schemas.get(ExpertUid.parse(name))
+            reply.experts.append(ExpertDescription(uid=name, schema=schema.packed if schema else b"", batch_size_max=4096))
+        return reply
+
+    async def _call(self, caller: PeerId, request: ExpertRequest) -> ExpertReply:
+        uid = ExpertUid.parse(request.uid)
+        schema = self.schemas[uid]
+        if self.full:
+            return ExpertReply(status=expert_pb2.EXPERT_OVERLOADED, reason="full", queued=1000)
+        is_backward = request.kind == expert_pb2.EXPERT_BACKWARD
+        leaves = [*schema.input_leaves, *(schema.gradient_leaves if is_backward else ())]
+        headers = read_headers(request.tensors)
+        check_headers(headers, leaves, request.batch, absent_from=len(schema.input_leaves))
+        tensors = decode(headers, leaves, request.batch, request.payload)
+        (self.backwards if is_backward else self.forwards)[request.uid] += 1
+        async with self._busy:
+            await asyncio.sleep(self.compute_s)
+            if is_backward and request.request_id in self.applied:
+                return self.applied[request.request_id]
+            answers = self._backward(uid, tensors) if is_backward else self._forward(uid, tensors)
+        if request.uid in self.poisoned:
+            answers = [torch.full_like(answer, float("nan")) for answer in answers if answer is not None]
+        pieces = encode(answers, None)
+        reply = ExpertReply(version=self.versions[uid], tensors=wire_headers(pieces), payload=joined(pieces))
+        if is_backward:
+            self.versions[uid] += 1
+            self.applied[request.request_id] = reply
+            if self.lose_replies:
+                self.lose_replies -= 1
+                await asyncio.sleep(3600.0)
+        else:
+            self.rows[request.uid] += request.batch
+        return reply
+
+    @torch.no_grad()
+    def _forward(self, uid: ExpertUid, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        inputs = unflatten(self.schemas[uid].inputs, cast(Sequence[torch.Tensor], tensors))
+        return [self.modules[uid](*inputs)]
+
+    def _backward(self, uid: ExpertUid, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        module = self.modules[uid]
+        parameters = list(module.parameters())
+        with torch.enable_grad():  # all of this may run within a backward pass of the trainer
+            given = cast(torch.Tensor, tensors[0]).clone().requires_grad_()
+            output = module(given)
+            gradient = tensors[1] if tensors[1] is not None else torch.zeros_like(output)
+            by_input, *by_parameters = torch.autograd.grad(output, [given, *parameters], gradient)
+        with torch.no_grad():
+            for parameter, change in zip(parameters, by_parameters, strict=True):
+                parameter -= self.learning_rate * change
+        return [by_input]
+
+
+class _Thread:
+    """Stands where a node's network thread would: the caller's thread runs the virtual loop until the answer is there."""
+
+    pool = None
+
+    def __init__(self) -> None:
+        self.runner = asyncio.Runner(loop_factory=lambda: VirtualLoop(_SIMULATED_S_MAX))
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        return self.runner.run(_within(coroutine, timeout_s))
+
+    def check(self) -> None:
+        pass
+
+
+async def _within(coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+    async with asyncio.timeout(timeout_s):
+        return await coroutine
+
+
+class ExpertSwarm:
+    """A context manager; `node` is the trainer's, for layers. Servers of one name that are served twice are replicas."""
+
+    def __init__(self, seed: int, link: LinkConfig | None = None) -> None:
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # tensors here are small, and waking a team takes longer than the work
+        self._thread = _Thread()
+        self.network = SimulatedNetwork(seed, link or LinkConfig(delay_s=0.005))
+        self.servers: list[SimulatedExperts] = []
+        self.trainer = self.network.peer()
+        self.node = cast(Node, self._thread.run(self._trainer()))
+
+    async def _trainer(self) -> object:
+        peer = self.trainer
+        service = service_of(peer)
+        return _TrainersNode(
+            peer_id=peer.peer_id,
+            network=self._thread,
+            channels=cast(Channels, peer.caller),
+            clock=peer.clock,
+            supervisor=peer.supervisor,
+            dht=SimpleNamespace(service=service),
+        )
+
+    def serve(
+        self,
+        modules: Mapping[str, torch.nn.Module],
+        *,
+        sample: torch.Tensor | None = None,
+        learning_rate: float = 0.0,
+        compute_s: float = 0.002,
+    ) -> SimulatedExperts:
+        """Start a server with copies of these modules, and wait until it is declared."""
+        sample = torch.zeros(1, next(iter(next(iter(modules.values())).parameters())).shape[-1]) if sample is None else sample
+        copies = {name: copy.deepcopy(module) for name, module in modules.items()}
+        server = SimulatedExperts(self.network.peer(), copies, sample, learning_rate, compute_s)
+        self.run(server.start([self.trainer, *(one.peer for one in self.servers if one.peer.up)]))
+        self.servers.append(server)
+        return server
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self._thread.run(coroutine)
+
+    def sleep(self, seconds: float) -> None:
+        """Let virtual time pass."""
+        self.run(asyncio.sleep(seconds))
+
+    @property
+    def now_s(self) -> float:
+        async def now() -> float:
+            return asyncio.get_running_loop().time()
+
+        return self.run(now())
+
+    def crash(self, server: SimulatedExperts) -> None:
+        """kill -9."""
+        self.run(self.network.crash(server.peer))
+
+    def restart(self, server: SimulatedExperts) -> None:
+        """The same identity and address; its experts are as they were (a checkpoint), what it remembers of requests is gone."""
+
+        async def restart() -> None:
+            self.network.restart(server.peer)
+            server.applied.clear()
+            server._busy = asyncio.Lock()
+            await server.start([self.trainer])
+
+        self.run(restart())
+
+    def __enter__(self) -> ExpertSwarm:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.run(self.network.close())
+        finally:
+            self._thread.runner.close()
+            torch.set_num_threads(self._threads)
+        if kind is None:
+            assert not self.network.errors, self.network.errors
+
+
+class _TrainersNode(SimpleNamespace):
+    """As much of a Node as layers use."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]

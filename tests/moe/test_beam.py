@@ -1,0 +1,110 @@
+"""Beam search against exhaustive search, in grids with holes; its limits."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Sequence
+
+import pytest
+import torch
+
+from moe.mixture.beam import BeamConfig, BeamSearch, Chosen, Prefix, compact
+from swarm.errors import UsageError
+
+
+def run(search: BeamSearch, alive: Iterable[Prefix], depth: int) -> tuple[Chosen, int, int]:
+    """(result, prefixes opened, steps)."""
+    tree: dict[Prefix, set[int]] = {}
+    for expert in alive:
+        for level in range(depth):
+            tree.setdefault(expert[:level], set()).add(expert[level])
+    opened = steps = 0
+    while wanted := search.wanted():
+        assert len(set(wanted)) == len(wanted)
+        search.opened({prefix: sorted(tree.get(prefix, ())) for prefix in wanted})
+        opened += len(wanted)
+        steps += 1
+    return search.result(), opened, steps
+
+
+def exhaustive(scores: Sequence[torch.Tensor], dimensions: Sequence[range], alive: Sequence[Prefix], k: int) -> list[list[float]]:
+    """For each sample the scores of its k best experts."""
+    found = []
+    for sample in range(len(scores[0])):
+        totals = [sum(float(scores[d][sample, e[d] - dimensions[d].start]) for d in range(len(e))) for e in alive]
+        found.append(sorted(totals, reverse=True)[:k])
+    return found
+
+
+def found_scores(chosen: Chosen, scores: Sequence[torch.Tensor], dimensions: Sequence[range]) -> list[list[float]]:
+    result = []
+    for sample, row in enumerate(chosen.which_BK.tolist()):
+        experts = [chosen.experts[place] for place in row if place >= 0]
+        assert len(set(experts)) == len(experts)
+        result.append([sum(float(scores[d][sample, e[d] - dimensions[d].start]) for d in range(len(e))) for e in experts])
+    return result
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_it_finds_what_exhaustive_search_finds(seed: int) -> None:
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    dimensions = [range(start := rng.randrange(3), start + rng.randint(1, 9)) for _ in range(rng.randint(1, 3))]
+    everything = list(itertools.product(*dimensions))
+    alive = rng.sample(everything, rng.randint(0, len(everything)))
+    batch, k = rng.randint(1, 12), rng.randint(1, 6)
+    scores = [torch.randn(batch, len(dimension), generator=generator) for dimension in dimensions]
+    config = BeamConfig(width=rng.randint(1, 4), prefixes_per_step_max=rng.choice([1, 3, 64]), elements_max=rng.choice([1, 50, 1 << 22]))
+    chosen, _, _ = run(BeamSearch(scores, dimensions, k, config), alive, len(dimensions))
+    assert chosen.certain
+    assert set(chosen.experts) <= set(alive)
+    expected = exhaustive(scores, dimensions, alive, k)
+    assert [pytest.approx(row, abs=1e-5) for row in expected] == found_scores(chosen, scores, dimensions)
+
+
+def test_it_opens_few_prefixes_of_a_large_grid() -> None:
+    dimensions = [range(256), range(256)]
+    generator = torch.Generator().manual_seed(0)
+    scores = [torch.randn(8, 256, generator=generator) for _ in dimensions]
+    chosen, opened, steps = run(BeamSearch(scores, dimensions, 4), itertools.product(*dimensions), 2)
+    assert chosen.certain
+    assert opened < 1 + 8 * 12
+    assert steps <= 4
+    sums_BE = (scores[0][:, :, None] + scores[1][:, None, :]).flatten(1)
+    assert torch.allclose(torch.tensor(found_scores(chosen, scores, dimensions)), sums_BE.topk(4).values, atol=1e-5)
+
+
+def test_a_hole_behind_the_best_prefix_is_seen() -> None:
+    """A search that keeps the k best prefixes of the first dimension finds (0, 1) here; (1, 0) is better."""
+    scores = [torch.tensor([[10.0, 9.0]]), torch.tensor([[5.0, -100.0]])]
+    chosen, _, _ = run(BeamSearch(scores, [range(2), range(2)], 1, BeamConfig(width=1)), [(0, 1), (1, 0)], 2)
+    assert chosen.experts == ((1, 0),)
+
+
+def test_limits_end_a_search_and_it_says_so() -> None:
+    dimensions = [range(50), range(2)]
+    scores = [torch.arange(50.0)[None], torch.tensor([[-1000.0, 0.0]])]  # every prefix promises more than it holds
+    config = BeamConfig(width=2, prefixes_max=5)
+    chosen, opened, _ = run(BeamSearch(scores, dimensions, 2, config), [(place, 0) for place in range(50)], 2)
+    assert not chosen.certain
+    assert opened == 5
+
+
+def test_an_empty_grid_and_an_empty_batch() -> None:
+    chosen, opened, _ = run(BeamSearch([torch.zeros(3, 4)], [range(4)], 2), [], 1)
+    assert chosen.which_BK.tolist() == [[-1, -1]] * 3
+    assert opened == 1
+    assert run(BeamSearch([torch.zeros(0, 4)], [range(4)], 2), [(1,)], 1)[0].which_BK.shape == (0, 2)
+
+
+def test_compacting_drops_what_nobody_chose() -> None:
+    chosen = compact([(5,), (6,), (7,)], torch.tensor([[2, -1], [0, 2]]), True)
+    assert chosen.experts == ((5,), (7,))
+    assert chosen.which_BK.tolist() == [[1, -1], [0, 1]]
+
+
+def test_wrong_arguments_are_the_callers_fault() -> None:
+    with pytest.raises(UsageError):
+        BeamSearch([torch.zeros(1, 3)], [range(4)], 1)
+    with pytest.raises(UsageError):
+        BeamConfig(width=0)

@@ -1,0 +1,98 @@
+"""When a layer has waited long enough."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe.mixture.gathering import Gathering, Patience
+from swarm.errors import UsageError
+
+EXACT = Patience(after_k_min_s=0.5)
+
+
+def rows(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+def test_all_samples_need_k_min_before_patience_runs() -> None:
+    gathering = Gathering(2, 1, EXACT, 0.0, 10.0)
+    for expert, who in enumerate([rows(0), rows(0, 1), rows(1)]):
+        gathering.expect(expert, who)
+    gathering.answered(0, 1.0)
+    assert not gathering.over(9.9)
+    assert gathering.lacking_rows.tolist() == [1]
+    gathering.answered(2, 2.0)
+    assert gathering.deadline_s() == 2.5
+    assert not gathering.over(2.4)
+    assert gathering.over(2.5)
+    assert gathering.out == [1]
+
+
+def test_it_ends_when_everybody_is_heard_of() -> None:
+    gathering = Gathering(1, 2, EXACT, 0.0, 10.0)
+    gathering.expect(0, rows(0))
+    gathering.expect(1, rows(0))
+    gathering.answered(0, 0.1)
+    gathering.failed(1, 0.2)
+    assert gathering.over(0.2)
+    assert gathering.lacking_rows.tolist() == gathering.short_rows.tolist() == [0]
+
+
+def test_a_sample_that_can_get_no_more_holds_nobody_up() -> None:
+    gathering = Gathering(2, 2, EXACT, 0.0, 10.0)
+    gathering.expect(0, rows(0))
+    gathering.expect(1, rows(0, 1))
+    gathering.expect(2, rows(1))
+    gathering.expect(3, rows(1))
+    gathering.failed(0, 1.0)
+    assert gathering.short_rows.tolist() == [0], "said before the others have answered, so that a replacement can be asked"
+    gathering.answered(1, 1.1)
+    gathering.answered(2, 1.2)
+    assert gathering.over(1.7)
+
+
+def test_a_replacement_starts_patience_anew() -> None:
+    gathering = Gathering(1, 1, EXACT, 0.0, 10.0)
+    gathering.expect(0, rows(0))
+    gathering.expect(1, rows(0))
+    gathering.failed(0, 1.0)
+    gathering.answered(1, 1.0)
+    gathering.expect(2, rows(0))
+    assert gathering.deadline_s() == 10.0
+    gathering.failed(2, 4.0)
+    assert gathering.over(4.0)
+
+
+def test_the_deadline_ends_it_in_any_case() -> None:
+    gathering = Gathering(1, 1, EXACT, 5.0, 8.0)
+    gathering.expect(0, rows(0))
+    assert gathering.deadline_s() == 8.0
+    assert not gathering.over(7.99)
+    assert gathering.over(8.0)
+
+
+def test_without_k_min_the_first_answer_counts() -> None:
+    gathering = Gathering(1, 0, EXACT, 0.0, 10.0)
+    gathering.expect(0, rows(0))
+    assert not gathering.over(5.0)
+    assert not len(gathering.lacking_rows)
+
+
+def test_unknown_and_repeated_events_change_nothing() -> None:
+    gathering = Gathering(1, 1, EXACT, 0.0, 10.0)
+    gathering.expect(0, rows(0))
+    gathering.answered(7, 0.1)
+    gathering.answered(0, 0.2)
+    gathering.failed(0, 0.3)
+    assert not len(gathering.lacking_rows)
+
+
+@pytest.mark.parametrize(("took_s", "expected_s"), [(0.01, 0.1), (0.4, 0.4), (60.0, 5.0)])
+def test_patience_follows_what_it_took(took_s: float, expected_s: float) -> None:
+    assert Patience().after_s(took_s) == expected_s
+
+
+def test_wrong_patience() -> None:
+    with pytest.raises(UsageError):
+        Patience(after_k_min_s=-1.0)

@@ -1,0 +1,200 @@
+"""Who is avoided for how long, who is asked first, when a second one is asked. Virtual time: numbers."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from moe.replicas.avoidance import Avoidance, AvoidanceConfig
+from moe.replicas.fleet import Fleet, FleetConfig
+from moe.replicas.hedging import HedgeBudget, HedgedCall, HedgingConfig
+from swarm.errors import UsageError
+from swarm.ids import PeerId
+from swarm.testing.identities import SeededIdentity
+
+PEERS = [SeededIdentity(f"fleet/{number}").peer_id for number in range(3)]
+ONE, TWO, THREE = PEERS
+
+
+def fleet(seed: int = 0, **config: object) -> Fleet:
+    return Fleet(random.Random(seed), FleetConfig(**config))  # type: ignore[arg-type]
+
+
+class TestAvoidance:
+    def test_the_while_grows_with_each_failure_up_to_a_limit(self) -> None:
+        avoidance, now_s, spans_s = Avoidance(AvoidanceConfig(first_s=1.0, growth=2.0, longest_s=10.0)), 100.0, []
+        for _ in range(6):
+            avoidance.failed("x", now_s)
+            until_s = avoidance.until_s("x")
+            assert until_s is not None
+            assert avoidance.avoided("x", until_s - 1e-6)
+            assert not avoidance.avoided("x", until_s)
+            spans_s.append(until_s - now_s)
+            now_s = until_s
+        assert spans_s == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+
+    def test_an_answer_clears_it(self) -> None:
+        avoidance = Avoidance()
+        for now_s in (0.0, 1.0, 3.0):
+            avoidance.failed("x", now_s, "it lied")
+        assert avoidance.failures("x") == 3
+        assert avoidance.why("x") == "it lied"
+        avoidance.succeeded("x")
+        assert not avoidance.avoided("x", 3.1)
+        avoidance.failed("x", 4.0)
+        assert avoidance.until_s("x") == 5.0
+
+    def test_calls_that_were_on_their_way_count_once(self) -> None:
+        avoidance = Avoidance()
+        for now_s in (0.0, 0.1, 0.2, 0.9):
+            avoidance.failed("x", now_s)
+        assert avoidance.failures("x") == 1
+        assert not avoidance.avoided("x", 1.0)
+
+    def test_who_fails_for_years_overflows_nothing(self) -> None:
+        avoidance, now_s = Avoidance(), 0.0
+        for _ in range(2000):
+            avoidance.failed("x", now_s)
+            now_s = avoidance.until_s("x") or 0.0
+        assert avoidance.failures("x") == 2000
+
+    def test_it_is_bounded(self) -> None:
+        avoidance = Avoidance(AvoidanceConfig(keys_max=3))
+        for number in range(5):
+            avoidance.failed(number, 0.0)
+        assert [avoidance.avoided(number, 0.5) for number in range(5)] == [False, False, True, True, True]
+
+    def test_wrong_settings(self) -> None:
+        with pytest.raises(UsageError):
+            AvoidanceConfig(first_s=5.0, longest_s=1.0)
+
+
+class TestHedgedCall:
+    CONFIG = HedgingConfig(share_max=0.5, saved_max=1.0, attempts_max=3)
+
+    def call(self, order: str, after_s: float = 0.2, budget: HedgeBudget | None = None) -> HedgedCall:
+        return HedgedCall(order, after_s, budget or HedgeBudget(self.CONFIG), self.CONFIG)
+
+    def test_a_second_is_asked_only_when_the_first_dawdles(self) -> None:
+        call = self.call("ab")
+        assert call.poll(10.0) == ["a"]
+        assert call.deadline_s() == 10.2
+        assert call.poll(10.19) == []
+        assert call.poll(10.2) == ["b"]
+        assert call.deadline_s() is None
+        assert call.poll(99.0) == []
+        call.answered("b")
+        assert (call.winner, call.over, call.hedged) == ("b", True, True)
+        call.answered("a")
+        assert call.winner == "b"
+
+    def test_a_failure_goes_to_the_next_at_once_and_costs_no_budget(self) -> None:
+        budget = HedgeBudget(self.CONFIG)
+        call = self.call("abc", budget=budget)
+        for replica in "abc":
+            assert call.poll(0.0) == [replica]
+            call.failed(replica)
+        assert call.over
+        assert call.winner is None
+        assert call.poll(0.0) == []
+        assert budget.spend()
+
+    def test_only_one_second_request_and_no_more_attempts_than_allowed(self) -> None:
+        call = self.call("abcd")
+        assert call.poll(0.0) == ["a"]
+        assert call.poll(1.0) == ["b"]
+        assert call.poll(9.0) == []
+        call.failed("b")
+        assert call.poll(9.0) == [], "the first is still out"
+        call.failed("a")
+        assert call.poll(9.0) == ["c"]
+        call.failed("c")
+        assert call.over
+
+    def test_the_budget_bounds_second_requests_over_time(self) -> None:
+        config = HedgingConfig(share_max=0.1, saved_max=2.0)
+        budget, hedged = HedgeBudget(config), 0
+        for _ in range(1000):
+            call = HedgedCall("ab", 0.1, budget, config)
+            call.poll(0.0)
+            hedged += len(call.poll(1.0))
+        assert 100 <= hedged <= 102
+
+    def test_alone_there_is_nothing_to_hedge(self) -> None:
+        call = self.call("a")
+        assert call.poll(0.0) == ["a"]
+        assert call.deadline_s() is None
+        assert not call.over
+        assert self.call("").over
+
+
+class TestFleet:
+    def test_the_network_fails_a_peer_a_refusal_only_a_replica(self) -> None:
+        known = fleet()
+        known.unreachable(ONE, 0.0, "gone")
+        known.failed("ffn.0", TWO, 0.0, "NaN")
+        assert known.available("ffn.0", PEERS, 0.5) == [THREE]
+        assert known.available("ffn.1", PEERS, 0.5) == [TWO, THREE]
+        assert known.why_avoided("ffn.1", ONE, 0.5) == "gone"
+        assert known.why_avoided("ffn.0", TWO, 0.5) == "NaN"
+        assert known.why_avoided("ffn.1", TWO, 0.5) is None
+        assert known.available("ffn.0", PEERS, 1.0) == PEERS
+
+    def test_calls_go_where_they_are_quick(self) -> None:
+        known = fleet()
+        for _ in range(30):
+            known.answered("e", ONE, 0.1)
+            known.answered("e", TWO, 0.2)
+        firsts = Counter(known.order("e", [ONE, TWO], 0.0)[0] for _ in range(2000))
+        assert firsts[ONE] / firsts[TWO] == pytest.approx(4.0, rel=0.2), "in proportion to the square of 1 / time"
+
+    def test_what_is_in_flight_there_counts(self) -> None:
+        known = fleet(eagerness=50.0)
+        for peer in (ONE, TWO):
+            known.answered("e", peer, 0.1)
+        known.begin(ONE)
+        assert known.order("e", [ONE, TWO], 0.0)[0] == TWO
+        known.begin(TWO)
+        known.begin(TWO)
+        assert known.order("e", [ONE, TWO], 0.0)[0] == ONE
+        for _ in range(2):
+            known.end(TWO)
+        known.end(ONE)
+        assert known.expected_s("e", ONE) == known.expected_s("e", TWO) == 0.1
+
+    def test_a_queue_that_a_server_speaks_of_counts_and_its_last_word_more(self) -> None:
+        known = fleet(eagerness=50.0)
+        for peer in (ONE, TWO):
+            known.answered("e", peer, 0.1)
+        assert known.order("e", [ONE, TWO], 0.0, [3.0, 0.0])[0] == TWO
+        known.said(ONE, 0.0, 10.0)
+        known.said(TWO, 2.0, 10.0)
+        assert known.order("e", [ONE, TWO], 11.0, [3.0, 0.0])[0] == ONE
+        assert known.order("e", [ONE, TWO], 16.0, [3.0, 0.0])[0] == TWO, "a word from long ago"
+
+    def test_the_delay_before_a_second_request_adapts(self) -> None:
+        known = fleet()
+        assert known.hedge_after_s("e", ONE) == 1.0
+        for _ in range(50):
+            known.answered("e", ONE, 0.3)
+        assert known.hedge_after_s("e", ONE) == pytest.approx(0.3, abs=0.01)
+        for seconds in (0.1, 0.5) * 50:
+            known.answered("e", ONE, seconds)
+        assert 0.9 < known.hedge_after_s("e", ONE) < 1.3
+        for _ in range(50):
+            known.answered("e", ONE, 0.001)
+        assert known.hedge_after_s("e", ONE) == 0.05
+
+    def test_memory_is_bounded(self) -> None:
+        known = fleet(replicas_max=2)
+        for peer in PEERS:
+            known.answered("e", peer, 1.0)
+            known.said(peer, 1.0, 0.0)
+        assert known.expected_s("e", ONE) == 0.05
+        assert known.expected_s("e", THREE) == 1.0
+
+    def test_an_order_has_everybody_once(self) -> None:
+        known: list[PeerId] = fleet(3).order("e", PEERS, 0.0)
+        assert sorted(known) == sorted(PEERS)
