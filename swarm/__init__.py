@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from averaging.averager import Averager, AveragerConfig, AveragingResult, PendingRound
     from averaging.optimizer import LoadResult, Optimizer, OptimizerConfig, StepReport
+    from averaging.reduction.lowrank import PowerSgd
     from swarm.dht.service import Entry, ManyAnswers, NamespaceRules, StoreItem, StoreResult
     from swarm.errors import DeadlineExceeded, NetworkError, NotEnoughPeers, PeerError, SwarmError, UsageError
     from swarm.identity import Identity
@@ -47,6 +48,7 @@ _HOMES = {
     "PeerError": "swarm.errors",
     "PeerId": "swarm.ids",
     "PendingRound": "averaging.averager",
+    "PowerSgd": "averaging.reduction.lowrank",
     "StepReport": "averaging.optimizer",
     "StoreItem": "swarm.dht.service",
     "StoreResult": "swarm.dht.service",
@@ -76,6 +78,7 @@ __all__ = [
     "PeerError",
     "PeerId",
     "PendingRound",
+    "PowerSgd",
     "StepReport",
     "StoreItem",
     "StoreResult",

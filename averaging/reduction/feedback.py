@@ -108,9 +108,9 @@ NO_SPAN = Span(start=0, stop=0, members=b"")
 class FeedbackRound:
     """One round's transaction: `sent` and `reduced` for each part, then `commit` or `roll_back`. Made by `Feedback.begin`."""
 
-    def __init__(self, sender: Staged, reducer: Staged | None, codec: Codec, ended: Callable[[bool], None]) -> None:
+    def __init__(self, sender: Staged, reducer: Staged | None, codec: Codec, ended: Callable[[bool, bool], None]) -> None:
         self._sender, self._reducer, self._codec = sender, reducer, codec
-        self._ended: Callable[[bool], None] | None = ended
+        self._ended: Callable[[bool, bool], None] | None = ended
         self._withdrawn = False
 
     # ---- sender
@@ -172,17 +172,17 @@ class FeedbackRound:
             self._sender.commit()
         if self._reducer is not None:
             self._reducer.commit()
-        self._end(True)
+        self._end(True, not self._withdrawn)
 
     def roll_back(self) -> None:
         """The round failed: residuals are what they were. Without effect on one that has ended, so that every way out may call it."""
         if self._ended is not None:
-            self._end(False)
+            self._end(False, False)
 
-    def _end(self, committed: bool) -> None:
+    def _end(self, committed: bool, sent: bool) -> None:
         ended, self._ended = self._ended, None
         assert ended is not None
-        ended(committed)
+        ended(committed, sent)
 
     def _check_open(self) -> None:
         if self._ended is None:
@@ -199,6 +199,7 @@ class Feedback:
     def __init__(self, numel: int, codec: Codec, *, reduces: bool = True) -> None:
         self.numel, self.codec, self.reduces = numel, codec, reduces
         self.committed = 0  # rounds
+        self.sent = 0  # of these, those to which this member contributed
         self.dropped = 0  # times that a reducer's residual was given up, because the span or the members changed
         self.dropped_norm = 0.0  # of the last one
         self._sender = Residual(0, numel)
@@ -261,8 +262,18 @@ class Feedback:
         if self.reduces:
             self._reducer, self._span = reducer, span
 
-    def _end(self, committed: bool) -> None:
+    def release(self, stop: int) -> torch.Tensor:
+        """What the sender holds of elements 0 to `stop`, handed over: neither side holds anything of them any more."""
+        if self._round is not None:
+            raise UsageError("a round of error feedback is open: residuals are handed over before or after")
+        released = self._sender.held[:stop].clone()
+        self._sender.held[:stop].zero_()
+        self._reducer.held[: max(min(stop, self._reducer.stop) - self._reducer.start, 0)].zero_()
+        return released
+
+    def _end(self, committed: bool, sent: bool) -> None:
         self.committed += committed
+        self.sent += sent
         self._round = None
 
 
