@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from averaging.reduction.lowrank import PowerSgd
 from averaging.reduction.powersgd import LowRank
 from averaging.rounds.allreduce import AllReduce, RoundOutcome
 from averaging.rounds.config import RoundConfig
-from averaging.rounds.twophase import TwoPhase
+from averaging.rounds.twophase import TwoPhase, _first
 from swarm.compression import find
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import run_virtual
@@ -212,6 +212,23 @@ def test_who_starts_elsewhere_listens_in_the_first_all_reduce() -> None:
                 assert len({peer.low_rank.told for peer in one.peers}) == 1
         await party.close()
         await odd.close()
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_most_contributors_say_from_where_to_start(seed: int) -> None:
+    """Not the many that only listen, and with a tie the same one on every member."""
+
+    async def scenario() -> None:
+        party = Party(seed, [1.0, 0.0, 2.0, 0.0, 1.0, 0.0])
+        starts = [LowRank(party.peers[0].tensors, TERMS, find("float32"), seed=name).told for name in (b"many", b"few", b"listeners")]
+        drawn = [starts[0], starts[2], starts[1], starts[2], starts[0], starts[2]]
+        group = replace(party.group(), gathered=tuple(drawn))
+        assert [member.weight for member in _first(group).members] == [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+        tie = replace(group, gathered=(*drawn[:4], starts[2], starts[2]))
+        assert [bool(member.weight) for member in _first(tie).members].count(True) == 1
+        await party.close()
 
     run_virtual(scenario())
 
