@@ -123,7 +123,8 @@ class Averager:
         self._low_rank = self._factored(strategy, codec, audit) if strategy is not None else None
         self.feedback: Feedback | LowRank | None = self._low_rank  # to save and load its state
         if error_feedback and self._low_rank is None:
-            self.feedback = Feedback(layout.numel, find(codec), reduces=not audit)
+            staging = self._staging
+            self.feedback = Feedback(layout.numel, find(codec), reduces=not audit, cut=staging.cut, lanes=staging.lanes)
         manner = f"{self._aggregation.terms}{', audited' if audit else ''}{f', {strategy.terms}' if strategy is not None else ''}"
         terms = f"{manner} {self._round.part_bytes}".encode()
         digest = hashlib.sha256(schema_hash(layout, find(codec)) + terms).digest()
@@ -134,7 +135,7 @@ class Averager:
         matchmaking = replace(self.config.groups.matchmaking, target_group_size=target_group_size, min_group_size=min_group_size)
         self._lock = threading.Lock()
         self._pending: PendingRound | None = None
-        self._landing = Landing()
+        self._landing = Landing(self._staging.lanes)
         self._averages: Averages | None = None  # of the pending round, until they are written back
         self._last_round_s = 0.0
         self._closed = False
@@ -146,7 +147,7 @@ class Averager:
         if self._round.min_fraction < 1.0:
             raise UsageError("PowerSGD needs the whole of its factors: min_fraction is 1")
         seed = f"{self.config.run} {self.name}".encode()
-        return LowRank(self._staging.tensors, strategy, find(codec), seed=seed, reduces=not audit)
+        return LowRank(self._staging.tensors, strategy, find(codec), seed=seed, reduces=not audit, lanes=self._staging.lanes)
 
     @property
     def rounds_to_mix(self) -> int:

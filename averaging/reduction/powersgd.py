@@ -23,7 +23,7 @@ import torch
 from blake3 import blake3
 
 from averaging.reduction.averages import Landing
-from averaging.reduction.devices import Lanes
+from averaging.reduction.devices import NO_LANES, Lanes
 from averaging.reduction.feedback import Feedback
 from averaging.reduction.lowrank import Factoring, Matrix, PowerSgd, expand, orthonormal, product, renewed, seeded
 from averaging.reduction.vector import FlatVector, HollowVector
@@ -51,8 +51,17 @@ class _Taken:
 class LowRank:
     """Averages `tensors` (any float type, device and stride) by factors."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], terms: PowerSgd, codec: Codec, *, seed: bytes, reduces: bool = True) -> None:
-        """`seed`: from which all peers draw what the first round starts from. `reduces`: see `Feedback`.
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        terms: PowerSgd,
+        codec: Codec,
+        *,
+        seed: bytes,
+        reduces: bool = True,
+        lanes: Lanes | None = None,
+    ) -> None:
+        """`seed`: from which all peers draw what the first round starts from. `reduces`: see `Feedback`. `lanes`: of the tensors' devices.
 
         UsageError for a codec that loses more than rounding: what a reducer loses of a factor is kept by nobody.
         """
@@ -64,7 +73,7 @@ class LowRank:
         self.layout = Factoring.of([tuple(tensor.shape) for tensor in tensors], terms)
         self.others = Feedback(self.layout.second_numel, codec, reduces=reduces)
         self.landings = (Landing(), Landing())  # where the averages of the two all-reduces come to lie
-        self.lanes = Lanes(tensor.device for tensor in tensors)
+        self.lanes = Lanes(tensor.device for tensor in tensors) if lanes is None else lanes
         self._seed = seed
         self._held: list[torch.Tensor] = []  # residuals of the matrices, float32 where they are; made when they are first needed
         self._spare: list[torch.Tensor] = []
@@ -102,7 +111,8 @@ class LowRank:
             for matrix, whole, start in zip(matrices, given, self._starts, strict=True):
                 factor = product(whole, start.to(whole.device))
                 first[matrix.p_start : matrix.p_stop].view(matrix.n, matrix.rank).copy_(factor)  # waits for the device, and all before
-        self._taken = _Taken(given, others, FlatVector([first]), before, [], [])
+        self.lanes.fork()
+        self._taken = _Taken(given, others, FlatVector([first], NO_LANES), before, [], [])
 
     def first(self, *, alike: bool) -> FlatVector:
         """What goes into the first all-reduce. `alike`: most members start from where this one does, so that it has something to say."""
@@ -123,7 +133,7 @@ class LowRank:
             for matrix, given, basis in zip(self.layout.matrices, taken.given, taken.basis, strict=True):
                 taken.sent.append(product(given.t(), basis.to(given.device)))
                 factors[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank).copy_(taken.sent[-1])
-        return FlatVector([factors, taken.others])
+        return FlatVector([factors, taken.others], NO_LANES)
 
     def commit(self, mean: torch.Tensor | None, *, sent: bool) -> None:
         """The second all-reduce is committed, with this `mean`. `sent`: this member took part in it, even if it was left out somewhere."""

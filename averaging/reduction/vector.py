@@ -13,6 +13,7 @@ from itertools import accumulate
 
 import torch
 
+from averaging.reduction.devices import Lanes
 from swarm.errors import UsageError
 
 HOST = torch.device("cpu")
@@ -21,8 +22,8 @@ HOST = torch.device("cpu")
 class FlatVector:
     """Flat, contiguous float32 tensors, end to end. Holds references, never copies."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """UsageError when one of them is anything else."""
+    def __init__(self, tensors: Sequence[torch.Tensor], lanes: Lanes | None = None) -> None:
+        """`lanes`: of their devices, forked after what made the values; None: made here. UsageError when a tensor is anything else."""
         for tensor in tensors:
             if tensor.dtype != torch.float32 or tensor.dim() != 1 or not tensor.is_contiguous() or tensor.is_meta:
                 raise UsageError(
@@ -31,7 +32,7 @@ class FlatVector:
         self._tensors = [tensor for tensor in tensors if tensor.numel()]
         self._starts = [0, *accumulate(tensor.numel() for tensor in self._tensors)]
         self.devices = tuple(dict.fromkeys(tensor.device for tensor in self._tensors))
-        self.on_host = all(device.type == "cpu" for device in self.devices)
+        self.lanes = Lanes(self.devices) if lanes is None else lanes
 
     @property
     def numel(self) -> int:
@@ -68,7 +69,8 @@ class FlatVector:
     def element(self, index: int) -> float:
         """One value, for messages."""
         ((_, piece),) = self.pieces(index, index + 1)
-        return float(piece[0])
+        with self.lanes.working():
+            return float(piece[0])
 
 
 class HollowVector(FlatVector):
