@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgpack
 
@@ -47,23 +47,44 @@ class Stepped:
     last_round_s: float  # the length of the last round that was held, for the next step's planning
 
 
+class Strategy(Protocol):
+    """How a group averages what its members hold."""
+
+    @property
+    def told_bytes(self) -> int:
+        """So many bytes at the beginning of what members gather are the strategy's own."""
+        ...
+
+    async def hold(self, group: Group, deadline_s: float) -> RoundOutcome:
+        """One round; see `AllReduce.run`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeVector:
+    """The usual strategy: one all-reduce over `vector`, which lies still meanwhile; the averages come to lie in `landing`."""
+
+    all_reduce: AllReduce
+    vector: FlatVector
+    landing: Landing
+    config: RoundConfig
+    feedback: Feedback | None
+    told_bytes: int = 0
+
+    async def hold(self, group: Group, deadline_s: float) -> RoundOutcome:
+        """One round."""
+        return await self.all_reduce.run(
+            group, self.vector, deadline_s=deadline_s, config=self.config, landing=self.landing, feedback=self.feedback
+        )
+
+
 class Attempts:
     """Runs one step on the network loop."""
 
-    def __init__(
-        self,
-        groups: GroupService,
-        all_reduce: AllReduce,
-        clock: Clock,
-        config: RoundConfig,
-        last_round_s: float,
-        feedback: Feedback | None = None,
-    ) -> None:
+    def __init__(self, groups: GroupService, strategy: Strategy, clock: Clock, last_round_s: float) -> None:
         self._groups = groups
-        self._all_reduce = all_reduce
+        self._strategy = strategy
         self._clock = clock
-        self._config = config
-        self._feedback = feedback
         self._last_round_s = last_round_s
         self._seconds: dict[str, float] = {"matchmaking": 0.0}
         self._left_out: dict[PeerId, str] = {}
@@ -71,8 +92,8 @@ class Attempts:
         self._broken = ""  # why the last attempt failed
         self._sent = self._received = self._attempts = 0
 
-    async def run(self, member: Member, terms: RoundTerms, vector: FlatVector, landing: Landing) -> Stepped:
-        """Search, and average `vector`, which lies still until this returns; the averages come to lie in `landing`."""
+    async def run(self, member: Member, terms: RoundTerms) -> Stepped:
+        """Search for groups and hold rounds until one is committed or there is no more time."""
         end_s = self._clock.monotonic_s() + terms.timeout_s
         reserve_s = min(max(_RESERVE * terms.timeout_s, _ROUNDS_RESERVED * self._last_round_s), _RESERVE_MAX * terms.timeout_s)
         search_end_s = end_s - reserve_s
@@ -85,7 +106,7 @@ class Attempts:
             if isinstance(found, SearchFailed):
                 return self._failure(found.reason, self._story(found.detail), group)
             group = found
-            outcome = await self._hold(group, end_s, vector, landing)
+            outcome = await self._hold(group, end_s)
             if not outcome.failed:
                 return self._success(group, outcome)
             if not any(one.weight > 0.0 for one in group.members):
@@ -96,7 +117,7 @@ class Attempts:
             if self._clock.monotonic_s() >= end_s:
                 return self._failure("deadline", outcome.reason or "", group)
 
-    async def _hold(self, group: Group, end_s: float, vector: FlatVector, landing: Landing) -> RoundOutcome:
+    async def _hold(self, group: Group, end_s: float) -> RoundOutcome:
         """One round with one group."""
         begun_s = self._clock.monotonic_s()
         self._attempts += 1
@@ -105,9 +126,7 @@ class Attempts:
             if not any(member.weight > 0.0 for member in group.members):
                 outcome = _empty_round()
             else:
-                outcome = await self._all_reduce.run(
-                    group, vector, deadline_s=end_s, config=self._config, landing=landing, feedback=self._feedback
-                )
+                outcome = await self._strategy.hold(group, end_s)
             committed = not outcome.failed
             left_out = frozenset(outcome.left_out) | frozenset(outcome.accused)
         finally:
@@ -147,7 +166,7 @@ class Attempts:
     def _common(self, group: Group | None) -> dict[str, Any]:
         return {
             "peers": group.peer_ids if group is not None else (),
-            "gathered": _unpacked(group) if group is not None else {},
+            "gathered": _unpacked(group, self._strategy.told_bytes) if group is not None else {},
             "left_out": dict(self._left_out),
             "accused": dict(self._accused),
             "seconds": dict(self._seconds),
@@ -183,11 +202,11 @@ def _empty_round() -> RoundOutcome:
     )
 
 
-def _unpacked(group: Group) -> Mapping[PeerId, Any]:
+def _unpacked(group: Group, told_bytes: int) -> Mapping[PeerId, Any]:
     """What members passed as `gather`; without those who passed nothing, or bytes that are not msgpack."""
     gathered = {}
-    for peer_id, packed in zip(group.peer_ids, group.gathered, strict=True):
-        if packed:
+    for peer_id, told in zip(group.peer_ids, group.gathered, strict=True):
+        if packed := told[told_bytes:]:
             try:
                 gathered[peer_id] = msgpack.unpackb(packed, strict_map_key=False)
             except (ValueError, TypeError, RecursionError):

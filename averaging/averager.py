@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, overload
 import msgpack
 import torch
 
-from averaging.attempts import Attempts, RoundTerms
+from averaging.attempts import Attempts, RoundTerms, Strategy, WholeVector
 from averaging.groups.group import GATHERED_BYTES_MAX, Member
 from averaging.groups.matchmaking import MatchmakingConfig
 from averaging.groups.presence import DhtPresence, PresenceConfig
@@ -26,11 +26,13 @@ from averaging.groups.service import GroupService, GroupServiceConfig
 from averaging.reduction.averages import Averages, Landing
 from averaging.reduction.feedback import Feedback
 from averaging.reduction.layout import schema_hash
+from averaging.reduction.lowrank import PowerSgd
+from averaging.reduction.powersgd import LowRank
 from averaging.reduction.robust import MEAN, Aggregation
 from averaging.reduction.staging import Staging
-from averaging.reduction.vector import FlatVector
 from averaging.result import AveragingResult, PendingRound, check_step
 from averaging.rounds.config import RoundConfig
+from averaging.rounds.twophase import TwoPhase
 from averaging.service import AveragingService
 from swarm.compression import find
 from swarm.errors import DeadlineExceeded, NetworkError, UsageError
@@ -75,8 +77,9 @@ class Averager:
     that lied named; then a reducer's death fails the round, which is tried again, because nobody takes over what could not be audited (0.0:
     trust reducers; robust aggregations bound senders, not reducers). `min_fraction`: a round counts as failed when less of the vector was
     averaged. `auxiliary`: reduce for others, contribute and receive nothing. `error_feedback`: what a codec leaves out of one round goes
-    into the next; for gradients and other differences, not for parameters. What the network does is a result; only UsageError raises. A
-    context manager; `close` says goodbye to the others.
+    into the next; for gradients and other differences, not for parameters. `strategy=PowerSgd(rank=4)`: matrices are averaged by factors
+    of that rank, which travel in `codec` (16 bits or more); it has error feedback of its own, and is for differences, too. What the network
+    does is a result; only UsageError raises. A context manager; `close` says goodbye to the others.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class Averager:
         min_fraction: float = 1.0,
         auxiliary: bool = False,
         error_feedback: bool = False,
+        strategy: PowerSgd | None = None,
         config: AveragerConfig | None = None,
     ) -> None:
         self.config = config or AveragerConfig()
@@ -113,9 +117,16 @@ class Averager:
         self._names = tuple(tensors) if isinstance(tensors, Mapping) else ()
         self._staging = Staging(list(tensors.values() if isinstance(tensors, Mapping) else tensors))
         layout = self._staging.layout
-        self._round = replace(self.config.round, aggregation=self._aggregation, audit=audit)
-        self.feedback = Feedback(layout.numel, find(codec), reduces=not audit) if error_feedback else None  # to save and load its state
-        manner = f"{self._aggregation.terms}{', audited' if audit else ''}"
+        # either one's min_fraction: the averager's is this one's, the config's may be that of many
+        self._round = replace(
+            self.config.round, aggregation=self._aggregation, audit=audit, min_fraction=min(min_fraction, self.config.round.min_fraction)
+        )
+        self._low_rank = self._factored(strategy, codec, audit) if strategy is not None else None
+        self.feedback: Feedback | LowRank | None = self._low_rank  # to save and load its state
+        if error_feedback and self._low_rank is None:
+            staging = self._staging
+            self.feedback = Feedback(layout.numel, find(codec), reduces=not audit, cut=staging.cut, lanes=staging.lanes)
+        manner = f"{self._aggregation.terms}{', audited' if audit else ''}{f', {strategy.terms}' if strategy is not None else ''}"
         terms = f"{manner} {self._round.part_bytes}".encode()
         digest = hashlib.sha256(schema_hash(layout, find(codec)) + terms).digest()
         text = f"{len(layout.shapes)} tensors with {layout.numel:,} elements, {codec}, {manner} (#{digest.hex()[:8]})"
@@ -125,11 +136,19 @@ class Averager:
         matchmaking = replace(self.config.groups.matchmaking, target_group_size=target_group_size, min_group_size=min_group_size)
         self._lock = threading.Lock()
         self._pending: PendingRound | None = None
-        self._landing = Landing()
+        self._landing = Landing(self._staging.lanes)
         self._averages: Averages | None = None  # of the pending round, until they are written back
         self._last_round_s = 0.0
         self._closed = False
         node.network.run(self._open(matchmaking), 10.0)
+
+    def _factored(self, strategy: PowerSgd, codec: str, audit: float) -> LowRank:
+        if not isinstance(strategy, PowerSgd):
+            raise UsageError(f"a strategy is swarm.PowerSgd(rank=…), or None for all values as they are, not {strategy!r:.60}")
+        if self._round.min_fraction < 1.0:
+            raise UsageError("PowerSGD needs the whole of its factors: min_fraction is 1")
+        seed = f"{self.config.run} {self.name}".encode()
+        return LowRank(self._staging.tensors, strategy, find(codec), seed=seed, reduces=not audit, lanes=self._staging.lanes)
 
     @property
     def rounds_to_mix(self) -> int:
@@ -192,7 +211,7 @@ class Averager:
         terms = RoundTerms(
             weight=0.0 if self.auxiliary else float(weight),
             round_key=_key_text(round_key),
-            gathered=_packed(gather),
+            gathered=_packed(gather, self._low_rank.told if self._low_rank is not None else b""),
             timeout_s=timeout_s,
         )
         member = self._member(terms.weight)
@@ -200,11 +219,9 @@ class Averager:
         pending = PendingRound(functools.partial(self._write_back, delta=delta, started_s=started_s), self._release)
         self._reserve(pending)
         try:
-            gives = terms.weight > 0.0 or (delta and not self.auxiliary)
-            vector = self._staging.take(lent=not delta and (wait if lend is None else lend)) if gives else self._staging.nothing()
-            vector.describe = functools.partial(self._staging.layout.describe, names=self._names)
+            strategy = self._stage(terms.weight > 0.0, delta, lent=not delta and (wait if lend is None else lend))
             staged_s = time.monotonic() - started_s
-            pending.attach(self.node.network.submit(self._conduct(pending, member, terms, vector, staged_s)))
+            pending.attach(self.node.network.submit(self._conduct(pending, member, terms, strategy, staged_s)))
         except BaseException:
             self._release(pending)
             raise
@@ -217,14 +234,31 @@ class Averager:
             raise
         return result
 
-    async def _conduct(self, pending: PendingRound, member: Member, terms: RoundTerms, vector: FlatVector, staged_s: float) -> None:
+    def _stage(self, contributes: bool, delta: bool, *, lent: bool) -> Strategy:
+        """Take what goes into the round, in the caller's thread."""
+        if self._low_rank is not None:
+            self._low_rank.take(gives=contributes, keeps=delta and not self.auxiliary)
+            return TwoPhase(self._low_rank, self._service.all_reduce, self.node.peer_id, self.node.network.pool, self._round)
+        gives = contributes or (delta and not self.auxiliary)
+        assert not isinstance(self.feedback, LowRank)
+        vector = self._staging.take(lent=lent) if gives else self._staging.nothing()
+        vector.describe = functools.partial(self._staging.layout.describe, names=self._names)
+        return WholeVector(
+            all_reduce=self._service.all_reduce,
+            vector=vector,
+            landing=self._landing,
+            config=self._round,
+            feedback=self.feedback,
+        )
+
+    async def _conduct(self, pending: PendingRound, member: Member, terms: RoundTerms, strategy: Strategy, staged_s: float) -> None:
         if not pending.started():
             pending.end(None)
             return
         outcome = error = None
         try:
-            attempts = Attempts(self._groups, self._service.all_reduce, self.node.clock, self._round, self._last_round_s, self.feedback)
-            stepped = await attempts.run(member, terms, vector, self._landing)
+            attempts = Attempts(self._groups, strategy, self.node.clock, self._last_round_s)
+            stepped = await attempts.run(member, terms)
             self._last_round_s, self._averages = stepped.last_round_s, stepped.averages
             outcome = replace(stepped.result, seconds={"staging": staged_s, **stepped.result.seconds})
         except Exception as unexpected:
@@ -238,7 +272,9 @@ class Averager:
         begun_s = time.monotonic()
         averages = self._averages
         if not outcome.failed and averages is not None:
-            if delta:
+            if self._low_rank is not None:
+                (self._low_rank.add_difference if delta else self._low_rank.put)()
+            elif delta:
                 self._staging.add_difference(averages)
             else:
                 self._staging.put(averages)
@@ -341,14 +377,14 @@ def _key_text(round_key: str | int | None) -> str:
     return text
 
 
-def _packed(gather: object) -> bytes:
-    """msgpack of what members hand to each other; empty for None."""
+def _packed(gather: object, told: bytes) -> bytes:
+    """What the strategy tells, then msgpack of what members hand to each other; nothing for None."""
     if gather is None:
-        return b""
+        return told
     try:
         packed: bytes = msgpack.packb(gather)
     except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"gather takes what msgpack can write (numbers, text, bytes, lists, maps): {error}") from error
-    if len(packed) > GATHERED_BYTES_MAX:
-        raise UsageError(f"gather takes at most {GATHERED_BYTES_MAX} bytes, not {len(packed)}")
-    return packed
+    if len(told) + len(packed) > GATHERED_BYTES_MAX:
+        raise UsageError(f"gather takes at most {GATHERED_BYTES_MAX - len(told)} bytes, not {len(packed)}")
+    return told + packed

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from averaging.reduction.lowrank import PowerSgd
 from averaging.reduction.robust import Aggregation
 from averaging.training.averagers import Manner, Rounds, check_extras
 from averaging.training.catchup import CatchUp
@@ -49,7 +50,8 @@ class Optimizer(torch.optim.Optimizer):
     `inner`: the optimizer to step once an epoch; its parameters are the model's. `node`: this process as a peer. `run`: a name that all
     peers use, or a run's id. An epoch is `target_batch_size` samples over the whole swarm; `batch_size_per_step`: samples behind one call
     of `step`, unless the call says. `codec`: how gradients travel, a name of `swarm.compression`, or "adaptive" for what suits their size;
-    `error_feedback`: what it leaves out of one epoch goes into the next, which `int2`, `sign` and `topk` need. `aggregation`,
+    `error_feedback`: what it leaves out of one epoch goes into the next, which `int2`, `sign` and `topk` need.
+    `strategy=PowerSgd(rank=4)`: matrices travel as factors of that rank, in two all-reduces an epoch, with error feedback. `aggregation`,
     `clip_to_median`, `audit`: how far hostile peers get, see `swarm.Averager`; by default a part of somebody's gradients that is longer
     than ten medians is shortened to that. `scheduler`: a factory like `lambda inner: StepLR(inner, 10)`, stepped once an epoch, part of the
     state. `state_sync_epochs`: every so many epochs parameters and statistics are averaged, so that peers with different processors stay
@@ -73,6 +75,7 @@ class Optimizer(torch.optim.Optimizer):
         clip_to_median: float | None = 10.0,
         audit: float = 0.0,
         error_feedback: bool = False,
+        strategy: PowerSgd | None = None,
         scheduler: Callable[[torch.optim.Optimizer], Scheduler] | None = None,
         state_sync_epochs: int = 10,
         extra_tensors: Sequence[torch.Tensor] = (),
@@ -82,7 +85,7 @@ class Optimizer(torch.optim.Optimizer):
         self._check(inner, mode, batch_size_per_step, state_sync_epochs)
         resolve(codec, "gradient", 0)  # UsageError for one that does not exist, before anything is opened
         aggregate = Aggregation(rule=aggregation, clip_to_median=clip_to_median)
-        manner = Manner(codec=codec, aggregation=aggregate, audit=audit, error_feedback=error_feedback)
+        manner = Manner(codec=codec, aggregation=aggregate, audit=audit, error_feedback=error_feedback, strategy=strategy)
         config = config or OptimizerConfig()
         self.inner, self.node, self.run_id = inner, node, run_id_of(run)
         self.target_batch_size, self.batch_size_per_step = _samples(target_batch_size), batch_size_per_step

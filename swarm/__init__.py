@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from moe.errors import ExpertApplied, ExpertError, ExpertFailed, ExpertMissing, ExpertOverloaded, ExpertRefused
     from moe.remote import RemoteExpert, Travel
     from moe.server import Expert, ExpertServer, ExpertServerConfig
+    from averaging.reduction.lowrank import PowerSgd
     from swarm.dht.service import Entry, ManyAnswers, NamespaceRules, StoreItem, StoreResult
     from swarm.errors import DeadlineExceeded, NetworkError, NotEnoughPeers, PeerError, SwarmError, UsageError
     from swarm.identity import Identity
@@ -60,6 +61,7 @@ _HOMES = {
     "PeerId": "swarm.ids",
     "PendingRound": "averaging.averager",
     "RemoteExpert": "moe.remote",
+    "PowerSgd": "averaging.reduction.lowrank",
     "StepReport": "averaging.optimizer",
     "StoreItem": "swarm.dht.service",
     "StoreResult": "swarm.dht.service",
@@ -100,6 +102,7 @@ __all__ = [
     "PeerId",
     "PendingRound",
     "RemoteExpert",
+    "PowerSgd",
     "StepReport",
     "StoreItem",
     "StoreResult",

@@ -13,6 +13,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
+from averaging.reduction.devices import NO_LANES, Lane, Lanes
 from averaging.reduction.partition import Part, Plan
 from averaging.reduction.reduce import blocks
 from averaging.reduction.vector import FlatVector
@@ -22,7 +23,9 @@ from swarm.compression import Buffer, Codec
 class Landing:
     """Memory for the averages of one round after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, lanes: Lanes = NO_LANES) -> None:
+        """`lanes`: of the devices that the averages will be brought to."""
+        self._lanes = lanes
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._held: Averages | None = None  # what lies there: members that come late can still be given it
 
@@ -32,7 +35,7 @@ class Landing:
             self._held.gone = True
         self._held = averages
         if self._memory.numel() < size_bytes:
-            self._memory = torch.empty(size_bytes, dtype=torch.uint8)
+            self._memory = self._lanes.host_memory(size_bytes, torch.uint8)
         return self._memory[:size_bytes]
 
 
@@ -66,8 +69,16 @@ class Averages:
         return self._memory[self._starts[part.index] : self._starts[part.index + (part.index not in self._empty)]]
 
     def write(self, target: FlatVector) -> None:
-        """target[:] = the averages, where there are any. Each block is decoded where it is to lie, unless tensors meet within it."""
-        for start, stop, payload in self._blocks():
+        """target[:] = the averages, where there are any. Each block is decoded where it is to lie, unless tensors meet within it.
+
+        On a device it is done when `target.lanes.finish` returns; what this thread asks of the device afterwards comes after it anyway.
+        """
+        for part, lane in self._there(target):
+            values = self._brought(part, lane, target)
+            for first, piece in target.pieces(part.start, part.stop):
+                if piece.data_ptr() != values.data_ptr():
+                    piece.copy_(values[first - part.start : first - part.start + piece.numel()])
+        for start, stop, payload in self._blocks(target):
             pieces = list(target.pieces(start, stop))
             if len(pieces) == 1:
                 place = pieces[0][1]
@@ -84,11 +95,15 @@ class Averages:
         for part in (self.plan.parts[index] for index in self._empty):
             for _, piece in target.pieces(part.start, part.stop):
                 piece.zero_()
+        for part, lane in self._there(target):
+            values = self._brought(part, lane, None)
+            for first, piece in target.pieces(part.start, part.stop):
+                torch.sub(values[first - part.start : first - part.start + piece.numel()], piece, out=piece)
         scratch = torch.empty(max((part.numel for part in self.plan.parts), default=0))
-        for start, stop, payload in self._blocks():
+        for start, stop, payload in self._blocks(target):
             values = self.codec.decode(payload, scratch[: stop - start])
             for first, piece in target.pieces(start, stop):
-                torch.sub(values[first - start : first - start + piece.numel()], piece, out=piece)
+                torch.sub(values[first - start : first - start + piece.numel()].to(piece.device), piece, out=piece)
 
     def decoded(self) -> torch.Tensor:
         """The whole vector, in a tensor of its own; NaN where there is no average."""
@@ -96,9 +111,25 @@ class Averages:
         self.write(FlatVector([whole]))
         return whole
 
-    def _blocks(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+    def _there(self, target: FlatVector) -> Iterator[tuple[Part, Lane]]:
+        """Parts that are to lie on one device with a lane: they are decoded there, whole."""
+        for part in self.plan.parts if target.lanes else ():
+            lane = target.lanes.of(target.device_of(part.start, part.stop))
+            if lane is not None and part.index not in self._empty:
+                yield part, lane
+
+    def _brought(self, part: Part, lane: Lane, target: FlatVector | None) -> torch.Tensor:
+        """The values of a part on the lane's device; in `target`, where that has them in one piece."""
+        payload = lane.bring(self.payload(part))
+        pieces = [piece for _, piece in target.pieces(part.start, part.stop)] if target is not None else []
+        place = pieces[0] if len(pieces) == 1 else torch.empty(part.numel, device=payload.device)
+        return self.codec.decode(payload, place)
+
+    def _blocks(self, target: FlatVector) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """The others, block by block: on the host."""
+        there = {part.index for part, _ in self._there(target)}
         for part in self.plan.parts:
-            if part.index in self._empty:
+            if part.index in self._empty or part.index in there:
                 continue
             payload = self.payload(part)
             for block in blocks(part, self.codec):

@@ -14,44 +14,65 @@ Pure: no clock, no chance, no I/O. Different parts may be worked on in several t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from averaging.reduction.devices import NO_LANES, Lanes
+from averaging.reduction.vector import HOST, FlatVector
 from swarm.compression import Buffer, Codec
 from swarm.errors import UsageError
 
 _FORMAT = 1
 
 
-class Residual:
-    """What one side has not delivered yet of the elements `start` to `stop` of the vector: float32 on the host, zeros at first.
+Cut = Sequence[tuple[int, torch.device]]  # of a vector: so many elements lie on this device, then so many on that one
 
-    Twice the memory of that span: what is held, and what the round that is open would make of it.
+
+class Residual:
+    """What one side has not delivered yet of the elements `start` to `stop` of the vector: float32, zeros at first.
+
+    `cut`: where it lies; None: on the host. Twice the memory of that span: what is held, and what the round that is open would make of it.
     """
 
-    def __init__(self, start: int, stop: int) -> None:
+    def __init__(self, start: int, stop: int, cut: Cut | None = None, lanes: Lanes = NO_LANES) -> None:
         self.start, self.stop = start, stop
-        self.held = torch.zeros(stop - start)
-        self._spare: torch.Tensor | None = None
+        self._cut, self._lanes = cut if cut is not None else [(stop - start, HOST)], lanes
+        self.vector = self._made(torch.zeros)
+        self._spare: FlatVector | None = None
+
+    @property
+    def held(self) -> torch.Tensor:
+        """On the host: not to be written. Not of an open round."""
+        self._lanes.finish()
+        return self.vector.read(0, self.stop - self.start).to(HOST)
+
+    def fill(self, values: torch.Tensor) -> None:
+        """Hold these (flat float32 on the host) from now on."""
+        for start, piece in self.vector.pieces(0, self.stop - self.start):
+            piece.copy_(values[start : start + piece.numel()])
+        self._lanes.fork()
 
     def stage(self) -> Staged:
         """What the next round makes of it."""
         spare, self._spare = self._spare, None
-        return Staged(self, torch.empty(self.stop - self.start) if spare is None else spare)
+        return Staged(self, self._made(torch.empty) if spare is None else spare)
 
-    def replace(self, new: torch.Tensor) -> None:
+    def replace(self, new: FlatVector) -> None:
         """Hold `new` from now on."""
-        self.held, self._spare = new, self.held
+        self.vector, self._spare = new, self.vector
+
+    def _made(self, make: Callable[..., torch.Tensor]) -> FlatVector:
+        return FlatVector([make(numel, device=device) for numel, device in self._cut], self._lanes)
 
 
 class Staged:
     """A residual in an open round. Its memory is its own: a thread that still works on a round that was given up harms no later one."""
 
-    def __init__(self, residual: Residual, new: torch.Tensor) -> None:
-        self._residual, self._old, self._new = residual, residual.held, new
+    def __init__(self, residual: Residual, new: FlatVector) -> None:
+        self._residual, self._old, self._new = residual, residual.vector, new
         self._ranges: dict[int, int] = {}  # start: stop, of what is staged
 
     def covers(self, start: int, stop: int) -> bool:
@@ -60,23 +81,30 @@ class Staged:
 
     def add(self, start: int, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """out[:] = values + what is held for elements `start` on: what is to be encoded. `out` may be `values`."""
-        return torch.add(values, self._of(self._old, start, start + values.numel()), out=out)
+        for at, held in self._of(self._old, start, start + values.numel()):
+            end = at + held.numel()
+            torch.add(values[at:end], held.to(values.device), out=out[at:end])
+        return out
 
     def keep(self, start: int, given: torch.Tensor, decoded: torch.Tensor | None) -> None:
         """`given` was encoded, and the others read it as `decoded`; None: they never got it. Again for the same elements: this counts.
 
         Elements that are staged again are so in the ranges of before (parts, and blocks of parts, are).
         """
-        place = self._of(self._new, start, start + given.numel())
-        if decoded is None:
-            place.copy_(given)
-        else:
-            torch.sub(given, decoded, out=place)
+        for at, place in self._of(self._new, start, start + given.numel()):
+            end = at + place.numel()
+            if decoded is None:
+                place.copy_(given[at:end])
+            elif place.device == given.device:
+                torch.sub(given[at:end], decoded[at:end], out=place)
+            else:
+                place.copy_(given[at:end] - decoded[at:end])
         self._ranges[start] = start + given.numel()
 
     def clear(self, start: int, stop: int) -> None:
         """Elements `start` to `stop`, with what was held for them, are delivered without loss."""
-        self._of(self._new, start, stop).zero_()
+        for _, place in self._of(self._new, start, stop):
+            place.zero_()
         self._ranges[start] = stop
 
     def commit(self) -> None:
@@ -84,13 +112,16 @@ class Staged:
         at = self._residual.start
         for start, stop in [*sorted(self._ranges.items()), (self._residual.stop, self._residual.stop)]:
             if at < start:
-                self._of(self._new, at, start).copy_(self._of(self._old, at, start))
+                for (_, new), (_, old) in zip(self._of(self._new, at, start), self._of(self._old, at, start), strict=True):
+                    new.copy_(old)
             at = max(at, stop)
         self._residual.replace(self._new)
 
-    def _of(self, buffer: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    def _of(self, buffer: FlatVector, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """What holds these elements, each piece with its distance from `start`."""
         assert self.covers(start, stop)
-        return buffer[start - self._residual.start : stop - self._residual.start]
+        first = self._residual.start
+        return ((at + first - start, piece) for at, piece in buffer.pieces(start - first, stop - first))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,9 +139,9 @@ NO_SPAN = Span(start=0, stop=0, members=b"")
 class FeedbackRound:
     """One round's transaction: `sent` and `reduced` for each part, then `commit` or `roll_back`. Made by `Feedback.begin`."""
 
-    def __init__(self, sender: Staged, reducer: Staged | None, codec: Codec, ended: Callable[[bool], None]) -> None:
+    def __init__(self, sender: Staged, reducer: Staged | None, codec: Codec, ended: Callable[[bool, bool], None]) -> None:
         self._sender, self._reducer, self._codec = sender, reducer, codec
-        self._ended: Callable[[bool], None] | None = ended
+        self._ended: Callable[[bool, bool], None] | None = ended
         self._withdrawn = False
 
     # ---- sender
@@ -133,7 +164,7 @@ class FeedbackRound:
     def undelivered(self, start: int, values: torch.Tensor) -> None:
         """The round is about to be committed, and its average of these elements was made without us: all of it stays here."""
         self._check_open()
-        scratch = torch.empty(values.numel())
+        scratch = torch.empty_like(values)
         self._sender.keep(start, self._sender.add(start, values, scratch), None)
 
     def withdraw(self) -> None:
@@ -172,17 +203,17 @@ class FeedbackRound:
             self._sender.commit()
         if self._reducer is not None:
             self._reducer.commit()
-        self._end(True)
+        self._end(True, not self._withdrawn)
 
     def roll_back(self) -> None:
         """The round failed: residuals are what they were. Without effect on one that has ended, so that every way out may call it."""
         if self._ended is not None:
-            self._end(False)
+            self._end(False, False)
 
-    def _end(self, committed: bool) -> None:
+    def _end(self, committed: bool, sent: bool) -> None:
         ended, self._ended = self._ended, None
         assert ended is not None
-        ended(committed)
+        ended(committed, sent)
 
     def _check_open(self) -> None:
         if self._ended is None:
@@ -193,15 +224,18 @@ class Feedback:
     """The residuals of one averager, over a vector of `numel` elements that travels in `codec`; one round at a time.
 
     `reduces`: hold a residual for the span that this member reduces, too. Not where reducers are audited: what they encode must then follow
-    from what they were sent.
+    from what they were sent. `cut`: where the vector lies, and the sender's residual with it; a round's work on it is done within `lanes`'
+    `working`. The reducer's is on the host.
     """
 
-    def __init__(self, numel: int, codec: Codec, *, reduces: bool = True) -> None:
+    def __init__(self, numel: int, codec: Codec, *, reduces: bool = True, cut: Cut | None = None, lanes: Lanes = NO_LANES) -> None:
         self.numel, self.codec, self.reduces = numel, codec, reduces
         self.committed = 0  # rounds
+        self.sent = 0  # of these, those to which this member contributed
         self.dropped = 0  # times that a reducer's residual was given up, because the span or the members changed
         self.dropped_norm = 0.0  # of the last one
-        self._sender = Residual(0, numel)
+        self._cut, self._lanes = cut, lanes
+        self._sender = Residual(0, numel, cut, lanes)
         self._reducer = Residual(0, 0)
         self._span = NO_SPAN
         self._round: FeedbackRound | None = None
@@ -252,7 +286,7 @@ class Feedback:
         if missing or state["format"] != _FORMAT:
             raise UsageError(f"this is no saved error feedback: {', '.join(sorted(missing)) or 'its format'} is not what it must be")
         span = _span_of(state["span"], self.numel)
-        sender = _residual_of(state["sender"], Residual(0, self.numel), "the sender's")
+        sender = _residual_of(state["sender"], Residual(0, self.numel, self._cut, self._lanes), "the sender's")
         reducer = _residual_of(state["reducer"], Residual(span.start, span.stop), "the reducer's")
         for name in ("committed", "dropped"):
             if type(state[name]) is not int or state[name] < 0:
@@ -261,8 +295,20 @@ class Feedback:
         if self.reduces:
             self._reducer, self._span = reducer, span
 
-    def _end(self, committed: bool) -> None:
+    def release(self, stop: int) -> torch.Tensor:
+        """What the sender holds of elements 0 to `stop`, handed over: neither side holds anything of them any more."""
+        if self._round is not None:
+            raise UsageError("a round of error feedback is open: residuals are handed over before or after")
+        released = self._sender.held[:stop].clone()
+        reduced = max(min(stop, self._reducer.stop) - self._reducer.start, 0)
+        for vector, end in ((self._sender.vector, stop), (self._reducer.vector, reduced)):
+            for _, piece in vector.pieces(0, end):
+                piece.zero_()
+        return released
+
+    def _end(self, committed: bool, sent: bool) -> None:
         self.committed += committed
+        self.sent += sent
         self._round = None
 
 
@@ -277,10 +323,10 @@ def _span_of(saved: Any, numel: int) -> Span:
 
 def _residual_of(saved: Any, residual: Residual, whose: str) -> Residual:
     """`residual`, filled with what was saved."""
-    if not isinstance(saved, torch.Tensor) or saved.dtype != torch.float32 or saved.shape != residual.held.shape:
+    if not isinstance(saved, torch.Tensor) or saved.dtype != torch.float32 or saved.shape != (residual.stop - residual.start,):
         found = f"{tuple(saved.shape)} of {saved.dtype}" if isinstance(saved, torch.Tensor) else type(saved).__name__
-        raise UsageError(f"{whose} residual is {residual.held.numel()} elements of torch.float32, not {found}")
+        raise UsageError(f"{whose} residual is {residual.stop - residual.start} elements of torch.float32, not {found}")
     if not bool(torch.isfinite(saved).all()):
         raise UsageError(f"{whose} residual has NaN or infinity in it")
-    residual.held.copy_(saved)
+    residual.fill(saved)
     return residual

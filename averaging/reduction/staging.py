@@ -1,7 +1,8 @@
 """Between the user's tensors and the flat float32 vector that a round works on, in the caller's thread.
 
-Tensors that are flat float32 on the host already, and lie still for as long as the round takes, are read where they are; others are copied.
-The copy's buffer lives as long as the averager: no round allocates its 256 MB anew.
+A tensor that is contiguous float32 already, and lies still for as long as the round takes, is read where it is; others are copied, on
+their device: nothing goes to the host before it is encoded. The copies' memory lives as long as the averager: no round allocates its 256 MB
+anew.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from collections.abc import Sequence
 import torch
 
 from averaging.reduction.averages import Averages
+from averaging.reduction.devices import Lanes
 from averaging.reduction.layout import TensorLayout
 from averaging.reduction.vector import FlatVector, HollowVector
 from swarm.errors import UsageError
 
 
 class Staging:
-    """Holds the tensors to average. They may be of any float type, device and stride."""
+    """Holds the tensors to average. They may be of any float type, stride and device, also of several."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], lanes: Lanes | None = None) -> None:
+        """`lanes`: of the tensors' devices, when not the usual ones."""
         self.tensors = tuple(tensors)
         for place, tensor in enumerate(self.tensors):
             if not isinstance(tensor, torch.Tensor):
@@ -28,24 +31,35 @@ class Staging:
                 raise UsageError(f"tensor {place} is on the meta device: it has no values to average yet")
         self.layout = TensorLayout.of(self.tensors)
         _refuse_overlaps(self.tensors)
-        self._cuda = sorted({tensor.device.index for tensor in self.tensors if tensor.is_cuda})
-        self._copy: torch.Tensor | None = None  # made when it is first needed
+        self.lanes = Lanes(tensor.device for tensor in self.tensors) if lanes is None else lanes
+        self._begins: list[int] = []  # of each tensor in its device's copy, in elements
+        self._numels: dict[torch.device, int] = {}
+        for tensor in self.tensors:
+            self._begins.append(self._numels.setdefault(tensor.device, 0))
+            self._numels[tensor.device] += tensor.numel()
+        self._copies: dict[torch.device, torch.Tensor] = {}  # made when they are first needed
+
+    @property
+    def cut(self) -> list[tuple[int, torch.device]]:
+        """Where the vector lies: so many elements on this device, then so many on that one."""
+        runs: list[tuple[int, torch.device]] = []
+        for tensor in self.tensors:
+            before = runs.pop() if runs and runs[-1][1] == tensor.device else (0, tensor.device)
+            runs.append((before[0] + tensor.numel(), tensor.device))
+        return runs
 
     def take(self, *, lent: bool) -> FlatVector:
         """The vector that goes into a round; UsageError when a tensor has changed its shape or type since.
 
-        `lent`: the tensors stay as they are until the result is written, so that a copy can be spared.
+        `lent`: the tensors stay as they are until the result is written, so that copies can be spared.
         """
         self.layout.check(self.tensors)
-        flat = self._flat() if lent else None
-        if flat is not None:
-            return flat
-        copy = self._buffer()
+        vector = self._vector(lent=lent)
         with torch.no_grad():
-            for tensor, view in self._pairs(copy):
-                view.copy_(tensor, non_blocking=True)
-        self._settle()
-        return FlatVector([copy])
+            for tensor, copy in self._pairs(lent=lent):
+                copy.copy_(tensor, non_blocking=True)
+        self.lanes.fork()  # the round begins after what this thread has asked of the devices
+        return vector
 
     def nothing(self) -> FlatVector:
         """For who contributes nothing: tensors are not read."""
@@ -54,52 +68,55 @@ class Staging:
     def put(self, averages: Averages) -> None:
         """Replace the tensors' values by the averages. The staged copy is spent."""
         self.layout.check(self.tensors)
-        flat = self._flat()
-        if flat is not None:
-            averages.write(flat)
-            return
         if not averages.whole:  # parts without an average keep their values
-            self.take(lent=False)
-        copy = self._buffer()
-        averages.write(FlatVector([copy]))
+            self.take(lent=True)
+        averages.write(self._vector(lent=True))
         with torch.no_grad():
-            for tensor, view in self._pairs(copy):
-                tensor.copy_(view, non_blocking=True)
-        self._settle()
+            for tensor, copy in self._pairs(lent=True):
+                tensor.copy_(copy, non_blocking=True)
+        self.lanes.finish()  # the next round takes the averages' memory
 
     def add_difference(self, averages: Averages) -> None:
         """Add the averages minus what `take` copied to the tensors, which may have moved on since. The staged copy is spent."""
         self.layout.check(self.tensors)
-        copy = self._buffer()
-        averages.subtract(FlatVector([copy]))
+        averages.subtract(self._vector(lent=False))
         with torch.no_grad():
-            for tensor, view in self._pairs(copy):
-                tensor.add_(view.to(tensor.device, non_blocking=True).to(tensor.dtype))
-        self._settle()
+            for tensor, copy in self._pairs(lent=False):
+                tensor.add_(copy.to(tensor.dtype))
+        self.lanes.finish()
 
-    def _flat(self) -> FlatVector | None:
-        """The tensors themselves as the vector, when they are what a round can work on."""
-        if not all(t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in self.tensors):
-            return None
-        return FlatVector([tensor.detach().view(-1) for tensor in self.tensors])
+    def _vector(self, *, lent: bool) -> FlatVector:
+        """Tensors that are read where they are, and between them stretches of the copies."""
+        pieces: list[torch.Tensor] = []
+        run: tuple[torch.device, int, int] | None = None  # of a copy: its device, begin, end
+        for tensor, begin in zip(self.tensors, self._begins, strict=True):
+            if run is not None and (self._direct(tensor, lent) or tensor.device != run[0] or begin != run[2]):
+                pieces.append(self._copy(run[0])[run[1] : run[2]])
+                run = None
+            if self._direct(tensor, lent):
+                pieces.append(tensor.detach().view(-1))
+            else:
+                run = (tensor.device, begin if run is None else run[1], begin + tensor.numel())
+        if run is not None:
+            pieces.append(self._copy(run[0])[run[1] : run[2]])
+        return FlatVector(pieces, self.lanes)
 
-    def _buffer(self) -> torch.Tensor:
-        if self._copy is None:
-            pinned = bool(self._cuda)  # copies from and to pinned memory run side by side with each other
-            self._copy = torch.empty(self.layout.numel, dtype=torch.float32, pin_memory=pinned)
-        return self._copy
+    def _direct(self, tensor: torch.Tensor, lent: bool) -> bool:
+        return lent and tensor.dtype == torch.float32 and tensor.is_contiguous()
 
-    def _pairs(self, vector: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _copy(self, device: torch.device) -> torch.Tensor:
+        """Flat float32, room for all tensors of this device."""
+        if device not in self._copies:
+            self._copies[device] = torch.empty(self._numels[device], dtype=torch.float32, device=device)
+        return self._copies[device]
+
+    def _pairs(self, *, lent: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Every tensor that is not read where it is, with its copy."""
         pairs = []
-        for tensor, offset, numel in zip(self.tensors, self.layout.offsets, self.layout.numels, strict=True):
-            if numel:
-                pairs.append((tensor.detach(), vector[offset : offset + numel].view(tensor.shape)))
+        for tensor, begin in zip(self.tensors, self._begins, strict=True):
+            if tensor.numel() and not self._direct(tensor, lent):
+                pairs.append((tensor.detach(), self._copy(tensor.device)[begin : begin + tensor.numel()].view(tensor.shape)))
         return pairs
-
-    def _settle(self) -> None:
-        """Wait for copies that were only queued: the network thread knows nothing of CUDA streams."""
-        for index in self._cuda:
-            torch.cuda.current_stream(index).synchronize()
 
 
 def _refuse_overlaps(tensors: Sequence[torch.Tensor]) -> None:

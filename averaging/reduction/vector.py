@@ -1,7 +1,8 @@
-"""The flat float32 vector that a round averages, where it lies: in one tensor, or in many that follow one another.
+"""The flat float32 vector that a round averages, where it lies: in one tensor, or in many that follow one another, on any device.
 
 A round reads its values part by part. Where a part lies within one tensor it is read in place; a part that reaches over a border is put
-together in scratch space. No pass over the whole vector is made for the round's sake.
+together in scratch space, on the device of its pieces, or on the host where these lie on different ones. No pass over the whole vector is
+made for the round's sake.
 """
 
 from __future__ import annotations
@@ -12,35 +13,49 @@ from itertools import accumulate
 
 import torch
 
+from averaging.reduction.devices import Lanes
 from swarm.errors import UsageError
+
+HOST = torch.device("cpu")
 
 
 class FlatVector:
-    """Flat, contiguous float32 tensors on the host, end to end. Holds references, never copies."""
+    """Flat, contiguous float32 tensors, end to end. Holds references, never copies."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """UsageError when one of them is anything else."""
+    def __init__(self, tensors: Sequence[torch.Tensor], lanes: Lanes | None = None) -> None:
+        """`lanes`: of their devices, forked after what made the values; None: made here. UsageError when a tensor is anything else."""
         for tensor in tensors:
-            if tensor.dtype != torch.float32 or tensor.dim() != 1 or tensor.device.type != "cpu" or not tensor.is_contiguous():
+            if tensor.dtype != torch.float32 or tensor.dim() != 1 or not tensor.is_contiguous() or tensor.is_meta:
                 raise UsageError(
-                    f"a round averages flat contiguous float32 tensors on the host, not {tuple(tensor.shape)} of {tensor.dtype}"
+                    f"a round averages flat contiguous float32 tensors, not {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}"
                 )
         self._tensors = [tensor for tensor in tensors if tensor.numel()]
         self._starts = [0, *accumulate(tensor.numel() for tensor in self._tensors)]
         # What an element is called in messages: whoever made the vector of tensors that have names says it better.
         self.describe: Callable[[int], str] = "element {} of its vector".format
+        self.devices = tuple(dict.fromkeys(tensor.device for tensor in self._tensors))
+        self.lanes = Lanes(self.devices) if lanes is None else lanes
 
     @property
     def numel(self) -> int:
         return self._starts[-1]
 
+    def device_of(self, start: int, stop: int) -> torch.device:
+        """Where `read` has elements `start` to `stop`: where they all are, else the host."""
+        if len(self.devices) == 1:
+            return self.devices[0]
+        found = {piece.device for _, piece in self.pieces(start, stop)}
+        return found.pop() if len(found) == 1 else HOST
+
     def read(self, start: int, stop: int, scratch: torch.Tensor | None = None) -> torch.Tensor:
-        """Elements `start` to `stop`: a view where one tensor holds them all, else a copy, in `scratch` (flat float32, large enough)."""
+        """Elements `start` to `stop`: a view where one tensor holds them all, else a copy, in `scratch` (flat float32, large enough, on
+        `device_of` these elements).
+        """
         place = bisect.bisect_right(self._starts, start) - 1
         if start < stop and stop <= self._starts[place + 1]:
             return self._tensors[place][start - self._starts[place] : stop - self._starts[place]]
         if scratch is None:
-            scratch = torch.empty(stop - start)
+            scratch = torch.empty(stop - start, device=self.device_of(start, stop))
         for first, piece in self.pieces(start, stop):
             scratch[first - start : first - start + piece.numel()].copy_(piece)
         return scratch[: stop - start]
@@ -56,7 +71,8 @@ class FlatVector:
     def element(self, index: int) -> float:
         """One value, for messages."""
         ((_, piece),) = self.pieces(index, index + 1)
-        return float(piece[0])
+        with self.lanes.working():
+            return float(piece[0])
 
 
 class HollowVector(FlatVector):

@@ -132,10 +132,10 @@ class AllReduce:
     ) -> RoundOutcome:
         """Average `vector` with the group; returns by `deadline_s` (on the clock's `monotonic_s`).
 
-        `vector`: flat, contiguous, float32, on the host, in one tensor or several; read until this returns, never written. `landing`: where
-        the averages are kept, the same for one round after the other. `feedback`: what this averager's rounds leave out, for a codec that
-        loses something; it moves on when this round is committed. What the network or a peer does is an outcome. UsageError: the vector is
-        anything else, this group cannot be served (nobody reduces, an unknown codec), or the round runs already.
+        `vector`: flat, contiguous, float32, on any device, in one tensor or several; read until this returns, never written. `landing`:
+        where the averages are kept, the same for one round after the other. `feedback`: what this averager's rounds leave out, for a codec
+        that loses something; it moves on when this round is committed. What the network or a peer does is an outcome. UsageError: the
+        vector is anything else, this group cannot be served (nobody reduces, an unknown codec), or the round runs already.
         """
         started_s = self._clock.monotonic_s()
         config = config or RoundConfig()

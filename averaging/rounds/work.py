@@ -15,6 +15,7 @@ from blake3 import blake3
 
 from averaging.reduction.averages import Averages
 from averaging.reduction.chunks import pack
+from averaging.reduction.devices import Fetch
 from averaging.reduction.feedback import FeedbackRound
 from averaging.reduction.partition import Part, Plan
 from averaging.reduction.reduce import Contribution, blocks, first_bad
@@ -22,7 +23,7 @@ from averaging.reduction.robust import MEAN, Aggregation, Rows, prepare
 from averaging.reduction.vector import FlatVector
 from averaging.rounds.assembly import decode_places, encode_places
 from averaging.rounds.commit import Version, digest_average, digest_payload
-from swarm.compression import Codec, view_bytes
+from swarm.compression import Codec, view_bytes, view_tensor
 from swarm.wire.reduce_pb2 import ExchangeAverage, ExchangeChunk, ExchangeHeader
 
 
@@ -84,6 +85,20 @@ class _Scratch:
     rows: Rows  # of all members, for rules that compare them
 
 
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A part that is being encoded on its device, and on its way to the host."""
+
+    values: torch.Tensor  # what is sent; on the device
+    fetch: Fetch
+    place: torch.Tensor  # where it arrives
+
+    def collect(self) -> tuple[torch.Tensor, memoryview]:
+        """What is sent, and its encoding on the host."""
+        self.fetch.wait()
+        return self.values, view_tensor(self.place)
+
+
 @dataclass
 class Workbench:
     """What a round's tensor work needs: the vector that goes in, what comes out, scratch space, and a count of the seconds spent."""
@@ -106,13 +121,21 @@ class Workbench:
         """The messages that carry our values of `parts`; an element of the vector that cannot be sent ends the list with its index."""
         started_s = time.perf_counter()
         messages: list[bytes | int] = []
-        scratch = self._borrow()
-        for part in parts:
-            message = self._encode_one(part, scratch)
-            messages.append(message)
-            if isinstance(message, int):
-                break
-        self._free.append(scratch)
+        scratches = [self._borrow() for _ in (parts if self.vector.lanes else parts[:1])]
+        # on a device all are on their way before any is waited for: copies to the host run beside the next one's encoding
+        launched = [self._launch(part, scratch) for part, scratch in zip(parts, scratches, strict=False)] if self.vector.lanes else []
+        try:
+            for nth, part in enumerate(parts):
+                way = launched[nth] if launched else None
+                found = way.collect() if way is not None else self._payload(part, scratches[nth if launched else 0])
+                messages.append(self._message(part, *found))
+                if isinstance(messages[-1], int):
+                    break
+        finally:
+            for way in launched:
+                if way is not None:
+                    way.fetch.wait()
+        self._free += scratches
         self.seconds["encode"] += time.perf_counter() - started_s
         return messages
 
@@ -147,13 +170,19 @@ class Workbench:
             self.withdrawn = f"{what} is {self.vector.element(element):g}, which {self.codec.name} cannot carry"
 
     def own_values(self, part: Part) -> torch.Tensor:
-        """What this member contributes to a part that it reduces itself: float32, as it is."""
-        values = self.vector.read(part.start, part.stop)
-        if self.feedback is None:
+        """What this member contributes to a part that it reduces itself: float32, as it is, on the host, where it meets the others'."""
+        vector = self.vector
+        with vector.lanes.working():
+            values = vector.read(part.start, part.stop)
+            if self.feedback is not None:
+                values = self.feedback.give(part.start, values, torch.empty_like(values))
+                self.feedback.kept(part.start, part.stop)
+        lane = vector.lanes.of(values.device)
+        if lane is None:
             return values
-        given = self.feedback.give(part.start, values, torch.empty(part.numel))
-        self.feedback.kept(part.start, part.stop)
-        return given
+        host = vector.lanes.host_memory(part.numel)
+        lane.fetch(values, host).wait()
+        return host
 
     def first_bad(self, part: Part) -> int:
         """The element of the vector, within `part`, that cannot be sent."""
@@ -182,16 +211,20 @@ class Workbench:
         _, digest, clipped = computed
         return digest_average(digest, clipped)
 
-    def _encode_one(self, part: Part, scratch: _Scratch) -> bytes | int:
-        values, payload = self._payload(part, scratch)
+    def _message(self, part: Part, values: torch.Tensor, payload: memoryview) -> bytes | int:
         if not self.codec.is_finite(payload):
-            return part.start + (first_bad(values, self.codec.magnitude_max) or 0)
+            with self.vector.lanes.working():
+                return part.start + (first_bad(values, self.codec.magnitude_max) or 0)
         signature = self.sign(part.index, payload) if self.sign is not None else b""
         return pack(ExchangeHeader(chunk=ExchangeChunk(part=part.index, signature=signature)), payload)
 
     def _payload(self, part: Part, scratch: _Scratch) -> tuple[torch.Tensor, memoryview]:
         """What is to be sent of a part, and its encoding, both in `scratch` (or the first in the vector); noted in the error feedback."""
-        values = self.vector.read(part.start, part.stop, scratch.read)
+        launched = self._launch(part, scratch)
+        if launched is not None:
+            return launched.collect()
+        with self.vector.lanes.working():  # pieces may come from several devices
+            values = self.vector.read(part.start, part.stop, scratch.read)
         if self.feedback is None:
             return values, self.codec.encode(values, scratch.encoded)
         given = self.feedback.give(part.start, values, scratch.read[: part.numel])
@@ -199,6 +232,23 @@ class Workbench:
         if self.codec.is_finite(payload):
             self.feedback.sent(part.start, given, payload, scratch.values[: part.numel])
         return given, payload
+
+    def _launch(self, part: Part, scratch: _Scratch) -> _Launched | None:
+        """Have a part encoded on the device where it is, and brought to the host; None when that is the host."""
+        vector = self.vector
+        lane = vector.lanes.of(vector.device_of(part.start, part.stop)) if vector.lanes else None
+        if lane is None:
+            return None
+        with lane.working():
+            values = vector.read(part.start, part.stop)
+            if self.feedback is not None:
+                values = self.feedback.give(part.start, values, torch.empty_like(values))
+            encoded = torch.empty(self.codec.encoded_bytes(part.numel), dtype=torch.uint8, device=values.device)
+            self.codec.write(values, encoded)
+            if self.feedback is not None:  # of values that cannot be sent, too: then it is withdrawn as a whole
+                self.feedback.sent(part.start, values, encoded, torch.empty_like(values))
+        place = scratch.encoded[: encoded.numel()]
+        return _Launched(values, lane.fetch(encoded, place), place)
 
     def conclude(self, held: Mapping[int, Version], *, committed: bool) -> None:
         """The round has ended, with these versions of the parts: error feedback moves on, or stays where it was.
@@ -211,6 +261,11 @@ class Workbench:
         if not committed:
             feedback.roll_back()
             return
+        with self.vector.lanes.working():
+            self._commit(feedback, held)
+        self.vector.lanes.finish()  # the vector's owner may write to it from now on
+
+    def _commit(self, feedback: FeedbackRound, held: Mapping[int, Version]) -> None:
         if self.withdrawn is not None or not self.weights[self.own]:
             feedback.withdraw()
         else:
@@ -277,5 +332,5 @@ class Workbench:
             return self._free.pop()
         except IndexError:
             numel_max = max((part.numel for part in self.plan.parts), default=0)
-            encoded = torch.empty(self.codec.encoded_bytes(numel_max), dtype=torch.uint8)
+            encoded = self.vector.lanes.host_memory(self.codec.encoded_bytes(numel_max), torch.uint8)
             return _Scratch(torch.empty(numel_max), torch.empty(numel_max), encoded, torch.empty(numel_max), Rows())

@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from averaging.averager import Averager
+from averaging.reduction.lowrank import PowerSgd
+from averaging.reduction.powersgd import CODECS
 from averaging.reduction.robust import MEAN, Aggregation
 from averaging.result import AveragingResult, PendingRound
 from averaging.training.config import OptimizerConfig
 from averaging.training.modes import Mode
 from averaging.training.state import TrainingState
 from swarm.compression import resolve
+from swarm.compression.adaptive import ADAPTIVE
 from swarm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -45,6 +48,13 @@ class Manner:
     aggregation: Aggregation = MEAN  # its rule holds for the state, too; clipping is for gradients: parameters have no common origin
     audit: float = 0.0
     error_feedback: bool = False
+    strategy: PowerSgd | None = None
+
+    def __post_init__(self) -> None:
+        if self.strategy is not None and not isinstance(self.strategy, PowerSgd):
+            raise UsageError(f"a strategy is swarm.PowerSgd(rank=…), or None for all values as they are, not {self.strategy!r:.60}")
+        if self.strategy is not None and self.codec not in (ADAPTIVE, *CODECS):
+            raise UsageError(f"with PowerSGD the codec is {', '.join(CODECS)} or {ADAPTIVE}, not {self.codec!r}: it is for the factors")
 
 
 class Rounds:
@@ -105,7 +115,7 @@ class Rounds:
         if self._states is not None:
             self._states.close()
         aggregation = replace(self._manner.aggregation, clip_to_median=None)
-        manner = replace(self._manner, codec=self._config.state_codec, aggregation=aggregation, error_feedback=False)
+        manner = replace(self._manner, codec=self._config.state_codec, aggregation=aggregation, error_feedback=False, strategy=None)
         self._states = self._averager(tensors, "state", "statistic", manner)
         self._states_over = over
 
@@ -146,6 +156,7 @@ class Rounds:
                 averager.close()
 
     def _averager(self, tensors: Sequence[torch.Tensor], name: str, role: str, manner: Manner) -> Averager:
+        role = role if manner.strategy is None else "parameter"  # adaptive: factors take 16 bits
         return Averager(
             self._node,
             tensors,
@@ -156,6 +167,7 @@ class Rounds:
             clip_to_median=manner.aggregation.clip_to_median,
             audit=manner.audit,
             error_feedback=manner.error_feedback,
+            strategy=manner.strategy,
             config=self._config.of_run(self._run_id),
         )
 

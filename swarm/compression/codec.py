@@ -70,6 +70,13 @@ class Codec(Protocol):
         """
         ...
 
+    def write(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        """The same bytes into `out` (flat uint8, of exactly `encoded_bytes`, memory of its own), on the device of `values`.
+
+        On a GPU this is queued like any call of torch: nothing waits, and nothing goes to the host.
+        """
+        ...
+
     def decode(self, payload: Buffer | torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
         """The values (flat, float32) of exactly `encoded_bytes(scratch.numel())` bytes, on the device of `scratch` (flat, float32,
         contiguous).

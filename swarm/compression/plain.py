@@ -77,6 +77,9 @@ class PlainCodec:
         cast(values, encoded)
         return view_tensor(encoded)
 
+    def write(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        cast(values, out.view(self.dtype))
+
     def decode(self, payload: Buffer | torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
         encoded = (payload if isinstance(payload, torch.Tensor) else view_bytes(payload)).view(self.dtype)
         if self.dtype == torch.float32 and scratch.device.type == "cpu":

@@ -111,11 +111,14 @@ class SegmentCodec:
         place = encoded
         if values.device.type != "cpu" or encoded.storage_offset() % _SCALE_BYTES:
             place = torch.empty(encoded.numel(), dtype=torch.uint8, device=values.device)
-        for source, target in self._batches(values, place):
-            self.quantizer.quantize(source, *self._split(target, source.shape[1]))
+        self.write(values, place)
         if place is not encoded:
             encoded.copy_(place)  # the only bytes that leave the device
         return view_tensor(encoded)
+
+    def write(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        for source, target in self._batches(values, out):
+            self.quantizer.quantize(source, *self._split(target, source.shape[1]))
 
     def decode(self, payload: Buffer | torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
         encoded = payload if isinstance(payload, torch.Tensor) else view_bytes(payload)

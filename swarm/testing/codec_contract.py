@@ -57,6 +57,9 @@ def _check_values(codec: Codec, values: torch.Tensor) -> None:
     assert torch.equal(before, values), f"{about}: encoding changed the values"
     assert len(payload) == codec.encoded_bytes(values.numel()), f"{about}: {len(payload)} bytes"
     assert payload == encoded(codec, values.clone()), f"{about}: the same values, other bytes"
+    written = torch.full((len(payload),), 0xA5, dtype=torch.uint8)
+    codec.write(values, written)
+    assert written.numpy().tobytes() == payload, f"{about}: `write` and `encode` make different bytes"
     assert codec.is_finite(payload), f"{about}: finite values, and the encoding is not"
     assert not (found := codec.flaw(payload, values.numel())), f"{about}: {found}"
     result = decoded(codec, payload, values.numel())

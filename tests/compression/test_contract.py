@@ -92,9 +92,12 @@ class Eighths:
 
     def encode(self, values: torch.Tensor, scratch: torch.Tensor) -> memoryview:
         out = scratch[: values.numel()]
+        self.write(values, out)
+        return view_tensor(out)
+
+    def write(self, values: torch.Tensor, out: torch.Tensor) -> None:
         bad = ~(values.abs() <= self.magnitude_max)
         out.copy_(torch.where(bad, 0.0, torch.round(values * 8.0) + 128.0))  # 0 stands for what cannot be carried
-        return view_tensor(out)
 
     def decode(self, payload: Buffer | torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
         raw = payload if isinstance(payload, torch.Tensor) else view_bytes(payload)
