@@ -52,6 +52,7 @@ class AveragerConfig:
     run: str = ""  # the run whose presence records are used; "": an open one, over the averager's name
     bandwidth: float | None = None  # bytes/s that this peer can send; who has more reduces more. None: as measured in the rounds before
     declare_s: float = 1.0  # the constructor waits this long at most until others can see this peer
+    terms: str = ""  # what else peers must have in common, in words: compared before a group forms, as shapes and codec are
     aggregation: Aggregation = MEAN  # its numbers; `rule` and `clip_to_median` are the averager's
     groups: GroupServiceConfig = field(default_factory=GroupServiceConfig)
     presence: PresenceConfig = field(default_factory=PresenceConfig)
@@ -114,7 +115,7 @@ class Averager:
         layout = self._staging.layout
         self._round = replace(self.config.round, aggregation=self._aggregation, audit=audit)
         self.feedback = Feedback(layout.numel, find(codec), reduces=not audit) if error_feedback else None  # to save and load its state
-        manner = f"{self._aggregation.terms}{', audited' if audit else ''}"
+        manner = f"{self._aggregation.terms}{', audited' if audit else ''}{', for ' if self.config.terms else ''}{self.config.terms}"
         terms = f"{manner} {self._round.part_bytes}".encode()
         digest = hashlib.sha256(schema_hash(layout, find(codec)) + terms).digest()
         text = f"{len(layout.shapes)} tensors with {layout.numel:,} elements, {codec}, {manner} (#{digest.hex()[:8]})"

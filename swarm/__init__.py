@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from averaging.averager import Averager, AveragerConfig, AveragingResult, PendingRound
-    from averaging.optimizer import LoadResult, Optimizer, OptimizerConfig, StepReport
+    from averaging.optimizer import Diloco, Gossip, Gradients, LoadResult, Local, Optimizer, OptimizerConfig, StepReport
     from swarm.dht.service import Entry, ManyAnswers, NamespaceRules, StoreItem, StoreResult
     from swarm.errors import DeadlineExceeded, NetworkError, NotEnoughPeers, PeerError, SwarmError, UsageError
     from swarm.identity import Identity
@@ -32,10 +32,14 @@ _HOMES = {
     "AveragingResult": "averaging.averager",
     "Contact": "swarm.ids",
     "DeadlineExceeded": "swarm.errors",
+    "Diloco": "averaging.optimizer",
     "Entry": "swarm.dht.service",
+    "Gossip": "averaging.optimizer",
+    "Gradients": "averaging.optimizer",
     "Identity": "swarm.identity",
     "Key": "swarm.ids",
     "LoadResult": "averaging.optimizer",
+    "Local": "averaging.optimizer",
     "ManyAnswers": "swarm.dht.service",
     "NamespaceRules": "swarm.dht.rules",
     "NetworkError": "swarm.errors",
@@ -61,10 +65,14 @@ __all__ = [
     "AveragingResult",
     "Contact",
     "DeadlineExceeded",
+    "Diloco",
     "Entry",
+    "Gossip",
+    "Gradients",
     "Identity",
     "Key",
     "LoadResult",
+    "Local",
     "ManyAnswers",
     "NamespaceRules",
     "NetworkError",

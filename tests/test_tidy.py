@@ -21,7 +21,7 @@ PARAMETERS_MAX = 6
 WIDE = {
     "averaging/averager.py:__init__": 13,
     "averaging/averager.py:step": 7,
-    "averaging/optimizer.py:__init__": 15,
+    "averaging/optimizer.py:__init__": 16,
     "averaging/groups/service.py:__init__": 10,
     "averaging/training/catchup.py:__init__": 7,
     "averaging/groups/matchmaking.py:__init__": 7,

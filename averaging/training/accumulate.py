@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from averaging.training.memory import room_beside
 from swarm.errors import UsageError
 
 
@@ -20,29 +21,33 @@ class GradientAccumulator:
     average, weighted by samples. Going back to sums costs one rounding and happens only after a failed round.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        """`parameters`: the floating-point leaf tensors that will be trained, any shape, dtype and device, without repetition."""
+    def __init__(self, parameters: Sequence[torch.Tensor], *, home: torch.device | None = None) -> None:
+        """`parameters`: the floating-point leaf tensors that will be trained, any shape, dtype and device, without repetition.
+
+        `home`: where the sums lie, None for each parameter's own device; on the host they are pinned for parameters on CUDA.
+        """
         if not parameters:
             raise UsageError("there is nothing to train: no parameter of the optimizer is a floating-point tensor that requires a gradient")
-        self.parameters = tuple(parameters)
-        self.buffers = [torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format).detach() for p in self.parameters]
+        self.parameters, self.home = tuple(parameters), home
+        self.buffers = [room_beside(p, home) for p in self.parameters]
         self.samples = 0
         self.touched = [False] * len(self.parameters)  # had a gradient since the reset: torch steps no others, decay included
         self._is_mean = False
 
     def add(self, samples: int) -> str | None:
         """Add every parameter's `.grad` × `samples`; returns why nothing was added, or None. `.grad` is left as it is."""
+        flaw = flaw_of_gradients(self.parameters)
+        if flaw is not None:
+            return flaw
         places = [place for place, p in enumerate(self.parameters) if p.grad is not None]
-        if not places:
-            return "no parameter has a gradient"
         gradients = [self.parameters[place].grad for place in places]
-        dense = [g for g in gradients if g is not None and not g.is_sparse]
-        sparse = [g.coalesce().values() for g in gradients if g is not None and g.is_sparse]
-        if not _all_finite(dense + sparse):
-            return "non-finite gradients"
         self._to_sums()
         with torch.no_grad():
-            pairs = [(self.buffers[place], gradient) for place, gradient in zip(places, gradients, strict=True) if gradient is not None]
+            pairs = [
+                (self.buffers[place], gradient.to(self.buffers[place].device))
+                for place, gradient in zip(places, gradients, strict=True)
+                if gradient is not None
+            ]
             for buffer, gradient in pairs:
                 if gradient.is_sparse:
                     buffer.add_(gradient, alpha=samples)
@@ -61,9 +66,16 @@ class GradientAccumulator:
             self._is_mean = True
         return self.buffers
 
+    def put_back(self, means: Sequence[torch.Tensor], samples: int, touched: Sequence[bool]) -> None:
+        """Add what was taken out as means over `samples` samples: their round did not come about."""
+        self._to_sums()
+        torch._foreach_add_(self.buffers, list(means), alpha=samples)
+        self.samples += samples
+        self.touched = [one or other for one, other in zip(self.touched, touched, strict=True)]
+
     def finite(self) -> bool:
         """False when sums of finite gradients ran over: such a contribution must not be sent."""
-        return _all_finite(self.buffers)
+        return all_finite(self.buffers)
 
     def reset(self) -> None:
         """Back to zero samples."""
@@ -105,7 +117,17 @@ class GradientAccumulator:
             self._is_mean = False
 
 
-def _all_finite(tensors: Sequence[torch.Tensor]) -> bool:
+def flaw_of_gradients(parameters: Sequence[torch.Tensor]) -> str | None:
+    """Why the gradients in `.grad` are of no use; None when they are."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return "no parameter has a gradient"
+    dense = [g for g in gradients if not g.is_sparse]
+    sparse = [g.coalesce().values() for g in gradients if g.is_sparse]
+    return None if all_finite(dense + sparse) else "non-finite gradients"
+
+
+def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
     """A sum is finite only if all terms are: one fast pass, and a second look when it is not, since sums of large values run over, too."""
     sums: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
