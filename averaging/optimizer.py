@@ -47,9 +47,10 @@ class Optimizer(torch.optim.Optimizer):
     `inner`: the optimizer that makes the steps; its parameters are the model's. `node`: this process as a peer. `run`: a name that all
     peers use, or a run's id. An epoch is `target_batch_size` samples over the whole swarm; `batch_size_per_step`: samples behind one call
     of `step`, unless the call says. `mode`: "gradients" (one large batch, one step an epoch), "local" (a step each call, parameters
-    averaged once an epoch), "diloco" (the same with an outer step), "gossip" (exchanges in pairs), or settings: `swarm.Diloco(streaming=4)`.
+    averaged once an epoch), "diloco" (the same with an outer step), "gossip" (exchanges in pairs); or settings: `swarm.Diloco(…)`.
     `codec`: how what is averaged travels, a name of `swarm.compression`, or "adaptive" for what suits it; `error_feedback`: what it leaves
-    out of one epoch goes into the next, which `int2`, `sign` and `topk` need. `aggregation`, `clip_to_median`, `audit`: how far hostile peers get, see `swarm.Averager`; by default a part of somebody's gradients that is longer
+    out of one epoch goes into the next, which `int2`, `sign` and `topk` need. `aggregation`, `clip_to_median`, `audit`: how far hostile
+    peers get, see `swarm.Averager`; by default a part of somebody's gradients that is longer
     than ten medians is shortened to that. `scheduler`: a factory like `lambda inner: StepLR(inner, 10)`, stepped once an epoch, part of the
     state. `state_sync_epochs`: every so many epochs the state that peers share is averaged, so that peers with different processors stay
     equal (0: never; None: as the mode needs it). `extra_tensors`: more to share, for instance `model.buffers()`. `offload`: what is kept

@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 _RATE_GAIN = 0.2  # of the newest step in the running estimate of samples/s
 _PROBE_TIMEOUT_S = 10.0
 _ALONE_LOOK_S = 2.0
+_LONE_EPOCHS_MAX = 3  # a peer so far behind goes on with what it has, where all have something else anyway
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class EpochLoop:
                 report = self._land(report)
             if behind:
                 report = replace(self._resynchronise(behind, report.dropped), samples=report.samples)
-            elif self._launched is None and report.resynchronised is None and self._is_time():
+            elif self._launched is None and report.resynchronised is None and not report.stepped and self._is_time():
                 report = self._launch(report) if self._traits.overlapped else self._close(report)
         self._returned_s = self._clock()
         return replace(report, progress=self._tracker.view().fraction, seconds=self._returned_s - began_s)
@@ -154,8 +155,8 @@ class EpochLoop:
         )
 
     def _is_behind(self) -> bool:
-        """Whether the swarm went on without this peer; where peers go on by themselves, an epoch of difference is none."""
-        return self._tracker.swarm_epoch() > self._state.epoch + self._traits.lone
+        """Whether the swarm went on without this peer; where peers go on by themselves, a few epochs of difference are none."""
+        return self._tracker.swarm_epoch() > self._state.epoch + (_LONE_EPOCHS_MAX if self._traits.lone else 0)
 
     def _is_time(self) -> bool:
         """Whether the epoch is full, and its round, if it has failed before, is to be tried again."""
@@ -319,6 +320,9 @@ class EpochLoop:
 
     def _advance(self, told: list[object], members: Sequence[PeerId], began_ago_s: float = 0.0) -> None:
         self._catch_up.advance(lambda: self._mode.apply(told))
+        if self._traits.lone:
+            for _ in range(self._state.epoch, self._tracker.swarm_epoch()):  # who waited for a partner in vain
+                self._catch_up.advance(lambda: None)
         self._tracker.begin_epoch(self._state.epoch, members=members, began_ago_s=began_ago_s)
         self._donor.changed()
 

@@ -359,8 +359,7 @@ ODD = {
 def test_odd_parameters_and_offloading(settings: ModeSettings, odd: str) -> None:
     def made(offload: bool) -> Seat:
         net: Any = ODD[odd](model())
-        chosen = [p for p in net.parameters()]
-        return seat(settings, net, inner=torch.optim.AdamW(chosen, lr=0.02), offload=offload)
+        return seat(settings, net, inner=torch.optim.AdamW(net.parameters(), lr=0.02), offload=offload)
 
     def train(one: Seat, seed: int) -> None:
         one.net.zero_grad()
@@ -408,7 +407,9 @@ def test_steps_that_run_into_nan_are_dropped_and_never_sent(settings: ModeSettin
     assert prepare([one])[0][0] in (4.0, 1.0)
 
 
-@pytest.mark.parametrize("settings", [Gradients(), Gradients(delayed=True), *(MODES[name]() for name in ("local", "diloco", "gossip")), Diloco(streaming=3)], ids=lambda one: f"{one!r:.40}")  # fmt: skip
+@pytest.mark.parametrize(
+    "settings", [*(mode() for mode in MODES.values()), Gradients(delayed=True), Diloco(streaming=3)], ids=lambda one: f"{one!r:.40}"
+)
 def test_resuming_goes_on_bit_for_bit(settings: ModeSettings) -> None:
     one, resumed = seat(settings), seat(settings, model(9))
     rng = random.Random(0)
