@@ -54,6 +54,7 @@ class AveragerConfig:
     run: str = ""  # the run whose presence records are used; "": an open one, over the averager's name
     bandwidth: float | None = None  # bytes/s that this peer can send; who has more reduces more. None: as measured in the rounds before
     declare_s: float = 1.0  # the constructor waits this long at most until others can see this peer
+    terms: str = ""  # what else peers must have in common, in words: compared before a group forms, as shapes and codec are
     aggregation: Aggregation = MEAN  # its numbers; `rule` and `clip_to_median` are the averager's
     groups: GroupServiceConfig = field(default_factory=GroupServiceConfig)
     presence: PresenceConfig = field(default_factory=PresenceConfig)
@@ -121,12 +122,13 @@ class Averager:
         self._round = replace(
             self.config.round, aggregation=self._aggregation, audit=audit, min_fraction=min(min_fraction, self.config.round.min_fraction)
         )
+        self._codec = find(codec)
         self._low_rank = self._factored(strategy, codec, audit) if strategy is not None else None
         self.feedback: Feedback | LowRank | None = self._low_rank  # to save and load its state
         if error_feedback and self._low_rank is None:
-            staging = self._staging
-            self.feedback = Feedback(layout.numel, find(codec), reduces=not audit, cut=staging.cut, lanes=staging.lanes)
+            self.feedback = self.new_feedback()
         manner = f"{self._aggregation.terms}{', audited' if audit else ''}{f', {strategy.terms}' if strategy is not None else ''}"
+        manner += f", for {self.config.terms}" if self.config.terms else ""
         terms = f"{manner} {self._round.part_bytes}".encode()
         digest = hashlib.sha256(schema_hash(layout, find(codec)) + terms).digest()
         text = f"{len(layout.shapes)} tensors with {layout.numel:,} elements, {codec}, {manner} (#{digest.hex()[:8]})"
@@ -233,6 +235,13 @@ class Averager:
             pending.cancel()
             raise
         return result
+
+    def new_feedback(self) -> Feedback:
+        """What remembers the error of one sequence of rounds over these tensors; `feedback` is the one that is used. For rounds that
+        average several things in turns.
+        """
+        staging = self._staging
+        return Feedback(staging.layout.numel, self._codec, reduces=not self._round.audit, cut=staging.cut, lanes=staging.lanes)
 
     def _stage(self, contributes: bool, delta: bool, *, lent: bool) -> Strategy:
         """Take what goes into the round, in the caller's thread."""

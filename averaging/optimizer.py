@@ -16,17 +16,17 @@ import torch
 
 from averaging.reduction.lowrank import PowerSgd
 from averaging.reduction.robust import Aggregation
-from averaging.training.averagers import Manner, Rounds, check_extras
+from averaging.training.averagers import Manner, Rounds, check_codec, check_extras
 from averaging.training.catchup import CatchUp
 from averaging.training.config import OptimizerConfig
 from averaging.training.donor import Donor, DonorServices
 from averaging.training.epochs import EpochLoop
-from averaging.training.gradients import GradientsMode
-from averaging.training.modes import ModeFactory
+from averaging.training.modes import ModeParts, ModeSettings
+from averaging.training.modes.settings import MODES, Diloco, Gossip, Gradients, Local, settings_of
 from averaging.training.progress import SAMPLES_MAX, ProgressView
 from averaging.training.reports import LoadResult, StepReport
 from averaging.training.runexchange import exchange_of
-from averaging.training.state import Scheduler, TrainingState
+from averaging.training.state import Scheduler
 from averaging.training.tracker import Tracker, TrackerServices
 from swarm.compression import resolve
 from swarm.errors import NetworkError, UsageError
@@ -34,9 +34,7 @@ from swarm.errors import NetworkError, UsageError
 if TYPE_CHECKING:
     from swarm.node import Node
 
-__all__ = ["MODES", "LoadResult", "Optimizer", "OptimizerConfig", "StepReport"]
-
-MODES: dict[str, ModeFactory] = {"gradients": GradientsMode}
+__all__ = ["MODES", "Diloco", "Gossip", "Gradients", "LoadResult", "Local", "Optimizer", "OptimizerConfig", "StepReport"]
 
 _RUN_ID = re.compile(r"[a-z2-7]{20}")
 _NAME_CHARACTERS_MAX = 100
@@ -47,18 +45,22 @@ _CLOSE_S_MAX = 2.0
 class Optimizer(torch.optim.Optimizer):
     """Trains one model together with everybody who has an `Optimizer` of the same run.
 
-    `inner`: the optimizer to step once an epoch; its parameters are the model's. `node`: this process as a peer. `run`: a name that all
+    `inner`: the optimizer that makes the steps; its parameters are the model's. `node`: this process as a peer. `run`: a name that all
     peers use, or a run's id. An epoch is `target_batch_size` samples over the whole swarm; `batch_size_per_step`: samples behind one call
-    of `step`, unless the call says. `codec`: how gradients travel, a name of `swarm.compression`, or "adaptive" for what suits their size;
-    `error_feedback`: what it leaves out of one epoch goes into the next, which `int2`, `sign` and `topk` need.
-    `strategy=PowerSgd(rank=4)`: matrices travel as factors of that rank, in two all-reduces an epoch, with error feedback. `aggregation`,
-    `clip_to_median`, `audit`: how far hostile peers get, see `swarm.Averager`; by default a part of somebody's gradients that is longer
+    of `step`, unless the call says. `mode`: "gradients" (one large batch, one step an epoch), "local" (a step each call, parameters
+    averaged once an epoch), "diloco" (the same with an outer step), "gossip" (exchanges in pairs); or settings: `swarm.Diloco(…)`.
+    `codec`: how what is averaged travels, a name of `swarm.compression`, or "adaptive" for what suits it; `error_feedback`: what it leaves
+    out of one epoch goes into the next, which `int2`, `sign` and `topk` need. `strategy=PowerSgd(rank=4)`: matrices travel as factors of
+    that rank, in two all-reduces an epoch, with error feedback. `aggregation`, `clip_to_median`, `audit`: how far hostile peers get, see
+    `swarm.Averager`; by default a part of somebody's gradients that is longer
     than ten medians is shortened to that. `scheduler`: a factory like `lambda inner: StepLR(inner, 10)`, stepped once an epoch, part of the
-    state. `state_sync_epochs`: every so many epochs parameters and statistics are averaged, so that peers with different processors stay
-    equal (0: never). `extra_tensors`: more to share, for instance `model.buffers()`.
+    state. `state_sync_epochs`: every so many epochs the state that peers share is averaged, so that peers with different processors stay
+    equal (0: never; None: as the mode needs it). `extra_tensors`: more to share, for instance `model.buffers()`. `offload`: what is kept
+    beside the model (accumulators; in modes with local steps base and outer momentum) lies on the host, pinned for a model on CUDA.
 
-    Parameters change only inside `step`, when an epoch is full. Joining a swarm that is ahead loads its state in the first `step`;
-    `load_state_from_peers` does it before. What the network does is in the report; UsageError is the caller's mistake. A context manager.
+    Parameters change only inside `step`; in mode "gradients" when an epoch is full. Joining a swarm that is ahead loads its state in the
+    first `step`; `load_state_from_peers` does it before. What the network does is in the report; UsageError is the caller's mistake. A
+    context manager.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Optimizer(torch.optim.Optimizer):
         run: str,
         target_batch_size: int,
         batch_size_per_step: int | None = None,
-        mode: str = "gradients",
+        mode: str | ModeSettings = "gradients",
         codec: str = "float16",
         aggregation: str = "mean",
         clip_to_median: float | None = 10.0,
@@ -77,35 +79,40 @@ class Optimizer(torch.optim.Optimizer):
         error_feedback: bool = False,
         strategy: PowerSgd | None = None,
         scheduler: Callable[[torch.optim.Optimizer], Scheduler] | None = None,
-        state_sync_epochs: int = 10,
+        state_sync_epochs: int | None = None,
         extra_tensors: Sequence[torch.Tensor] = (),
+        offload: bool = False,
         config: OptimizerConfig | None = None,
     ) -> None:
         # torch's __init__ is not called: groups, state and hooks are those of `inner`, by delegation.
-        self._check(inner, mode, batch_size_per_step, state_sync_epochs)
+        settings = self._check(inner, mode, batch_size_per_step, state_sync_epochs)
         resolve(codec, "gradient", 0)  # UsageError for one that does not exist, before anything is opened
         aggregate = Aggregation(rule=aggregation, clip_to_median=clip_to_median)
         manner = Manner(codec=codec, aggregation=aggregate, audit=audit, error_feedback=error_feedback, strategy=strategy)
         config = config or OptimizerConfig()
         self.inner, self.node, self.run_id = inner, node, run_id_of(run)
         self.target_batch_size, self.batch_size_per_step = _samples(target_batch_size), batch_size_per_step
-        self.mode = mode
+        self.mode = settings.name
         self._closed = False
-        self._state = TrainingState(inner, tuple(extra_tensors), scheduler(inner) if scheduler is not None else None)
+        schedule = scheduler(inner) if scheduler is not None else None
+        self._training = settings.build(ModeParts(inner=inner, extras=tuple(extra_tensors), scheduler=schedule, offload=offload))
+        self._state, traits = self._training.state, self._training.traits
         check_extras(self._state)
-        self._training = MODES[mode](self._state)
-        node.network.run(self._open(manner, state_sync_epochs, config), _START_S_MAX)
+        check_codec(manner, traits)
+        sync_epochs = traits.state_sync_epochs if state_sync_epochs is None else state_sync_epochs
+        node.network.run(self._open(manner, sync_epochs, config), _START_S_MAX)
 
     @staticmethod
-    def _check(inner: torch.optim.Optimizer, mode: str, batch_size_per_step: int | None, state_sync_epochs: int) -> None:
+    def _check(
+        inner: torch.optim.Optimizer, mode: str | ModeSettings, batch_size_per_step: int | None, state_sync_epochs: int | None
+    ) -> ModeSettings:
         if not isinstance(inner, torch.optim.Optimizer) or isinstance(inner, Optimizer):
             raise UsageError(f"the first argument is a torch optimizer such as torch.optim.AdamW(model.parameters()), not {inner!r:.60}")
-        if mode not in MODES:
-            raise UsageError(f"there is no mode {mode!r}; there is: {', '.join(MODES)}")
         if batch_size_per_step is not None:
             _samples(batch_size_per_step)
-        if not isinstance(state_sync_epochs, int) or state_sync_epochs < 0:
+        if state_sync_epochs is not None and (not isinstance(state_sync_epochs, int) or state_sync_epochs < 0):
             raise UsageError(f"state_sync_epochs is a whole number of epochs, 0 for never, not {state_sync_epochs!r}")
+        return settings_of(mode)
 
     async def _open(self, manner: Manner, state_sync_epochs: int, config: OptimizerConfig) -> None:
         node = self.node
@@ -149,7 +156,8 @@ class Optimizer(torch.optim.Optimizer):
         return report if loss is None else replace(report, loss=loss)
 
     def load_state_from_peers(self, timeout_s: float = 600.0, on_progress: Callable[[int, int], None] | None = None) -> LoadResult:
-        """Download the swarm's state: parameters, statistics, counters, schedule, epoch. What was accumulated is dropped.
+        """Download the swarm's state: parameters, statistics, counters, schedule, epoch. What was accumulated is dropped (with local steps:
+        added to it, if it is not long out of date).
 
         `on_progress(bytes, of_bytes)` is called on the network thread. Nobody to load from is a result with `alone=True`, not an error.
         """
@@ -167,6 +175,11 @@ class Optimizer(torch.optim.Optimizer):
     def epoch(self) -> int:
         """How many epochs the parameters have behind them."""
         return self._state.epoch
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a round is held in the background, in a mode that trains on meanwhile."""
+        return self._loop.in_flight
 
     @property
     def progress(self) -> ProgressView:
@@ -209,12 +222,14 @@ class Optimizer(torch.optim.Optimizer):
         return {**self.inner.state_dict(), "swarm": swarm}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from `state_dict()`, or from the inner optimizer's own: then in the present epoch."""
+        """Resume from `state_dict()`, or from the inner optimizer's own: then in the present epoch. Load the model's parameters, too."""
         plain = {key: value for key, value in state_dict.items() if key != "swarm"}
         swarm = state_dict.get("swarm")
         with self._state.lock:
             self.inner.load_state_dict(plain)
-            if swarm is not None:
+            if swarm is None:
+                self._training.learner.restart()
+            else:
                 self._training.load_state_dict(swarm["accumulated"])
                 self._rounds.load_feedback(swarm.get("feedback"))
                 if self._state.scheduler is not None and swarm["scheduler"] is not None:
@@ -256,6 +271,7 @@ class Optimizer(torch.optim.Optimizer):
         if self._closed or self.node.closed or not self.node.network.ours:
             self._closed = True
             return
+        self._loop.close()
         with contextlib.suppress(NetworkError):  # records expire by themselves
             self.node.network.run(self._close_on_loop(), _CLOSE_S_MAX)
         self._rounds.close()

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from averaging.averager import Averager, AveragerConfig, AveragingResult, PendingRound
-    from averaging.optimizer import LoadResult, Optimizer, OptimizerConfig, StepReport
+    from averaging.optimizer import Diloco, Gossip, Gradients, LoadResult, Local, Optimizer, OptimizerConfig, StepReport
+    from averaging.reduction.lowrank import PowerSgd
     from moe.errors import ExpertApplied, ExpertError, ExpertFailed, ExpertMissing, ExpertOverloaded, ExpertRefused
     from moe.remote import RemoteExpert, Travel
     from moe.server import Expert, ExpertServer, ExpertServerConfig
-    from averaging.reduction.lowrank import PowerSgd
     from swarm.dht.service import Entry, ManyAnswers, NamespaceRules, StoreItem, StoreResult
     from swarm.errors import DeadlineExceeded, NetworkError, NotEnoughPeers, PeerError, SwarmError, UsageError
     from swarm.identity import Identity
@@ -36,6 +36,7 @@ _HOMES = {
     "AveragingResult": "averaging.averager",
     "Contact": "swarm.ids",
     "DeadlineExceeded": "swarm.errors",
+    "Diloco": "averaging.optimizer",
     "Entry": "swarm.dht.service",
     "Expert": "moe.server",
     "ExpertApplied": "moe.errors",
@@ -46,9 +47,12 @@ _HOMES = {
     "ExpertRefused": "moe.errors",
     "ExpertServer": "moe.server",
     "ExpertServerConfig": "moe.server",
+    "Gossip": "averaging.optimizer",
+    "Gradients": "averaging.optimizer",
     "Identity": "swarm.identity",
     "Key": "swarm.ids",
     "LoadResult": "averaging.optimizer",
+    "Local": "averaging.optimizer",
     "ManyAnswers": "swarm.dht.service",
     "NamespaceRules": "swarm.dht.rules",
     "NetworkError": "swarm.errors",
@@ -77,6 +81,7 @@ __all__ = [
     "AveragingResult",
     "Contact",
     "DeadlineExceeded",
+    "Diloco",
     "Entry",
     "Expert",
     "ExpertApplied",
@@ -87,9 +92,12 @@ __all__ = [
     "ExpertRefused",
     "ExpertServer",
     "ExpertServerConfig",
+    "Gossip",
+    "Gradients",
     "Identity",
     "Key",
     "LoadResult",
+    "Local",
     "ManyAnswers",
     "NamespaceRules",
     "NetworkError",
@@ -101,8 +109,8 @@ __all__ = [
     "PeerError",
     "PeerId",
     "PendingRound",
-    "RemoteExpert",
     "PowerSgd",
+    "RemoteExpert",
     "StepReport",
     "StoreItem",
     "StoreResult",

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from averaging.training.memory import room_beside
 from swarm.errors import UsageError
 
 _NAMED_MAX = 3  # parameters in a message
@@ -22,33 +23,34 @@ class GradientAccumulator:
     average, weighted by samples. Going back to sums costs one rounding and happens only after a failed round.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], names: Sequence[str] = ()) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], *, names: Sequence[str] = (), home: torch.device | None = None) -> None:
         """`parameters`: the floating-point leaf tensors that will be trained, any shape, dtype and device, without repetition.
 
-        `names`: what messages call them.
+        `names`: what messages call them. `home`: where the sums lie, None for each parameter's own device; on the host they are pinned for
+        parameters on CUDA.
         """
         if not parameters:
             raise UsageError("there is nothing to train: no parameter of the optimizer is a floating-point tensor that requires a gradient")
-        self.parameters = tuple(parameters)
-        self._names = tuple(names) or tuple(f"parameter {place}" for place in range(len(self.parameters)))
-        self.buffers = [torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format).detach() for p in self.parameters]
+        self.parameters, self.names, self.home = tuple(parameters), tuple(names), home
+        self.buffers = [room_beside(p, home) for p in self.parameters]
         self.samples = 0
         self.touched = [False] * len(self.parameters)  # had a gradient since the reset: torch steps no others, decay included
         self._is_mean = False
 
     def add(self, samples: int) -> str | None:
         """Add every parameter's `.grad` × `samples`; returns why nothing was added, or None. `.grad` is left as it is."""
+        flaw = flaw_of_gradients(self.parameters, self.names)
+        if flaw is not None:
+            return flaw
         places = [place for place, p in enumerate(self.parameters) if p.grad is not None]
-        if not places:
-            return "no parameter has a gradient"
         gradients = [self.parameters[place].grad for place in places]
-        dense = [g for g in gradients if g is not None and not g.is_sparse]
-        sparse = [g.coalesce().values() for g in gradients if g is not None and g.is_sparse]
-        if not _all_finite(dense + sparse):
-            return f"non-finite gradients: {', '.join(self._not_finite())}"
         self._to_sums()
         with torch.no_grad():
-            pairs = [(self.buffers[place], gradient) for place, gradient in zip(places, gradients, strict=True) if gradient is not None]
+            pairs = [
+                (self.buffers[place], gradient.to(self.buffers[place].device))
+                for place, gradient in zip(places, gradients, strict=True)
+                if gradient is not None
+            ]
             for buffer, gradient in pairs:
                 if gradient.is_sparse:
                     buffer.add_(gradient, alpha=samples)
@@ -67,9 +69,16 @@ class GradientAccumulator:
             self._is_mean = True
         return self.buffers
 
+    def put_back(self, means: Sequence[torch.Tensor], samples: int, touched: Sequence[bool]) -> None:
+        """Add what was taken out as means over `samples` samples: their round did not come about."""
+        self._to_sums()
+        torch._foreach_add_(self.buffers, list(means), alpha=samples)
+        self.samples += samples
+        self.touched = [one or other for one, other in zip(self.touched, touched, strict=True)]
+
     def finite(self) -> bool:
         """False when sums of finite gradients ran over: such a contribution must not be sent."""
-        return _all_finite(self.buffers)
+        return all_finite(self.buffers)
 
     def reset(self) -> None:
         """Back to zero samples."""
@@ -105,22 +114,35 @@ class GradientAccumulator:
         self.samples, self._is_mean = int(state["samples"]), False
         self.touched = [bool(touched) for touched in state["touched"]]
 
-    def _not_finite(self) -> list[str]:
-        """Whose gradients have NaN or infinity in them, the first few."""
-        found = []
-        for name, p in zip(self._names, self.parameters, strict=True):
-            gradient = p.grad.coalesce().values() if p.grad is not None and p.grad.is_sparse else p.grad
-            if gradient is not None and not bool(gradient.isfinite().all()):
-                found.append(name)
-        return found[:_NAMED_MAX] + ["and others"] * (len(found) > _NAMED_MAX)
-
     def _to_sums(self) -> None:
         if self._is_mean:
             torch._foreach_mul_(self.buffers, float(self.samples))
             self._is_mean = False
 
 
-def _all_finite(tensors: Sequence[torch.Tensor]) -> bool:
+def names_of(parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> list[str]:
+    """What messages call these parameters: by their names if the optimizer was given `named_parameters()`, else by their numbers in it."""
+    every = dict.fromkeys(id(p) for group in optimizer.param_groups for p in group["params"])
+    known = {one: f"parameter {place}" for place, one in enumerate(every)}
+    for group in optimizer.param_groups:
+        known |= {id(p): str(name) for p, name in zip(group["params"], group.get("param_names", ()), strict=False)}
+    return [known[id(p)] for p in parameters]
+
+
+def flaw_of_gradients(parameters: Sequence[torch.Tensor], names: Sequence[str] = ()) -> str | None:
+    """Why the gradients in `.grad` are of no use; None when they are. `names`: what messages call the parameters."""
+    gradients = [p.grad.coalesce().values() if p.grad is not None and p.grad.is_sparse else p.grad for p in parameters]
+    there = [g for g in gradients if g is not None]
+    if not there:
+        return "no parameter has a gradient"
+    if all_finite(there):
+        return None
+    names = names or [f"parameter {place}" for place in range(len(parameters))]
+    bad = [name for name, g in zip(names, gradients, strict=True) if g is not None and not bool(g.isfinite().all())]
+    return f"non-finite gradients: {', '.join(bad[:_NAMED_MAX] + ['and others'] * (len(bad) > _NAMED_MAX))}"
+
+
+def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
     """A sum is finite only if all terms are: one fast pass, and a second look when it is not, since sums of large values run over, too."""
     sums: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:

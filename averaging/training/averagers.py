@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from averaging.averager import Averager
+from averaging.reduction.feedback import Feedback
 from averaging.reduction.lowrank import PowerSgd
-from averaging.reduction.powersgd import CODECS
+from averaging.reduction.powersgd import CODECS, LowRank
 from averaging.reduction.robust import MEAN, Aggregation
 from averaging.result import AveragingResult, PendingRound
 from averaging.training.config import OptimizerConfig
-from averaging.training.modes import Mode
+from averaging.training.modes import Mode, Traits
 from averaging.training.state import TrainingState
 from swarm.compression import resolve
 from swarm.compression.adaptive import ADAPTIVE
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from swarm.node import Node
 
 _POLL_S = 0.002
-_POLLS_PER_LOOK = 20
+_LOOK_S = 0.04
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,7 @@ class Manner:
     """How the tensors of the epochs are averaged."""
 
     codec: str
-    aggregation: Aggregation = MEAN  # its rule holds for the state, too; clipping is for gradients: parameters have no common origin
+    aggregation: Aggregation = MEAN  # its rule holds for the state, too; clipping is for gradients and pseudo-gradients
     audit: float = 0.0
     error_feedback: bool = False
     strategy: PowerSgd | None = None
@@ -57,6 +58,41 @@ class Manner:
             raise UsageError(f"with PowerSGD the codec is {', '.join(CODECS)} or {ADAPTIVE}, not {self.codec!r}: it is for the factors")
 
 
+class Flight:
+    """A round in the background, given up `grace_s` after there was enough of waiting for it."""
+
+    def __init__(self, pending: PendingRound, enough: Callable[[], bool], grace_s: float) -> None:
+        self._pending, self._enough, self._grace_s = pending, enough, grace_s
+        self._since_s, self._looked_s = math.inf, -math.inf
+
+    def done(self) -> bool:
+        """Whether `result` would not wait. To be asked now and then: it is here that a round is given up."""
+        now_s = time.monotonic()
+        if self._pending.done:
+            return True
+        if now_s - self._looked_s >= _LOOK_S:
+            self._looked_s = now_s
+            self._since_s = min(self._since_s, now_s) if self._enough() else math.inf
+        if now_s - self._since_s < self._grace_s:
+            return False
+        self._pending.cancel()
+        return True
+
+    def result(self) -> AveragingResult:
+        """Wait for the end; the average is written into the tensors in this thread."""
+        try:
+            pause = threading.Event()
+            while not self.done():
+                pause.wait(_POLL_S)
+            return self._pending.result()
+        except BaseException:  # Ctrl-C: nothing may go on behind the caller's back
+            self._pending.cancel()
+            raise
+
+    def cancel(self) -> None:
+        self._pending.cancel()
+
+
 class Rounds:
     """Averagers are made when they are needed first: others wait for whoever holds one."""
 
@@ -64,47 +100,57 @@ class Rounds:
         self._node, self._run_id, self._mode, self._state, self._manner, self._config = node, run_id, mode, state, manner, config
         self._epochs: Averager | None = None
         self._states: Averager | None = None
-        self._feedback: dict[str, Any] | None = None  # loaded before there is an averager to have it
+        self._feedbacks: list[Feedback | LowRank] = []  # one for each of the mode's slots, or none
+        self._feedback: Any = None  # loaded before there is an averager to have it
         self._states_over: list[int] = []  # addresses of the tensors that `_states` averages: loading may replace them
 
     def open(self) -> None:
         """Hold the averager of the epochs from now on: others expect this peer in their rounds."""
-        if self._epochs is None:
-            self._epochs = self._averager(self._mode.tensors(), "epochs", "gradient", self._manner)
-            if self._epochs.feedback is not None and self._feedback is not None:
-                self._epochs.feedback.load_state_dict(self._feedback)
+        if self._epochs is not None:
+            return
+        self._epochs = self._averager(self._mode.tensors(), "epochs", self._manner)
+        first = self._epochs.feedback
+        if first is not None:
+            others = range(1, self._mode.traits.slots)
+            self._feedbacks = [first, *(self._epochs.new_feedback() for _ in others)]
+            self.load_feedback(self._feedback)
 
-    def feedback_state(self) -> dict[str, Any] | None:
-        """What error feedback holds; None without."""
-        feedback = self._epochs.feedback if self._epochs is not None else None
-        return self._feedback if feedback is None else feedback.state_dict()
+    def feedback_state(self) -> Any:
+        """What error feedback holds: one state, or a list of them for a mode whose rounds take turns; None without."""
+        if not self._feedbacks:
+            return self._feedback
+        states = [feedback.state_dict() for feedback in self._feedbacks]
+        return states[0] if len(states) == 1 else states
 
-    def load_feedback(self, state: dict[str, Any] | None) -> None:
+    def load_feedback(self, state: Any) -> None:
         """Go on with what `feedback_state` returned. UsageError: it belongs to something else, or a round is held."""
         if self._epochs is None:
             self._feedback = state
-        elif self._epochs.feedback is not None and state is not None:
-            self._epochs.feedback.load_state_dict(state)
+        elif self._feedbacks and state is not None:
+            states = state if isinstance(state, list) else [state]
+            if len(states) != len(self._feedbacks):
+                raise UsageError(f"the saved error feedback is of {len(states)} parts of the model; this mode has {len(self._feedbacks)}")
+            for feedback, one in zip(self._feedbacks, states, strict=True):
+                feedback.load_state_dict(one)
 
-    def average(self, epoch: int, enough: Callable[[], bool], grace_s: float) -> AveragingResult:
-        """One attempt at the round of `epoch`. When it did not fail, the mode's tensors hold the average.
+    def begin(self, epoch: int, enough: Callable[[], bool], grace_s: float) -> Flight:
+        """Begin the round of `epoch`. When it did not fail, the mode's tensors hold the average once its result is taken.
 
         Given up `grace_s` after `enough()`: a round that has begun ends before that, one that nobody will join does not.
         """
         self.open()
         assert self._epochs is not None
-        weight, told = self._mode.prepare()
+        if self._feedbacks:
+            self._epochs.feedback = self._feedbacks[epoch % len(self._feedbacks)]
+        weight, told = self._mode.prepare(epoch)
         pending = self._epochs.step(
             weight=weight, timeout_s=self._config.round_timeout_s, gather=told, round_key=epoch, wait=False, lend=True
         )
-        try:
-            _wait(pending, enough, grace_s)
-            result = pending.result()
-        except BaseException:  # Ctrl-C: nothing may go on behind the caller's back
-            pending.cancel()
-            raise
-        assert isinstance(result, AveragingResult)
-        return result
+        return Flight(pending, enough, grace_s)
+
+    def average(self, epoch: int, enough: Callable[[], bool], grace_s: float) -> AveragingResult:
+        """`begin`, and wait for the end."""
+        return self.begin(epoch, enough, grace_s).result()
 
     def open_state(self) -> None:
         """Hold the averager of the state; once the inner optimizer has made its statistics, so that all peers' layouts agree."""
@@ -114,9 +160,8 @@ class Rounds:
             return
         if self._states is not None:
             self._states.close()
-        aggregation = replace(self._manner.aggregation, clip_to_median=None)
-        manner = replace(self._manner, codec=self._config.state_codec, aggregation=aggregation, error_feedback=False, strategy=None)
-        self._states = self._averager(tensors, "state", "statistic", manner)
+        manner = replace(self._manner, codec=self._config.state_codec, error_feedback=False, strategy=None)
+        self._states = self._averager(tensors, "state", manner)
         self._states_over = over
 
     def synchronise(self, enough: Callable[[], bool], grace_s: float) -> Synchronised:
@@ -127,23 +172,26 @@ class Rounds:
         self.open_state()
         assert self._states is not None
         state = self._state
-        before = [p.detach().clone() for p in state.parameters if p.requires_grad]
+        before, carried = [p.detach().clone() for p in state.parameters if p.requires_grad], self._mode.carried()
         counters = state.counters_digest()
         told = {"counters": counters, "extras": state.extra_counts()}
         pending = self._states.step(
             weight=1.0, timeout_s=self._config.state_timeout_s, gather=told, round_key=state.epoch, wait=False, lend=True
         )
+        flight, pause = Flight(pending, enough, grace_s), threading.Event()
         try:
-            _wait(pending, enough, grace_s)
+            while not flight.done():
+                pause.wait(_POLL_S)
             with state.lock:
                 result = pending.result()
                 if result.failed:
                     return Synchronised(result=result)
                 heard = [told for told in result.gathered.values() if isinstance(told, dict)]
                 state.agree_extras([told["extras"] for told in heard if _are_counts(told.get("extras"))])
+                self._mode.settled(carried)
                 state.moved(state.epoch, canonical=True)
-        except BaseException:  # as above
-            pending.cancel()
+        except BaseException:  # Ctrl-C, as in a Flight
+            flight.cancel()
             raise
         most = Counter(told.get("counters") for told in heard if isinstance(told.get("counters"), bytes)).most_common(1)
         in_step = not most or most[0][0] == counters or most[0][1] * 2 <= len(heard)
@@ -155,36 +203,24 @@ class Rounds:
             if averager is not None:
                 averager.close()
 
-    def _averager(self, tensors: Sequence[torch.Tensor], name: str, role: str, manner: Manner) -> Averager:
+    def _averager(self, tensors: Sequence[torch.Tensor], name: str, manner: Manner) -> Averager:
+        traits, config = self._mode.traits, self._config.of_run(self._run_id)
+        role = traits.role if name == "epochs" else "statistic"
+        clip_to_median = manner.aggregation.clip_to_median if role.endswith("gradient") else None  # parameters have no common origin
         role = role if manner.strategy is None else "parameter"  # adaptive: factors take 16 bits
         return Averager(
             self._node,
             tensors,
             name=name,
-            target_group_size=self._config.group_size_max,
+            target_group_size=traits.group_size or self._config.group_size_max,
             codec=resolve(manner.codec, role, sum(tensor.numel() for tensor in tensors)).name,
             aggregation=manner.aggregation.rule,
-            clip_to_median=manner.aggregation.clip_to_median,
+            clip_to_median=clip_to_median,
             audit=manner.audit,
             error_feedback=manner.error_feedback,
             strategy=manner.strategy,
-            config=self._config.of_run(self._run_id),
+            config=replace(config, terms=traits.terms),
         )
-
-
-def _wait(pending: PendingRound, enough: Callable[[], bool], grace_s: float) -> None:
-    """Until the round has ended, or `grace_s` after there was enough of waiting."""
-    pause, looked, since_s = threading.Event(), 0, math.inf
-    while not pending.done:
-        pause.wait(_POLL_S)
-        looked += 1
-        if looked % _POLLS_PER_LOOK:
-            continue
-        now_s = time.monotonic()
-        since_s = min(since_s, now_s) if enough() else math.inf
-        if now_s - since_s >= grace_s:
-            pending.cancel()
-            return
 
 
 def _are_counts(value: Any) -> bool:
@@ -199,6 +235,23 @@ def _distance(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> flo
     apart = math.hypot(*(float((a - b).norm()) for a, b in filled))
     size = math.hypot(*(float(b.norm()) for _, b in filled))
     return apart / size if size else apart
+
+
+def check_codec(manner: Manner, traits: Traits) -> None:
+    """UsageError for a codec or a strategy that would ruin what this mode averages."""
+    codec = manner.codec
+    if manner.strategy is not None and (traits.role == "parameter" or traits.slots > 1):
+        why = (
+            "averages parameters themselves"
+            if traits.role == "parameter"
+            else "averages parts of the model, not matrices"
+        )
+        raise UsageError(f"mode {traits.terms.partition(' ')[0]} {why}: PowerSGD is not for it")
+    chosen = resolve(codec, traits.role, 0)
+    if traits.role == "parameter" and chosen.bits_per_element < 16:
+        raise UsageError(
+            f"mode {traits.terms.partition(' ')[0]} averages parameters themselves: {codec} would ruin them; use float16 or finer"
+        )
 
 
 def check_extras(state: TrainingState, counts_max: int = 1024) -> None:

@@ -99,7 +99,7 @@ class CatchUp:
 
     def _try(self, attempt: _Attempt, donors: list[Contact]) -> LoadResult | None:
         """One download with its rounds; None when it has to be tried again."""
-        self._mode.drop()
+        self._mode.learner.set_aside()
         self._rounds.open()  # before the state is asked for: whatever epoch it is of, the rounds since then have us in them
         epoch = max(self._tracker.swarm_epoch(), self._state.epoch)
         self._register(epoch)  # whoever closes the epoch now waits for us, at weight 0
@@ -143,10 +143,10 @@ class CatchUp:
                 result = self._rounds.average(epoch, future.done, self._config.capture_grace_s)
                 if result.failed:
                     _log.info("epoch %d of run %s was not received during the download: %s", epoch, self._run_id, result.detail)
-                    self._mode.drop()
+                    self._mode.failed(result.reason)
                     threading.Event().wait(_LOOK_S)
                     continue
-                captured[epoch] = self._mode.capture(list(result.gathered.values()))
+                captured[epoch] = self._mode.capture(epoch, list(result.gathered.values()))
                 epoch += 1
                 if len(captured) > self._config.replay_rounds_max:
                     captured.clear()

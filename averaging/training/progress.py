@@ -143,10 +143,13 @@ class Progress:
         """What this peer tells the others."""
         return self._own
 
-    def begin_epoch(self, epoch: int, now_s: float, *, joining: bool = False) -> None:
-        """This peer is in `epoch` now and has no samples in it. `joining`: it was not there when the others began, and asks them when."""
+    def begin_epoch(self, epoch: int, now_s: float, *, joining: bool = False, began_ago_s: float = 0.0) -> None:
+        """This peer is in `epoch` now and has no samples in it. `joining`: it was not there when the others began, and asks them when.
+
+        `began_ago_s`: for so long it has trained in it already, while the round before was still being held.
+        """
         began_s = [claim.since_s for claim in self.others(now_s).values() if joining and claim.epoch == epoch]
-        since_s = min(now_s, statistics.median_low(began_s)) if began_s else now_s
+        since_s = min(now_s, statistics.median_low(began_s)) if began_s else now_s - began_ago_s
         self._own = Claim(epoch=epoch, samples=0, rate=self._own.rate, at_s=now_s, since_s=since_s)
 
     def report(self, samples: int, rate: float, now_s: float) -> None:

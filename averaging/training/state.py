@@ -61,13 +61,6 @@ class TrainingState:
         self.epoch, self.canonical = epoch, canonical
         self.version += 1
 
-    def names(self, parameters: Sequence[torch.Tensor]) -> list[str]:
-        """What messages call these parameters: by their names if the optimizer was given `named_parameters()`, else by their numbers."""
-        known = {id(p): f"parameter {place}" for place, p in enumerate(self.parameters)}
-        for group in self.inner.param_groups:
-            known |= {id(p): str(name) for p, name in zip(group["params"], group.get("param_names", ()), strict=False)}
-        return [known[id(p)] for p in parameters]
-
     # averaging
 
     def averaged(self) -> list[torch.Tensor]:

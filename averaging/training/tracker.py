@@ -60,6 +60,7 @@ class Tracker:
         self._begun = -1  # the latest epoch that was agreed to be full
         self._called = -1  # the latest epoch that somebody called full
         self._told = -1  # the latest epoch of which this peer told the others
+        self._calls = 0  # how often somebody called our epoch full
         self._contacts: dict[PeerId, Contact] = {}
         self._wake = asyncio.Event()  # look and publish now
         self._herald = asyncio.Event()  # tell the others now
@@ -88,11 +89,23 @@ class Tracker:
             self._begun = epoch
             self._news.notify_all()
 
-    def begin_epoch(self, epoch: int, *, joining: bool = False, members: Iterable[PeerId] = ()) -> None:
-        """This peer is in `epoch` now, and so are the `members` of the round that began it."""
+    @property
+    def calls(self) -> int:
+        """A number that grows whenever somebody says that this peer's epoch is full."""
+        return self._calls
+
+    def call(self, epoch: int) -> None:
+        """Tell everybody once more that `epoch` is full: a round that had failed is tried again."""
+        with self._lock:
+            self._told = min(self._told, epoch - 1)
+        if not self._closed:
+            self._services.loop.call_soon_threadsafe(self._herald.set)
+
+    def begin_epoch(self, epoch: int, *, joining: bool = False, members: Iterable[PeerId] = (), began_ago_s: float = 0.0) -> None:
+        """This peer is in `epoch` now, and so are the `members` of the round that began it; it has trained in it for `began_ago_s`."""
         with self._news:
             now_s = self._services.clock.swarm_s()
-            self._progress.begin_epoch(epoch, now_s, joining=joining)
+            self._progress.begin_epoch(epoch, now_s, joining=joining, began_ago_s=began_ago_s)
             self._progress.on_round(members, epoch, now_s)
             self._news.notify_all()
         self._poke()
@@ -204,6 +217,7 @@ class Tracker:
             with self._news:
                 ours = self._progress.epoch
                 self._called = max(self._called, epoch) if epoch <= ours + 1 else self._called
+                self._calls += attempt == 0 and epoch == ours
                 self._settle(now_s)
                 if self._begun >= epoch:
                     return True

@@ -16,8 +16,6 @@ from swarm.run.specification import RunSpecification
 if TYPE_CHECKING:
     from swarm.dht.service import DhtService
 
-_STATISTICS = {"adamw": 2, "adam": 2, "sgd": 1}  # tensors of the size of the parameters that the optimizer keeps
-
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
@@ -44,13 +42,17 @@ async def look(dht: DhtService, run_id: str, own: PeerId, clock: Clock, *, timeo
 def round_bytes(specification: RunSpecification, parameters: int, peers: int) -> int:
     """What one of `peers` volunteers sends in an average epoch, and as much receives.
 
-    That is a butterfly all-reduce of the gradients, and now and then of the state. A lone peer sends nothing: two are assumed at least.
+    That is a butterfly all-reduce of what the mode averages, and now and then of the state. A lone peer sends nothing: two are assumed at
+    least.
     """
-    members = max(2, min(peers, specification.target_group_size))
+    mode = specification.mode
+    members = 2 if mode.name == "gossip" else max(2, min(peers, specification.target_group_size))
     share = 2 * (members - 1) / members
-    gradients = resolve(specification.codec, "gradient", parameters).encoded_bytes(parameters)
-    state = parameters * 4 * (1 + _STATISTICS[specification.optimizer.name]) / specification.state_sync_epochs
-    return int(share * (gradients + state))
+    elements = 2 * parameters if mode.name == "gossip" else -(-parameters // (mode.streaming or 1))
+    epochs = resolve(specification.codec, mode.role, elements).encoded_bytes(elements)
+    every = specification.state_sync_epochs or mode.state_sync_epochs
+    state = parameters * 4 * (1 + mode.statistics(specification.optimizer.name)) / every if mode.state_sync_epochs and every else 0.0
+    return int(share * (epochs + state))
 
 
 def bytes_per_hour(specification: RunSpecification, parameters: int, outlook: Outlook) -> float | None:

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from swarm.dht.blobs import SIGNATURE_CONTEXT, VERSION_MAX, blob_key, run_id_of
 from swarm.errors import PeerError, UsageError
 from swarm.identity import Identity, verify
 from swarm.ids import Key, PeerId
+from swarm.run.modechoice import Mode, ModeChoice
 
 SPECIFICATION_BYTES_MAX = 60 << 10  # signed and packed; a DHT record takes 64 KiB with its envelope
 TOML_BYTES_MAX = 256 << 10
@@ -29,7 +30,8 @@ __all__ = ["VERSION_MAX", "RunSpecification", "SignedSpecification", "newest", "
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _FORMAT = "swarm.run/1"
 _DEPTH_MAX = 8
-_COARSE = ("int2", "sign", "topk")  # codecs
+_COARSE = ("int2", "sign", "topk")
+_FINE = ("float32", "float16", "bfloat16", "adaptive")
 _Count = Annotated[int, Field(ge=1, le=1 << 40)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
@@ -88,13 +90,13 @@ class RunSpecification(_Table):
 
     name: str
     description: str = Field(default="", max_length=500)
-    mode: Literal["gradients"] = "gradients"
-    error_feedback: bool = False  # what a codec leaves out of one epoch goes into the next
+    mode: Mode = ModeChoice()
     codec: Literal["float32", "float16", "bfloat16", "int8", "int4", "int2", "sign", "topk", "adaptive"] = "float16"
+    error_feedback: bool = False  # what the codec left out goes into the next round; the three coarsest need it
     target_batch_size: _Count  # samples of the whole swarm in one epoch
     batch_size: Annotated[int, Field(ge=1, le=1 << 20)]  # samples of one step of one volunteer
     target_group_size: Annotated[int, Field(ge=2, le=256)] = 64
-    state_sync_epochs: Annotated[int, Field(ge=1, le=1 << 20)] = 10
+    state_sync_epochs: Annotated[int, Field(ge=1, le=1 << 20)] | None = None  # None: as the mode needs it
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0  # of the parameters that the founder starts from
     task: TaskChoice
     optimizer: OptimizerChoice = OptimizerChoice()
@@ -108,12 +110,13 @@ class RunSpecification(_Table):
             raise ValueError("1 to 63 of a-z, 0-9, '.', '_' and '-', beginning with a letter or digit")
         return value
 
-    @field_validator("codec")
-    @classmethod
-    def _coarse_codecs_have_feedback(cls, value: str, info: ValidationInfo) -> str:
-        if value in _COARSE and not info.data.get("error_feedback"):
-            raise ValueError(f"{', '.join(_COARSE)} lose too much without error_feedback = true")
-        return value
+    @model_validator(mode="after")
+    def _codec_fits(self) -> RunSpecification:
+        if self.codec in _COARSE and not self.error_feedback:
+            raise ValueError(f"codec {self.codec} needs error_feedback = true")
+        if self.mode.role == "parameter" and self.codec not in _FINE:
+            raise ValueError(f"mode {self.mode.name} averages parameters themselves: its codec is one of {', '.join(_FINE)}")
+        return self
 
     @field_validator("optimizer")
     @classmethod
@@ -172,7 +175,7 @@ def explain(error: ValidationError, table: str = "") -> list[str]:
             "extra_forbidden": "is not a known key (misspelt?)",
             "literal_error": f"must be one of {context.get('expected', '')}, not {problem['input']!r}",
             "value_error": f"{context.get('error', problem['msg'])}, not {problem['input']!r}"
-            if key != "optimizer"
+            if key not in ("optimizer", "mode", "the file")
             else str(context.get("error")),
         }.get(problem["type"])
         if text is None:

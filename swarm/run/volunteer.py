@@ -111,7 +111,7 @@ class Volunteer:
             run=self.signed.run_id,
             target_batch_size=specification.target_batch_size,
             batch_size_per_step=specification.batch_size,
-            mode=specification.mode,
+            mode=specification.mode.build(),
             codec=specification.codec,
             error_feedback=specification.error_feedback,
             scheduler=schedule_factory(specification.optimizer.schedule),

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import msgpack
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from averaging.training.modes import ModeParts
 from swarm.errors import PeerError, UsageError
 from swarm.identity import Identity
+from swarm.run.outlook import round_bytes
 from swarm.run.specification import (
     SPECIFICATION_BYTES_MAX,
     RunSpecification,
@@ -56,10 +59,16 @@ def test_the_demo_trains_what_the_example_trains() -> None:
         (MINIMAL + "colour = 3\n", "run.toml: task.colour is not a known key (misspelt?)"),
         (
             'codec = "zip"\n' + MINIMAL,
-            "run.toml: codec must be one of 'float32', 'float16', 'bfloat16', 'int8', 'int4', 'int2', 'sign', "
-            "'topk' or 'adaptive', not 'zip'",
+            "run.toml: codec must be one of 'float32', 'float16', 'bfloat16', 'int8', 'int4', 'int2', 'sign', 'topk' or 'adaptive', not '",
         ),
-        ('codec = "int2"\n' + MINIMAL, "run.toml: codec: int2, sign, topk lose too much without error_feedback = true, not 'int2'"),
+        ('codec = "int2"\n' + MINIMAL, "run.toml: the file: codec int2 needs error_feedback = true"),
+        ('mode = "hogwild"\n' + MINIMAL, "run.toml: mode.name must be one of 'gradients', 'local', 'diloco' or 'gossip', not 'hogwild'"),
+        (
+            MINIMAL + '[mode]\nname = "local"\nmomentum = 0.9\n',
+            "run.toml: mode: mode local has no setting momentum; it has: carried_epochs_max",
+        ),
+        (MINIMAL + '[mode]\nname = "diloco"\nstreaming = 0\n', "run.toml: mode.streaming must be greater than or equal to 1, not 0"),
+        ('codec = "int8"\nmode = "gossip"\n' + MINIMAL, "run.toml: the file: mode gossip averages parameters themselves"),
         (MINIMAL + '[optimizer]\n[optimizer.schedule]\nname = "cosine"\n', "run.toml: optimizer: schedule.total_epochs must be given"),
         (MINIMAL + "[optimizer]\nlearning_rate = nan\n", "run.toml: optimizer.learning_rate must be a finite number"),
     ],
@@ -78,6 +87,37 @@ def test_error_feedback_is_a_term_of_the_run(codec: str) -> None:
     assert found.error_feedback
     assert found.table()["error_feedback"] is True
     assert not RunSpecification.from_toml(MINIMAL, "run.toml").error_feedback
+
+
+def test_modes_by_name_and_as_a_table(owner: Identity) -> None:
+    from averaging.optimizer import Diloco, Gradients
+
+    assert specification().mode.build() == Gradients()
+    assert specification(mode="diloco").mode.build() == Diloco()
+    text = MINIMAL + '[mode]\nname = "diloco"\nouter_lr = 0.5\nstreaming = 4\n'
+    written = RunSpecification.from_toml(text, "run.toml")
+    assert written.mode.build() == Diloco(outer_lr=0.5, streaming=4)
+    signed = sign(written, owner, version=1, founded_s=0.0)
+    assert verified(signed.blob).specification == written
+    for name in ("gradients", "local", "diloco", "gossip"):
+        built = specification(mode=name).mode
+        parts = ModeParts(inner=torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1))
+        traits = built.build().build(parts).traits
+        assert built.role == traits.role
+        assert built.state_sync_epochs == (traits.state_sync_epochs if traits.canonical else None), "as outlook.py takes it"
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("gradients", 1.5 * (2e6 + 12e6 / 10)),
+        ("local", 1.5 * (2e6 + 4e6 / 100)),
+        ({"name": "diloco", "streaming": 4}, 1.5 * (2e6 / 4 + 8e6 / 100)),
+        ("gossip", 4e6),
+    ],
+)
+def test_the_traffic_that_is_foretold_follows_the_mode(mode: object, expected: float) -> None:
+    assert round_bytes(specification(mode=mode), 1_000_000, 4) == pytest.approx(expected, rel=1e-3)
 
 
 def test_every_mistake_has_a_line() -> None:

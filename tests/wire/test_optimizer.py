@@ -15,7 +15,7 @@ import torch
 
 from averaging.optimizer import LoadResult, Optimizer, OptimizerConfig, StepReport
 from averaging.training.donor import Donor
-from averaging.training.gradients import GradientsMode
+from averaging.training.modes.gradients import GradientsMode
 from averaging.training.progress import ProgressConfig
 from swarm.errors import UsageError
 from swarm.node import Node
@@ -291,12 +291,11 @@ def test_a_download_longer_than_an_epoch_catches_up(monkeypatch: pytest.MonkeyPa
         late = stack.enter_context(one_more(peers, "replay", 7, seed=99))
         in_a_row: list[int] = []
 
-        def counted(self: GradientsMode, told: Any) -> Any:
-            epoch = peers[0].opt.epoch
-            in_a_row.append(epoch)
+        def counted(self: GradientsMode, epoch: int, told: Any) -> Any:
+            in_a_row.append(peers[0].opt.epoch)
             if len(in_a_row) == 3:
                 stop[0] = late.opt._tracker.view().epoch + 4
-            return capture(self, told)
+            return capture(self, epoch, told)
 
         monkeypatch.setattr(Donor, "on_chunks", held)
         monkeypatch.setattr(GradientsMode, "capture", counted)
@@ -382,7 +381,7 @@ def test_mistakes_of_the_caller() -> None:
             return Optimizer(adam(net), **{"node": node, "run": "x", "target_batch_size": 8, **options})
 
         for options, complaint in [
-            ({"mode": "hogwild"}, "there is no mode 'hogwild'; there is: gradients"),
+            ({"mode": "hogwild"}, "there is no mode 'hogwild'; there is: gradients, local, diloco, gossip"),
             ({"codec": "int1"}, "int1"),
             ({"target_batch_size": 0}, "positive whole number"),
             ({"run": ""}, "run is a name"),

@@ -1,0 +1,83 @@
+"""How a run's members train together, as its specification says it: `mode = "diloco"`, or a table `[mode]` with settings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+if TYPE_CHECKING:
+    from averaging.training.modes import ModeSettings
+
+_Rate = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
+_Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+_Epochs = Annotated[int, Field(ge=0, le=1 << 20)]
+
+_SETTINGS = {
+    "gradients": {"delayed"},
+    "local": {"carried_epochs_max"},
+    "diloco": {"outer_lr", "momentum", "nesterov", "streaming", "delay_steps", "carried_epochs_max"},
+    "gossip": {"outer_lr", "momentum", "consensus", "carried_epochs_max"},
+}
+
+
+class ModeChoice(BaseModel):
+    """A mode's name and what of its settings differs from the defaults; `averaging.training.modes.settings` explains them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Literal["gradients", "local", "diloco", "gossip"] = "gradients"
+    delayed: bool | None = None
+    outer_lr: _Rate | None = None
+    momentum: _Fraction | None = None
+    nesterov: bool | None = None
+    streaming: Annotated[int, Field(ge=1, le=1024)] | None = None
+    delay_steps: _Epochs | None = None
+    consensus: Annotated[float, Field(ge=0, lt=2, allow_inf_nan=False)] | None = None
+    carried_epochs_max: _Epochs | None = None
+
+    @model_validator(mode="after")
+    def _settings_are_the_modes_own(self) -> ModeChoice:
+        foreign = sorted(self.given.keys() - _SETTINGS[self.name])
+        if foreign:
+            known = ", ".join(sorted(_SETTINGS[self.name]))
+            raise ValueError(f"mode {self.name} has no setting {foreign[0]}; it has: {known}")
+        if self.delay_steps is not None and (self.streaming or 1) == 1:
+            raise ValueError("delay_steps is for streaming above 1")
+        return self
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings that were given."""
+        return {key: value for key, value in self.model_dump(exclude={"name"}).items() if value is not None}
+
+    def build(self) -> ModeSettings:
+        """What `swarm.Optimizer` takes. Imports torch."""
+        from averaging.training.modes.settings import MODES
+
+        return MODES[self.name](**self.given)
+
+    # what the outlook needs, without torch
+
+    @property
+    def role(self) -> str:
+        """Of what a round averages, for codec "adaptive"."""
+        return {"gradients": "gradient", "gossip": "parameter"}.get(self.name, "pseudo_gradient")
+
+    @property
+    def state_sync_epochs(self) -> int | None:
+        """How often the state is averaged where the specification does not say; None: never."""
+        return {"gradients": 10, "gossip": None}.get(self.name, 100)
+
+    def statistics(self, optimizer: str) -> int:
+        """Vectors of the parameters' size that are averaged with them then."""
+        if self.name == "gradients":
+            return {"adamw": 2, "adam": 2, "sgd": 1}[optimizer]
+        return int(self.name == "diloco")
+
+
+def _by_name(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+Mode = Annotated[ModeChoice, BeforeValidator(_by_name)]

@@ -1,0 +1,273 @@
+"""The modes on real sockets: several peers in one process, against one machine that does the same in sequence."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from averaging.optimizer import Diloco, Gossip, Gradients, Local
+from averaging.training.modes import ModeSettings
+from averaging.training.modes.diloco import DilocoMode
+from averaging.training.modes.gradients import GradientsMode
+from swarm.errors import UsageError
+from tests.wire.test_optimizer import BATCH, QUICK, Peer, adam, assert_close, batch, build, halving, one_more, swarm_of, together
+
+
+def plain_diloco(epochs: int, peers: list[Peer], lr: float, momentum: float, newcomer: int = -1) -> list[torch.Tensor]:
+    """All peers' local steps in sequence, and an outer step of torch's SGD on the mean by samples; the parameters after that."""
+    nets = {peer.number: build() for peer in peers}
+    inner = {number: adam(net) for number, net in nets.items()}
+    schedules = [halving(one) for one in inner.values()]
+    shared = [torch.nn.Parameter(p.detach().clone()) for p in build().parameters()]
+    outer = torch.optim.SGD(shared, lr=lr, momentum=momentum, nesterov=momentum > 0)
+    for epoch in range(epochs):
+        samples: dict[int, int] = defaultdict(int)
+        for peer in peers:
+            net = nets[peer.number]
+            for seed in [seed for at, seed in peer.taken if at == epoch]:
+                inner[peer.number].zero_grad()
+                (net(batch(seed)[0]) - batch(seed)[1]).square().mean().backward()
+                inner[peer.number].step()
+                samples[peer.number] += BATCH
+        for place, p in enumerate(shared):
+            deltas = [samples[n] * (p.detach() - list(net.parameters())[place].detach()) for n, net in nets.items()]
+            p.grad = torch.stack(deltas).sum(0) / sum(samples.values())
+        outer.step()
+        for net in nets.values():
+            for p, own in zip(shared, net.parameters(), strict=True):
+                own.data.copy_(p.detach())
+        for schedule in schedules:
+            schedule.step()
+    return [p.detach() for p in shared]
+
+
+@pytest.mark.parametrize(("mode", "lr", "momentum"), [("local", 1.0, 0.0), (Diloco(outer_lr=0.6, momentum=0.8), 0.6, 0.8)])
+def test_peers_with_local_steps_train_as_in_sequence(mode: str | ModeSettings, lr: float, momentum: float) -> None:
+    with swarm_of(3, f"sequence {lr}", mode=mode) as peers:
+        together([lambda peer=peer: peer.train_to(5) for peer in peers])  # type: ignore[misc]
+        assert len({peer.opt.state_digest() for peer in peers}) == 1, "all hold the same base and momentum"
+        assert all(report.dropped == 0 for peer in peers for report in peer.reports)
+        expected = plain_diloco(5, peers, lr, momentum)
+        for ours, theirs in zip(peers[0].net.parameters(), expected, strict=True):
+            torch.testing.assert_close(ours.detach(), theirs, rtol=1e-5, atol=1e-5)
+        weights = [sum(report.contributed for report in peer.reports if report.stepped) for peer in peers]
+        assert weights == [BATCH * len(peer.taken) for peer in peers]
+
+
+@pytest.mark.parametrize("codec", ["int4", "int2"])
+def test_streaming_overlaps_rounds_with_training_and_states_stay_equal(codec: str) -> None:
+    mode = Diloco(streaming=3)
+    with swarm_of(3, f"streaming {codec}", mode=mode, codec=codec, error_feedback=True) as peers:
+        seen: list[bool] = []
+
+        def train(peer: Peer) -> None:
+            while peer.opt.epoch < 7:
+                seen.append(peer.opt.in_flight)
+                peer.train_once()
+
+        together([lambda peer=peer: train(peer) for peer in peers])  # type: ignore[misc]
+        assert any(seen), "training went on during rounds"
+        assert len({peer.opt.state_digest() for peer in peers}) == 1
+        for peer in peers:
+            done = [report for report in peer.reports if report.stepped]
+            assert [report.epoch for report in done] == list(range(1, 8))
+            assert all(report.dropped == 0 for report in peer.reports)
+            launched = peer.opt._loop._launched
+            rest = peer.reports[-1].accumulated + (launched.contributed if launched is not None else 0)
+            assert sum(report.contributed for report in done) + rest == BATCH * len(peer.reports), "every sample counts once"
+            feedback = peer.opt.state_dict()["swarm"]["feedback"]
+            assert [one["committed"] for one in feedback] == [3, 2, 2], "each fragment has a feedback of its own"
+
+
+def test_streaming_rounds_can_be_applied_after_a_fixed_number_of_steps() -> None:
+    with swarm_of(2, "fixed delay", mode=Diloco(streaming=2, delay_steps=3)) as peers:
+        together([lambda peer=peer: peer.train_to(4) for peer in peers])  # type: ignore[misc]
+        for peer in peers:
+            flown = [0]
+            for report in peer.reports:
+                flown.append(0 if report.stepped else flown[-1] + 1)
+            landed = [nth for nth, report in enumerate(peer.reports) if report.stepped and not report.alone]
+            assert all(report.accumulated == 3 * BATCH for report in (peer.reports[nth] for nth in landed))
+
+
+def test_delayed_gradients_train_as_in_sequence() -> None:
+    noted: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # peer: (epoch of the parameters, epoch it counts for, seed)
+
+    def train(peer: Peer) -> None:
+        while peer.opt.epoch < 5:
+            seed, epoch = 1000 * peer.number + peer.steps, peer.opt.epoch
+            noted[peer.number].append((epoch, epoch + peer.opt.in_flight, seed))
+            peer.train_once()
+
+    with swarm_of(2, "delayed", mode=Gradients(delayed=True)) as peers:
+        together([lambda peer=peer: train(peer) for peer in peers])  # type: ignore[misc]
+        assert len({peer.opt.state_digest() for peer in peers}) == 1
+        batches = [one for found in noted.values() for one in found]
+        assert any(computed < counts for computed, counts, _ in batches), "gradients were computed during rounds"
+        assert all(counts - 1 <= computed <= counts for computed, counts, _ in batches), "delayed by one step at most"
+        net = build()
+        inner, versions = adam(net), []
+        schedule = halving(inner)
+        for epoch in range(5):
+            versions.append([p.detach().clone() for p in net.parameters()])
+            own = [(computed, seed) for computed, counts, seed in batches if counts == epoch]
+            sums = [torch.zeros_like(p) for p in net.parameters()]
+            probe = build()
+            for computed, seed in own:
+                probe.zero_grad()
+                for p, value in zip(probe.parameters(), versions[computed], strict=True):
+                    p.data.copy_(value)
+                (probe(batch(seed)[0]) - batch(seed)[1]).square().mean().backward()
+                sums = [one + p.grad for one, p in zip(sums, probe.parameters(), strict=True) if p.grad is not None]
+            for p, one in zip(net.parameters(), sums, strict=True):
+                p.grad = one / len(own)
+            inner.step()
+            schedule.step()
+        assert_close(peers[0].net, net)
+
+
+def test_gossip_is_held_in_pairs_that_change() -> None:
+    with swarm_of(4, "gossip", mode="gossip") as peers:
+        together([lambda peer=peer: peer.train_to(6) for peer in peers])  # type: ignore[misc]
+        partners: dict[int, set[object]] = {}
+        for peer in peers:
+            rounds = [report.round for report in peer.reports if report.stepped and report.round is not None and not report.round.failed]
+            assert all(len(one.peers) == 2 for one in rounds)
+            assert all(report.state_round is None for report in peer.reports)
+            partners[peer.number] = {other for one in rounds for other in one.peers if other != peer.node.peer_id}
+        assert max(len(found) for found in partners.values()) >= 2, "others each time"
+        vectors = torch.stack([torch.nn.utils.parameters_to_vector(peer.net.parameters()).detach() for peer in peers])
+        start = torch.nn.utils.parameters_to_vector(build().parameters()).detach()
+        assert vectors.std(0).norm() < 0.5 * (vectors.mean(0) - start).norm(), "they moved together"
+        with pytest.raises(UsageError, match="averages parameters themselves"):
+            swarm_of(1, "coarse gossip", mode=Gossip(), codec="int4").__enter__()
+
+
+def test_who_finds_no_partner_goes_on_by_itself() -> None:
+    with swarm_of(3, "odd one out", mode="gossip") as peers:
+        together([lambda peer=peer: peer.train_to(3) for peer in peers])  # type: ignore[misc]
+        done = [report for peer in peers for report in peer.reports if report.stepped]
+        assert any(report.alone for report in done)
+        assert any(report.round is not None and not report.round.failed for report in done)
+        assert not any(report.resynchronised for peer in peers for report in peer.reports)
+
+
+@pytest.mark.parametrize("mode", [Diloco(), Diloco(streaming=2)], ids=["plain", "streaming"])
+def test_a_late_joiner_takes_base_and_momentum_and_counts_from_its_second_round_on(mode: Diloco) -> None:
+    run = f"late {mode.streaming}"
+    with swarm_of(2, run, mode=mode) as peers, ExitStack() as stack:
+        together([lambda peer=peer: peer.train_to(3) for peer in peers])  # type: ignore[misc]
+        late = stack.enter_context(one_more(peers, run, 7, seed=99, mode=mode))
+        assert late.opt.load_state_from_peers(timeout_s=30).loaded
+        everybody = [*peers, late]
+        assert len({peer.opt.state_digest() for peer in everybody}) == 1
+        weights: list[float] = []
+        prepare = late.opt._training.prepare
+        late.opt._training.prepare = lambda epoch: (weights.append(prepare(epoch)[0]), prepare(epoch))[1]  # type: ignore[method-assign,func-returns-value]
+        together([lambda peer=peer: peer.train_to(6) for peer in everybody])  # type: ignore[misc]
+        assert len({peer.opt.state_digest() for peer in everybody}) == 1
+        assert weights[0] == 0.0
+        assert all(weight > 0 for weight in weights[1:]), weights
+        assert late.opt.inner.param_groups[0]["lr"] == peers[0].opt.inner.param_groups[0]["lr"], "the schedule came with the state"
+
+
+def test_a_frozen_peer_adds_what_it_had_learned_to_the_base_that_it_missed() -> None:
+    with swarm_of(3, "left out", mode="diloco") as peers:
+        together([lambda peer=peer: peer.train_to(2) for peer in peers])  # type: ignore[misc]
+        late, others = peers[2], peers[:2]
+        late.train_once()
+        learner = late.opt._training.learner
+        progress = learner.progress()  # type: ignore[attr-defined]
+        thaw = threading.Event()
+        late.node.network.loop.call_soon_threadsafe(thaw.wait, 60)
+        together([lambda peer=peer: peer.train_to(4) for peer in others])  # type: ignore[misc]
+        thaw.set()
+        carried: list[list[torch.Tensor]] = []
+        follow = learner.follow  # type: ignore[attr-defined]
+
+        def noted(what: list[torch.Tensor] | None) -> None:
+            follow(what)
+            carried.append([p.detach().clone() for p in late.net.parameters()] if what is not None else [])
+
+        learner.follow = noted  # type: ignore[attr-defined]
+        report = late.train_once()
+        while report.resynchronised is None:
+            report = late.train_once()
+        assert report.resynchronised.loaded, report
+        assert report.dropped == 0, "nothing that it learned is lost"
+        assert carried[0], "its progress was added to the state that it loaded"
+        assert report.accumulated >= BATCH
+        moved = [theta - base.detach() for theta, base in zip(carried[0], learner.base, strict=True)]  # type: ignore[attr-defined]
+        before, after = (torch.cat([one.flatten() for one in parts]) for parts in (progress, moved))
+        assert torch.nn.functional.cosine_similarity(before, after, dim=0) > 0.3, "it is what it had learned, and a step or two more"
+        together([lambda peer=peer: peer.train_to(6) for peer in peers])  # type: ignore[misc]
+        assert len({peer.opt.state_digest() for peer in peers}) == 1
+
+
+def test_peers_that_began_with_different_weights_become_equal() -> None:
+    with ExitStack() as stack:
+        peers: list[Peer] = []
+        for number in range(2):
+            peers.append(stack.enter_context(one_more(peers, "apart", number, seed=number, mode="diloco", state_sync_epochs=None)))
+        together([lambda peer=peer: peer.train_to(3) for peer in peers])  # type: ignore[misc]
+        assert len({peer.opt.state_digest() for peer in peers}) == 1
+        assert all(any(report.drift for report in peer.reports) for peer in peers)
+
+
+def test_a_round_that_fails_for_everybody_is_made_up_for_by_the_next() -> None:
+    failing = threading.Event()
+    failing.set()
+    with swarm_of(2, "failing", mode="diloco") as peers:
+        originals = {}
+        for peer in peers:
+            averager_rounds = peer.opt._rounds
+            originals[peer.number] = begin = averager_rounds.begin
+
+            def broken(*args: object, begin: object = begin) -> object:
+                flight = begin(*args)  # type: ignore[operator]
+                if failing.is_set():
+                    flight.cancel()
+                return flight
+
+            averager_rounds.begin = broken  # type: ignore[method-assign,assignment]
+        together([lambda peer=peer: [peer.train_once() for _ in range(12)] for peer in peers])  # type: ignore[misc]
+        assert all(peer.opt.epoch == 0 for peer in peers)
+        failed = [sum(report.rounds_failed for report in peer.reports) for peer in peers]
+        assert all(1 <= count <= 12 for count in failed)
+        failing.clear()
+        together([lambda peer=peer: peer.train_to(1) for peer in peers])  # type: ignore[misc]
+        assert all(peer.reports[-1].contributed == BATCH * len(peer.reports) for peer in peers), "no step of theirs is lost"
+        expected = plain_diloco(1, peers, 0.7, 0.9)
+        for ours, theirs in zip(peers[0].net.parameters(), expected, strict=True):
+            torch.testing.assert_close(ours.detach(), theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_peers_with_other_settings_do_not_meet() -> None:
+    hasty = {"config": QUICK}
+    with ExitStack() as stack:
+        peers: list[Peer] = []
+        for number, mode in enumerate((Diloco(), Diloco(outer_lr=0.5))):
+            peers.append(stack.enter_context(one_more(peers, "settings", number, mode=mode, **hasty)))
+        reports = []
+
+        def train(peer: Peer) -> None:
+            while not peer.reports or not peer.reports[-1].rounds_failed:
+                peer.train_once()
+            reports.append(peer.reports[-1])
+
+        together([lambda peer=peer: train(peer) for peer in peers])  # type: ignore[misc]
+        assert any("outer_lr=0.7" in report.reason or "outer_lr=0.5" in report.reason for report in reports), reports
+        assert all(peer.opt.epoch == 0 for peer in peers)
+
+
+def test_modes_by_name_and_by_settings() -> None:
+    with swarm_of(1, "named", mode=Local()) as [peer]:
+        assert peer.opt.mode == "local"
+        assert isinstance(peer.opt._training, DilocoMode)
+        assert "mode local" in repr(peer.opt)
+    with swarm_of(1, "named", mode="gradients") as [peer]:
+        assert isinstance(peer.opt._training, GradientsMode)

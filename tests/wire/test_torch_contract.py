@@ -1,0 +1,271 @@
+"""`swarm.Optimizer` is a torch optimizer, in every mode: each habit of a training loop against the same loop in plain torch.
+
+One peer, alone: what others add is in test_modes.py. The plain side is a sequential implementation of each mode, of a few lines.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from averaging.optimizer import Optimizer
+from swarm.node import Node
+from tests.wire.plain_torch import BATCH, CLOSE, MODES, QUICK, STEPS, TARGET, Both, adamw, batch, build, loss_of, next_run
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    with Node(listen="127.0.0.1:0") as one:
+        yield one
+
+
+@pytest.fixture(params=MODES)
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_an_ordinary_loop_with_a_schedule(node: Node, mode: str) -> None:
+    with Both(node, mode, scheduler=lambda inner: torch.optim.lr_scheduler.StepLR(inner, 2, 0.5)) as both:
+        both.train()
+        assert both.opt.param_groups[0]["lr"] == both.plain.inner.param_groups[0]["lr"] == 0.0025
+
+
+def test_a_scheduler_of_torch_over_it(node: Node, mode: str) -> None:
+    with Both(node, mode) as both:
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in (both.plain.inner, both.opt)]
+        both.train(3, start=100)
+        for seed in range(STEPS):
+            both.train(1, start=seed)
+            for scheduler in schedulers:
+                scheduler.step()
+        assert both.opt.param_groups[0]["lr"] == pytest.approx(0.01 * 0.9**STEPS)
+
+
+def test_gradient_clipping(node: Node, mode: str) -> None:
+    with Both(node, mode) as both:
+        both.train(before_step=lambda net: torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05))
+
+
+def test_clipping_what_the_inner_optimizer_steps_on(node: Node, mode: str) -> None:
+    def clipped(net: torch.nn.Module) -> torch.optim.Optimizer:
+        inner = torch.optim.SGD(net.parameters(), lr=0.5)
+        inner.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05) and None)
+        return inner
+
+    with Both(node, mode, clipped) as both:
+        both.train()
+
+
+def test_grad_scaler_and_autocast_and_an_overflow(node: Node, mode: str) -> None:
+    with Both(node, mode) as both:
+        scalers = [torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4) for _ in range(2)]
+        reports = []
+        for seed in range(STEPS):
+            before = [p.clone() for p in both.net.parameters()]
+            for net, scaler in zip((both.plain_net, both.net), scalers, strict=True):
+                net.zero_grad()
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = loss_of(net, batch(seed))
+                scaler.scale(loss).backward()
+                if seed == 5:
+                    next(net.parameters()).grad[0, 0] = float("inf")  # type: ignore[index]
+            if seed != 5:
+                scalers[0].unscale_(both.plain.inner)
+                both.plain.step()
+            scalers[0]._per_optimizer_states.clear()
+            reports.append(scalers[1].step(both.opt))
+            scalers[1].update()
+            scalers[0].update(scalers[1].get_scale())
+            both.check(1e-5)
+            if seed == 5:
+                assert reports[-1] is None, "GradScaler skips the step: these samples are not counted, and nothing moves"
+                assert all(torch.equal(a, b) for a, b in zip(before, both.net.parameters(), strict=True))
+        assert sum(report is None for report in reports) == 1
+        assert scalers[1].get_scale() not in (64.0, 0.0)
+
+
+def test_accumulation_over_several_backward_passes(node: Node, mode: str) -> None:
+    with Both(node, mode) as both:
+        for seed in range(0, STEPS, 2):
+            for net, step in ((both.plain_net, both.plain.step), (both.net, both.opt.step)):
+                net.zero_grad()
+                for part in (seed, seed + 1):
+                    (loss_of(net, batch(part)) / 2).backward()
+                step(2 * BATCH)
+            both.check()
+
+
+def test_closures(node: Node, mode: str) -> None:
+    with Both(node, mode) as both:
+        for seed in range(STEPS):
+
+            def closure(net: torch.nn.Module, seed: int = seed) -> torch.Tensor:
+                net.zero_grad()
+                loss = loss_of(net, batch(seed))
+                loss.backward()
+                return loss
+
+            expected = closure(both.plain_net)
+            both.plain.step()
+            report = both.opt.step(lambda: closure(both.net)) if seed % 2 else both.opt.step(BATCH, lambda: closure(both.net))
+            torch.testing.assert_close(report.loss, expected, **CLOSE)
+            both.check()
+
+
+def test_resuming_gives_the_same_losses_as_not_having_stopped(node: Node, mode: str) -> None:
+    def schedule(inner: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.CosineAnnealingLR(inner, 7)
+
+    with Both(node, mode, scheduler=schedule) as first, Both(node, mode, scheduler=schedule) as second:
+        first.train(10)
+        saved = copy.deepcopy((first.net.state_dict(), first.opt.state_dict()))
+        losses: list[list[float]] = [[], []]
+        second.net.load_state_dict(saved[0])
+        second.opt.load_state_dict(saved[1])
+        assert second.opt.epoch == first.opt.epoch == 3
+        for seed in range(10, 24):
+            for net, opt, found in ((first.net, first.opt, losses[0]), (second.net, second.opt, losses[1])):
+                opt.zero_grad()
+                loss = loss_of(net, batch(seed))
+                loss.backward()
+                opt.step()
+                found.append(float(loss.detach()))
+        assert losses[0] == losses[1]
+        assert first.opt.state_digest() == second.opt.state_digest()
+        plain = {key: value for key, value in saved[1].items() if key != "swarm"}
+        second.opt.load_state_dict(plain)  # of the inner optimizer alone
+
+
+def test_a_state_dict_survives_torch_save(node: Node, mode: str, tmp_path: Any) -> None:
+    with Both(node, mode) as both:
+        both.train(7)
+        torch.save(both.opt.state_dict(), tmp_path / "checkpoint.pt")
+        both.opt.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True))
+        both.train(4, start=7)
+
+
+def test_parameter_groups_and_a_learning_rate_changed_on_the_way(node: Node, mode: str) -> None:
+    def grouped(net: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            [{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.05, "weight_decay": 0.0}], lr=0.01
+        )  # type: ignore[index]
+
+    with Both(node, mode, grouped) as both:
+        both.train(5)
+        for group in (both.opt.param_groups[1], both.plain.inner.param_groups[1]):
+            group["lr"] = 0.001
+        both.train(6, start=5)
+
+
+def test_hooks(node: Node, mode: str) -> None:
+    with Both(node, mode) as both:
+        seen: list[str] = []
+        both.opt.register_step_pre_hook(lambda *_: seen.append("before"))
+        both.opt.register_step_post_hook(lambda *_: seen.append("after"))
+        both.opt.register_state_dict_post_hook(lambda _, state: seen.append("saved"))
+        both.train(6)
+        both.opt.state_dict()
+        inner_steps = 2 if mode in ("gradients", "delayed") else 6
+        assert seen == ["before", "after"] * inner_steps + ["saved"]
+
+
+class Tied(torch.nn.Module):
+    """An embedding whose weight is the output layer's, a layer that is frozen, and one that no gradient reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter = torch.nn.Linear(6, 6, bias=False)
+        self.leave = torch.nn.Linear(6, 6, bias=False)
+        self.leave.weight = self.enter.weight
+        self.fixed = torch.nn.Linear(6, 1).requires_grad_(False)
+        self.unused = torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fixed(self.leave(self.enter(x).tanh()))  # type: ignore[no-any-return]
+
+
+def test_shared_frozen_and_unused_parameters(node: Node, mode: str) -> None:
+    with Both(node, mode, model=Tied) as both:
+        fixed = both.net.fixed.weight.clone()  # type: ignore[union-attr,operator]
+        both.train()
+        assert both.net.enter.weight is both.net.leave.weight  # type: ignore[union-attr]
+        assert torch.equal(both.net.fixed.weight, fixed)  # type: ignore[union-attr,arg-type]
+        assert torch.equal(both.net.unused, torch.ones(3)), "no gradient: not stepped, weight decay included"  # type: ignore[arg-type]
+
+
+def test_bfloat16_parameters(node: Node, mode: str) -> None:
+    def half(net: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+    with Both(node, mode, half, model=lambda: build().to(torch.bfloat16)) as both:
+        for seed in range(STEPS):
+            x, y = batch(seed)
+            for net, step in ((both.plain_net, both.plain.step), (both.net, both.opt.step)):
+                net.zero_grad()
+                loss_of(net, (x.to(torch.bfloat16), y)).backward()
+                step()
+            both.check(2e-2)  # an outer step that falls on the other side of a rounding moves by one of bfloat16's
+        assert all(p.dtype == torch.bfloat16 for p in both.net.parameters())
+
+
+def test_batchnorm_buffers_and_extra_tensors(node: Node, mode: str) -> None:
+    def normed() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.BatchNorm1d(9), torch.nn.Linear(9, 1))
+
+    def sgd(net: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)  # Adam makes steps of gradients that are nothing but rounding
+
+    with Both(node, mode, sgd, model=normed) as plain:
+        net = normed()
+        run = next_run()
+        options: dict[str, Any] = {"target_batch_size": TARGET, "batch_size_per_step": BATCH, "config": QUICK, "state_sync_epochs": 2}
+        with Optimizer(sgd(net), node=node, run=run, mode=MODES[mode], extra_tensors=tuple(net.buffers()), **options) as opt:
+            for seed in range(STEPS):
+                for one, step in ((plain.plain_net, plain.plain.step), (net, opt.step)):
+                    one.zero_grad()
+                    loss_of(one, batch(seed)).backward()
+                    step()
+            for ours, theirs in zip(net.buffers(), plain.plain_net.buffers(), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+            assert opt.state_digest()[0] == plain.plain.epoch
+
+
+def test_a_compiled_model(node: Node, mode: str) -> None:
+    with Both(node, mode) as both:
+        compiled = torch.compile(both.net, backend="eager")
+        for seed in range(6):
+            for one, step in ((both.plain_net, both.plain.step), (compiled, both.opt.step)):
+                one.zero_grad()
+                loss_of(one, batch(seed)).backward()
+                step()
+            both.check()
+
+
+def test_a_fused_optimizer(node: Node, mode: str) -> None:
+    with Both(node, mode, lambda net: torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)) as both:
+        both.train()
+
+
+def test_offloading_changes_nothing_but_the_place(node: Node, mode: str) -> None:
+    with Both(node, mode, offload=True) as both:
+        both.train()
+        assert all(tensor.device.type == "cpu" for tensor in both.opt._training.tensors())
+
+
+def test_joining_never_changes_weights_by_itself(node: Node, mode: str) -> None:
+    net = build()
+    before = copy.deepcopy(net.state_dict())
+    inner = adamw(net)
+    with Optimizer(inner, node=node, run=next_run(), target_batch_size=TARGET, mode=MODES[mode], config=QUICK) as opt:
+        assert opt.load_state_from_peers(timeout_s=5).alone
+        opt.state_digest()
+        opt.zero_grad()
+        assert opt.step(batch_size=1).reason == "no parameter has a gradient"
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+    assert not inner.state, "not even statistics were made"
