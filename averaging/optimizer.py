@@ -113,6 +113,7 @@ class Optimizer(torch.optim.Optimizer):
         self._tracker = Tracker(services, self.run_id, self.target_batch_size, config.progress)
         giving = DonorServices(own=lambda: node.contact, dht=node.dht.service, clock=node.clock, loop=network.loop, pool=network.pool)
         self._donor = Donor(giving, self.run_id, self._state, config.donor)
+        self._tracker.on_full = self._donor.round_begins
         self._rounds = Rounds(node, self.run_id, self._training, self._state, manner, config)
         self._catch_up = CatchUp(node, self.run_id, self._state, self._training, self._tracker, self._rounds, config)
         parts = (self._state, self._training, self._tracker, self._donor, self._rounds, self._catch_up)

@@ -65,6 +65,7 @@ class Tracker:
         self._herald = asyncio.Event()  # tell the others now
         self._published: tuple[Claim, float] | None = None
         self._closed = False
+        self.on_full: Callable[[], None] = _nothing  # our epoch is full, its round begins; called with the lock held
 
     # the trainer's thread
 
@@ -87,6 +88,7 @@ class Tracker:
         if self._begun < epoch and (self._progress.is_full(now_s) or (self._called == epoch and self._progress.believes(epoch, now_s))):
             self._begun = epoch
             self._news.notify_all()
+            self.on_full()
 
     def begin_epoch(self, epoch: int, *, joining: bool = False, members: Iterable[PeerId] = ()) -> None:
         """This peer is in `epoch` now, and so are the `members` of the round that began it."""
@@ -329,6 +331,10 @@ class Tracker:
         for peer in [peer for peer in self._contacts if peer not in writers and len(self._contacts) > self._config.peers_max]:
             del self._contacts[peer]
         return heard, newcomers
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""
 
 
 def _to_wire(claim: Claim) -> state_pb2.Claim:
