@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from averaging.training.admission import Banned
 from averaging.training.averagers import Rounds
 from averaging.training.config import OptimizerConfig
 from averaging.training.download import Download, Fetched, Part
@@ -65,6 +66,7 @@ class CatchUp:
         self.on_progress: Callable[[int, int], None] | None = None  # bytes so far, of how many; called on the network thread
         # gave a state that does not fit, or chunks that are not what they declared, and why: not asked again by this optimizer
         self.distrusted: dict[PeerId, str] = {}
+        self.banned = Banned()
 
     def load(self, timeout_s: float) -> LoadResult:
         """Fetch the state until it is there, there is nobody to fetch it from, or the time is up. What was accumulated is dropped."""
@@ -226,7 +228,12 @@ class CatchUp:
         ranked: list[tuple[bool, bool, float, Contact]] = []
         for entry in found.values() if isinstance(found, dict) else ():
             value: Any = entry.value
-            if entry.writer == self._node.peer_id or entry.writer in self.distrusted or not isinstance(value, dict):
+            if (
+                entry.writer == self._node.peer_id
+                or entry.writer in self.distrusted
+                or entry.writer in self.banned
+                or not isinstance(value, dict)
+            ):
                 continue
             try:
                 contact = contact_of(entry.writer, value.get("addresses"))

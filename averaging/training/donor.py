@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
+from averaging.training.admission import Banned
 from averaging.training.runexchange import ADDRESSES_MAX, pack_chunk, parse_chunks_request
 from averaging.training.state import TrainingState
 from averaging.training.view import StateView
@@ -68,7 +69,8 @@ class _Lease:
 class Donor:
     """One per optimizer. Lives on the network thread; `changed` and `start` may be called from any."""
 
-    def __init__(self, services: DonorServices, run: str, state: TrainingState, config: DonorConfig) -> None:
+    def __init__(self, services: DonorServices, run: str, state: TrainingState, config: DonorConfig, banned: Banned | None = None) -> None:
+        self._banned = banned or Banned()
         self._services, self.run_id, self._state, self._config = services, run, state, config
         self._key = Key(f"run.{run}", "donors")
         self._leases: dict[bytes, _Lease] = {}
@@ -124,6 +126,7 @@ class Donor:
 
     async def on_open(self, peer: PeerId, request: state_pb2.OpenRequest) -> state_pb2.OpenReply:
         """A peer wants the state: give it a lease on a snapshot of this moment."""
+        self._banned.check(peer)
         self._drop_idle()
         if not self._serving:
             raise PeerError("this peer has no state to give yet")
@@ -154,6 +157,7 @@ class Donor:
         """Send what is asked for, one request after another, until the other end finishes."""
         request = first
         while True:
+            self._banned.check(stream.peer_id)
             lease = self._leases.get(request.lease)
             if lease is None or lease.peer != stream.peer_id:
                 raise PeerError("this lease is over: open the state again")

@@ -114,6 +114,8 @@ class StateView:
         if self.closed or self.settled:
             return
         until = self.chunks if until is None else min(until, self.chunks)
+        if until <= self._copied:
+            return
         try:
             if self._blob is None:
                 self._blob = bytearray(self.total_bytes)
