@@ -30,7 +30,11 @@ def pause(run: str | None, *, paused: bool, as_json: bool) -> int:
     for one in found:
         control.set_paused(one, paused)
         word = "pausing" if paused else "going on"
-        _say(as_json, {"event": "pause" if paused else "resume", "pid": one.pid, "run": one.full_name}, f"{word}: {one.full_name}, process {one.pid}")
+        _say(
+            as_json,
+            {"event": "pause" if paused else "resume", "pid": one.pid, "run": one.full_name},
+            f"{word}: {one.full_name}, process {one.pid}",
+        )
     return 0
 
 
@@ -62,7 +66,14 @@ def change(where: Where, asked: dict[str, Any], *, as_json: bool) -> int:
     told = differences(known.specification, signed.specification)
     _say(
         as_json,
-        {"event": "changed", "run": signed.full_name, "version": signed.version, "changes": told, "members": len(contacts), "following": now},
+        {
+            "event": "changed",
+            "run": signed.full_name,
+            "version": signed.version,
+            "changes": told,
+            "members": len(contacts),
+            "following": now,
+        },
         f"{signed.full_name}, version {signed.version}: {', '.join(told)}. "
         f"{now} of {len(contacts)} members that were asked follow it; the others hear of it from them",
     )
@@ -71,10 +82,10 @@ def change(where: Where, asked: dict[str, Any], *, as_json: bool) -> int:
 
 def export(where: Where, output: Path, *, optimizer: bool, as_json: bool) -> int:
     """Write a run's model to a file, from this machine's newest checkpoint or fetched from peers."""
+    from swarm.run.directory import RunListing, choose
     from swarm.run.exporting import export as write
     from swarm.run.exporting import newest_checkpoint
     from swarm.run.keeping import KeptSpecifications
-    from swarm.run.directory import RunListing, choose
 
     output = output.expanduser()
     if where.addresses:

@@ -25,7 +25,6 @@ from swarm.run.limits import Limits, parse_duration_s, parse_size
 from swarm.run.saving import SavingConfig
 from swarm.run.specification import RunSpecification
 
-_BYTES_PER_MBIT = 125_000.0
 _LOOK_S = 0.5
 _REFUSED_S = 1.5  # for the first peer to answer, when every address said at once that nobody is there
 _ANSWER_S = 6.0  # when nothing was heard at all
@@ -45,8 +44,6 @@ class Choices:
     exit_with_parent: bool
     checkpoint_every: str
     resume: bool
-    upload: float | None  # Mbit/s
-    download: float | None
     hours: tuple[str, ...]
     memory: str | None
     yes: bool = True
@@ -164,13 +161,9 @@ def _session(choices: Choices, identity: Path | None) -> Iterator[_Session]:
     with Leaving(exit_with_parent=choices.exit_with_parent) as leaving, make_output(as_json=choices.as_json) as output:
         own = open_identity(choices.identity, identity)
         try:
-            from swarm.net.throttle import Bandwidth
-            from swarm.node import Node, NodeConfig
+            from swarm.node import Node
 
-            caps = (None if mbit is None else mbit * _BYTES_PER_MBIT for mbit in (choices.upload, choices.download))
-            bandwidth = Bandwidth(**dict(zip(("up_bytes_per_s", "down_bytes_per_s"), caps, strict=True)))
-            config = NodeConfig(bandwidth=bandwidth)
-            with Node(bootstrap=choices.contacts(), listen=choices.listen_at(), identity=own, config=config) as node:
+            with Node(bootstrap=choices.contacts(), listen=choices.listen_at(), identity=own) as node:
                 # torch takes seconds to import; the network finds its peers meanwhile
                 importing = threading.Thread(target=_import_torch, name="imports torch", daemon=True)
                 importing.start()
