@@ -18,12 +18,14 @@ from averaging.reduction.lowrank import PowerSgd
 from averaging.reduction.powersgd import CODECS, LowRank
 from averaging.reduction.robust import MEAN, Aggregation
 from averaging.result import AveragingResult, PendingRound
+from averaging.service import AveragingService
 from averaging.training.config import OptimizerConfig
 from averaging.training.modes import Mode, Traits
 from averaging.training.state import TrainingState
 from swarm.compression import resolve
 from swarm.compression.adaptive import ADAPTIVE
 from swarm.errors import UsageError
+from swarm.ids import PeerId
 
 if TYPE_CHECKING:
     from swarm.node import Node
@@ -114,6 +116,10 @@ class Rounds:
             others = range(1, self._mode.traits.slots)
             self._feedbacks = [first, *(self._epochs.new_feedback() for _ in others)]
             self.load_feedback(self._feedback)
+
+    def ban(self, peers: frozenset[PeerId]) -> None:
+        """Whom no group of this run has from now on."""
+        self._node.network.loop.call_soon_threadsafe(lambda: AveragingService.of(self._node).exchange.ban(self._run_id, peers))
 
     def feedback_state(self) -> Any:
         """What error feedback holds: one state, or a list of them for a mode whose rounds take turns; None without."""
@@ -241,11 +247,7 @@ def check_codec(manner: Manner, traits: Traits) -> None:
     """UsageError for a codec or a strategy that would ruin what this mode averages."""
     codec = manner.codec
     if manner.strategy is not None and (traits.role == "parameter" or traits.slots > 1):
-        why = (
-            "averages parameters themselves"
-            if traits.role == "parameter"
-            else "averages parts of the model, not matrices"
-        )
+        why = "averages parameters themselves" if traits.role == "parameter" else "averages parts of the model, not matrices"
         raise UsageError(f"mode {traits.terms.partition(' ')[0]} {why}: PowerSGD is not for it")
     chosen = resolve(codec, traits.role, 0)
     if traits.role == "parameter" and chosen.bits_per_element < 16:

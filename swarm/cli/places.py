@@ -40,3 +40,13 @@ def bootstrap_identity() -> Path:
 def kept_runs() -> Path:
     """The specifications of runs that this user's machine took part in."""
     return home() / "runs"
+
+
+def saved_states() -> Path:
+    """Checkpoints: a folder a run."""
+    return home() / "checkpoints"
+
+
+def control_folder() -> Path:
+    """Where commands that train say that they are there, and are asked to pause."""
+    return home() / "live"
