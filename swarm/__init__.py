@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from averaging.averager import Averager, AveragerConfig, AveragingResult, PendingRound
     from averaging.optimizer import LoadResult, Optimizer, OptimizerConfig, StepReport
     from moe.errors import ExpertApplied, ExpertError, ExpertFailed, ExpertMissing, ExpertOverloaded, ExpertRefused
+    from moe.mixture.layer import MixtureConfig, PassReport, RemoteMixtureOfExperts
+    from moe.mixture.switch import RemoteSwitchMixtureOfExperts, SwitchConfig
+    from moe.pipeline.sequential import PipelineConfig, PipelineReport, RemoteSequential
     from moe.remote import RemoteExpert, Travel
     from moe.server import Expert, ExpertServer, ExpertServerConfig
     from swarm.dht.service import Entry, ManyAnswers, NamespaceRules, StoreItem, StoreResult
@@ -49,6 +52,7 @@ _HOMES = {
     "Key": "swarm.ids",
     "LoadResult": "averaging.optimizer",
     "ManyAnswers": "swarm.dht.service",
+    "MixtureConfig": "moe.mixture.layer",
     "NamespaceRules": "swarm.dht.rules",
     "NetworkError": "swarm.errors",
     "Node": "swarm.node",
@@ -56,14 +60,21 @@ _HOMES = {
     "NotEnoughPeers": "swarm.errors",
     "Optimizer": "averaging.optimizer",
     "OptimizerConfig": "averaging.optimizer",
+    "PassReport": "moe.mixture.layer",
     "PeerError": "swarm.errors",
     "PeerId": "swarm.ids",
     "PendingRound": "averaging.averager",
+    "PipelineConfig": "moe.pipeline.sequential",
+    "PipelineReport": "moe.pipeline.sequential",
     "RemoteExpert": "moe.remote",
+    "RemoteMixtureOfExperts": "moe.mixture.layer",
+    "RemoteSequential": "moe.pipeline.sequential",
+    "RemoteSwitchMixtureOfExperts": "moe.mixture.switch",
     "StepReport": "averaging.optimizer",
     "StoreItem": "swarm.dht.service",
     "StoreResult": "swarm.dht.service",
     "SwarmError": "swarm.errors",
+    "SwitchConfig": "moe.mixture.switch",
     "Travel": "moe.remote",
     "UsageError": "swarm.errors",
 }
@@ -89,6 +100,7 @@ __all__ = [
     "Key",
     "LoadResult",
     "ManyAnswers",
+    "MixtureConfig",
     "NamespaceRules",
     "NetworkError",
     "Node",
@@ -96,14 +108,21 @@ __all__ = [
     "NotEnoughPeers",
     "Optimizer",
     "OptimizerConfig",
+    "PassReport",
     "PeerError",
     "PeerId",
     "PendingRound",
+    "PipelineConfig",
+    "PipelineReport",
     "RemoteExpert",
+    "RemoteMixtureOfExperts",
+    "RemoteSequential",
+    "RemoteSwitchMixtureOfExperts",
     "StepReport",
     "StoreItem",
     "StoreResult",
     "SwarmError",
+    "SwitchConfig",
     "Travel",
     "UsageError",
     "__version__",
