@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from averaging.optimizer import Diloco, Gossip, Gradients, LoadResult, Local, Optimizer, OptimizerConfig, StepReport
     from averaging.reduction.lowrank import PowerSgd
     from moe.errors import ExpertApplied, ExpertError, ExpertFailed, ExpertMissing, ExpertOverloaded, ExpertRefused
+    from moe.mixture.layer import MixtureConfig, PassReport, RemoteMixtureOfExperts
+    from moe.mixture.switch import RemoteSwitchMixtureOfExperts, SwitchConfig
+    from moe.pipeline.sequential import PipelineConfig, PipelineReport, RemoteSequential
     from moe.remote import RemoteExpert, Travel
     from moe.server import Expert, ExpertServer, ExpertServerConfig
     from swarm.dht.service import Entry, ManyAnswers, NamespaceRules, StoreItem, StoreResult
@@ -54,6 +57,7 @@ _HOMES = {
     "LoadResult": "averaging.optimizer",
     "Local": "averaging.optimizer",
     "ManyAnswers": "swarm.dht.service",
+    "MixtureConfig": "moe.mixture.layer",
     "NamespaceRules": "swarm.dht.rules",
     "NetworkError": "swarm.errors",
     "Node": "swarm.node",
@@ -61,15 +65,22 @@ _HOMES = {
     "NotEnoughPeers": "swarm.errors",
     "Optimizer": "averaging.optimizer",
     "OptimizerConfig": "averaging.optimizer",
+    "PassReport": "moe.mixture.layer",
     "PeerError": "swarm.errors",
     "PeerId": "swarm.ids",
     "PendingRound": "averaging.averager",
+    "PipelineConfig": "moe.pipeline.sequential",
+    "PipelineReport": "moe.pipeline.sequential",
     "RemoteExpert": "moe.remote",
     "PowerSgd": "averaging.reduction.lowrank",
+    "RemoteMixtureOfExperts": "moe.mixture.layer",
+    "RemoteSequential": "moe.pipeline.sequential",
+    "RemoteSwitchMixtureOfExperts": "moe.mixture.switch",
     "StepReport": "averaging.optimizer",
     "StoreItem": "swarm.dht.service",
     "StoreResult": "swarm.dht.service",
     "SwarmError": "swarm.errors",
+    "SwitchConfig": "moe.mixture.switch",
     "Travel": "moe.remote",
     "UsageError": "swarm.errors",
 }
@@ -99,6 +110,7 @@ __all__ = [
     "LoadResult",
     "Local",
     "ManyAnswers",
+    "MixtureConfig",
     "NamespaceRules",
     "NetworkError",
     "Node",
@@ -106,15 +118,22 @@ __all__ = [
     "NotEnoughPeers",
     "Optimizer",
     "OptimizerConfig",
+    "PassReport",
     "PeerError",
     "PeerId",
     "PendingRound",
+    "PipelineConfig",
+    "PipelineReport",
     "PowerSgd",
     "RemoteExpert",
+    "RemoteMixtureOfExperts",
+    "RemoteSequential",
+    "RemoteSwitchMixtureOfExperts",
     "StepReport",
     "StoreItem",
     "StoreResult",
     "SwarmError",
+    "SwitchConfig",
     "Travel",
     "UsageError",
     "__version__",

@@ -1,0 +1,237 @@
+"""What mixture layers do when servers die, freeze, dawdle, refuse or answer nonsense. Virtual time, from seeds."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from moe.mixture.layer import MixtureConfig
+from swarm.errors import NotEnoughPeers
+from swarm.testing.expert_swarm import ExpertSwarm
+from tests.sim.mixture_scenarios import MODULES, WIDTH, assert_close, batch, gradients, layer_of, local_mixture, output_of, serve_rows
+
+
+@pytest.fixture
+def swarm() -> Iterator[ExpertSwarm]:
+    with ExpertSwarm(seed=5) as one:
+        yield one
+
+
+def test_those_who_are_gone_are_passed_over_and_the_gate_renormalises(swarm: ExpertSwarm) -> None:
+    servers = serve_rows(swarm)
+    layer, x = layer_of(swarm), batch()
+    output_of(layer, x)
+    swarm.crash(servers[1])
+    output = output_of(layer, x)
+    report = layer.last_forward
+    assert report is not None
+    assert set(report.failed) == {f"ffn.1.{column}" for column in range(4)}
+    survivors = {name for name in MODULES if not name.startswith("ffn.1.")}
+    # chosen among all, mixed over those who answered
+    scores = layer.gate(x)
+    everything = (scores[0][:, :, None] + scores[1][:, None, :]).flatten(1)
+    best = everything.topk(4, dim=1).indices
+    names = [f"ffn.{place // 4}.{place % 4}" for place in range(16)]
+    for sample in range(len(x)):
+        chosen = [place for place in best[sample].tolist() if names[place] in survivors]
+        if not chosen:
+            continue  # replaced; below
+        weights = everything[sample, chosen].softmax(0)
+        wanted = sum(weight * MODULES[names[place]](x[sample : sample + 1])[0] for weight, place in zip(weights, chosen, strict=True))
+        assert torch.allclose(output[sample], wanted, atol=1e-5)
+    # from now on they are avoided: as if the grid had a hole
+    again, wanted_again = output_of(layer, x), local_mixture(layer, MODULES, x, survivors)
+    assert layer.last_forward is not None
+    assert not layer.last_forward.failed
+    assert torch.allclose(again, wanted_again, atol=1e-5)
+    assert_close(gradients(layer, again, x), gradients(layer, wanted_again, x))
+
+
+def test_a_sample_that_lost_all_its_experts_gets_the_next_best(swarm: ExpertSwarm) -> None:
+    servers = serve_rows(swarm)
+    layer, x = layer_of(swarm, k_best=2, k_min=2), batch()
+    with torch.no_grad():
+        layer.gate.projection.bias[0] += 100.0  # everybody wants row 0
+    output_of(layer, x)
+    swarm.crash(servers[0])
+    output = output_of(layer, x)
+    assert layer.last_forward is not None
+    assert len(layer.last_forward.failed) >= 2
+    assert torch.allclose(output, local_mixture(layer, MODULES, x, {name for name in MODULES if not name.startswith("ffn.0.")}), atol=1e-5)
+
+
+def test_who_is_late_is_dropped_then_avoided_for_a_growing_while(swarm: ExpertSwarm) -> None:
+    servers = serve_rows(swarm)
+    layer, x = layer_of(swarm), batch()
+    output_of(layer, x)
+    servers[2].peer.frozen = True
+    waits_s = []
+    begun_s = swarm.now_s
+    while swarm.now_s < begun_s + 40.0:
+        at_s = swarm.now_s
+        output_of(layer, x)
+        assert layer.last_forward is not None
+        if layer.last_forward.failed:
+            waits_s.append(at_s)
+            assert set(layer.last_forward.failed.values()) == {"it was too late"}
+            assert 0.5 <= layer.last_forward.seconds < 0.7, "k_min was there at once; the others had half a second"
+        else:
+            assert layer.last_forward.seconds < 0.1
+        swarm.sleep(0.4)
+    pauses_s = [later - sooner for sooner, later in itertools.pairwise(waits_s)]
+    assert len(waits_s) <= 6
+    assert all(later > 1.3 * sooner for sooner, later in itertools.pairwise(pauses_s)), pauses_s
+    servers[2].peer.frozen = False
+    swarm.sleep(61.0)
+    output_of(layer, x)
+    assert layer.last_forward is not None
+    assert not layer.last_forward.failed
+    assert any(name.startswith("ffn.2.") for name in layer.last_forward.answered), "it is used again"
+
+
+def test_an_expert_that_answers_nonsense_is_dropped_and_blamed(swarm: ExpertSwarm) -> None:
+    servers = serve_rows(swarm)
+    servers[3].poisoned.add("ffn.3.1")
+    layer, x = layer_of(swarm), batch()
+    output = output_of(layer, x)
+    assert torch.isfinite(output).all()
+    assert layer.last_forward is not None
+    assert list(layer.last_forward.failed) == ["ffn.3.1"]
+    assert "NaN" in layer.last_forward.failed["ffn.3.1"]
+    again = output_of(layer, x)
+    assert not layer.last_forward.failed
+    assert "ffn.3.0" in layer.last_forward.answered, "its server's other experts are used"
+    servers[3].poisoned = {"ffn.3.0"}
+    found = gradients(layer, again, x)
+    assert all(torch.isfinite(one).all() for one in found), "a gradient that is NaN is dropped as well"
+    assert layer.last_backward is not None
+    assert list(layer.last_backward.failed) == ["ffn.3.0"]
+
+
+def test_with_nobody_left_the_layer_does_what_it_was_told(swarm: ExpertSwarm, allowed: bool) -> None:
+    servers = serve_rows(swarm)
+    layer, x = layer_of(swarm, allow_zero_outputs=allowed), batch()
+    output_of(layer, x)
+    for server in servers:
+        swarm.crash(server)
+    for _ in range(3):
+        if allowed:
+            output = output_of(layer, x)
+            assert not output.any()
+            assert output.shape == (32, WIDTH)
+            assert not any(one.any() for one in gradients(layer, output, x) if one is not None)
+        else:
+            with pytest.raises(NotEnoughPeers, match=r"32 of 32 samples got fewer than k_min = 1 answers.*ffn\.\d\.\d.*allow_zero_outputs"):
+                layer(x)
+    swarm.restart(servers[0])
+    assert output_of(layer, x).any(dim=1).all(), "at once: when nobody else is left, those who are avoided are asked"
+
+
+def test_a_branch_lost_in_the_backward_pass_is_dropped(swarm: ExpertSwarm) -> None:
+    servers = serve_rows(swarm, learning_rate=0.1)
+    layer, x = layer_of(swarm), batch()
+    output = output_of(layer, x)
+    swarm.crash(servers[0])
+    found = gradients(layer, output, x)
+    assert layer.last_backward is not None
+    assert {name.rpartition(".")[0] for name in layer.last_backward.failed} == {"ffn.0"}
+    wanted = gradients(layer, local_mixture(layer, MODULES, x), x)
+    assert_close(found[1:], wanted[1:])  # the gate's gradient needs the forward answers only
+    assert not torch.allclose(found[0], wanted[0], atol=1e-3)
+    assert torch.isfinite(found[0]).all()
+
+
+def test_backward_k_min_is_an_error_when_it_is_not_met(swarm: ExpertSwarm) -> None:
+    servers = serve_rows(swarm)
+    layer, x = layer_of(swarm, backward_k_min=4), batch()
+    output = output_of(layer, x)
+    swarm.crash(servers[0])
+    with pytest.raises(NotEnoughPeers, match="backward_k_min = 4"):
+        output.sum().backward()  # type: ignore[no-untyped-call]
+
+
+def test_a_network_that_delivers_twice_trains_once() -> None:
+    with ExpertSwarm(seed=9) as swarm:
+        servers = serve_rows(swarm, learning_rate=0.1)
+        layer, x = layer_of(swarm), batch()
+        swarm.network.config = type(swarm.network.config)(delay_s=0.005, duplication=1.0)
+        output_of(layer, x).sum().backward()  # type: ignore[no-untyped-call]
+        swarm.sleep(1.0)
+        assert sum(server.backwards.total() for server in servers) > 16
+        assert {version for server in servers for version in server.versions.values()} == {1}
+
+
+def test_a_slow_replica_is_hedged_and_used_less(swarm: ExpertSwarm) -> None:
+    fast, slow = serve_rows(swarm), serve_rows(swarm)
+    layer, x = layer_of(swarm, k_min=4), batch()
+    for _ in range(12):
+        output_of(layer, x)
+    for server in slow:
+        server.compute_s = 2.0
+    begun_s, before = swarm.now_s, sum(server.forwards.total() for server in slow)
+    for _ in range(12):
+        assert torch.allclose(output_of(layer, x), local_mixture(layer, MODULES, x), atol=1e-5)
+    assert swarm.now_s - begun_s < 6.0, "a step that waited for one slow replica takes two seconds and more"
+    after = sum(server.forwards.total() for server in slow) - before
+    assert after < 0.3 * 12 * 16
+    assert sum(server.forwards.total() for server in fast) > 16 * 12
+
+
+def test_a_full_server_is_passed_over_and_not_blamed(swarm: ExpertSwarm) -> None:
+    one, two = serve_rows(swarm), serve_rows(swarm)
+    for server in one:
+        server.full = True
+    layer, x = layer_of(swarm), batch()
+    for _ in range(5):
+        assert torch.allclose(output_of(layer, x), local_mixture(layer, MODULES, x), atol=1e-5)
+        assert layer.last_forward is not None
+        assert not layer.last_forward.failed
+    assert all(server.forwards for server in two)
+
+
+def test_newcomers_are_found_and_who_leaves_is_forgotten(swarm: ExpertSwarm) -> None:
+    swarm.serve({name: MODULES[name] for name in list(MODULES)[:4]})
+    layer, x = layer_of(swarm), batch()
+    output_of(layer, x)
+    newcomer = swarm.serve({name: MODULES[name] for name in list(MODULES)[4:]})
+    swarm.sleep(2.5)
+    output_of(layer, x)  # knows the old grid, and reads anew behind the trainer's back
+    swarm.sleep(0.5)
+    output_of(layer, x)
+    assert layer.last_forward is not None
+    assert {name for name in layer.last_forward.answered if name in list(MODULES)[4:]}
+    swarm.run(swarm.network.crash(newcomer.peer))
+    swarm.sleep(60.0)
+    output_of(layer, x)
+    swarm.sleep(0.5)
+    output_of(layer, x)
+    assert set(layer.last_forward.asked) <= set(list(MODULES)[:4])
+    assert not layer.last_forward.failed
+
+
+def test_replacements_can_be_switched_off(swarm: ExpertSwarm) -> None:
+    servers = serve_rows(swarm)
+    layer, x = layer_of(swarm, allow_zero_outputs=True, k_best=1, config=MixtureConfig(replacements_max=0)), batch()
+    output_of(layer, x)
+    swarm.crash(servers[0])
+    output = output_of(layer, x)
+    scores = layer.gate(x)
+    lost = scores[0].argmax(dim=1) == 0
+    assert lost.any()
+    assert torch.equal(~output.any(dim=1), lost)
+
+
+def test_a_step_that_is_given_up_leaves_nothing_behind(swarm: ExpertSwarm) -> None:
+    serve_rows(swarm, compute_s=5.0)
+    layer = layer_of(swarm, forward_timeout_s=1.0)
+    with pytest.raises(NotEnoughPeers):
+        layer(batch())
+
+    async def tasks() -> list[str]:
+        return [task.get_name() for task in asyncio.all_tasks() if "forward" in repr(task.get_coro()).lower()]
+
+    assert swarm.run(tasks()) == []
