@@ -21,6 +21,7 @@ from averaging.training.config import OptimizerConfig
 from averaging.training.donor import Donor, DonorServices
 from averaging.training.epochs import EpochLoop
 from averaging.training.gradients import GradientsMode
+from averaging.training.metering import Meter, Pace
 from averaging.training.modes import ModeFactory
 from averaging.training.progress import SAMPLES_MAX, ProgressView
 from averaging.training.reports import LoadResult, StepReport
@@ -29,6 +30,7 @@ from averaging.training.state import Scheduler, TrainingState
 from averaging.training.tracker import Tracker, TrackerServices
 from swarm.compression import resolve
 from swarm.errors import NetworkError, UsageError
+from swarm.metrics.reporter import Reporter
 
 if TYPE_CHECKING:
     from swarm.node import Node
@@ -118,9 +120,20 @@ class Optimizer(torch.optim.Optimizer):
         parts = (self._state, self._training, self._tracker, self._donor, self._rounds, self._catch_up)
         self._loop = EpochLoop(node, parts, state_sync_epochs, config)
         exchange_of(node).add(self.run_id, self._tracker, self._donor)
+        self._meter = Meter(node.clock.swarm_s(), name=node.config.name, device=_device(self._state.parameters), agent=node.agent)
+        self._reporter = Reporter(
+            dht=node.dht.service,
+            clock=node.clock,
+            own=node.peer_id,
+            run_id=self.run_id,
+            source=lambda: self._meter.metrics(self._pace(), node.clock.swarm_s(), reach=node.reach),
+            peers=lambda: len(self._tracker.view().peers),
+            config=config.metrics,
+        )
         self._tasks = [
             node.supervisor.spawn(f"progress of run {self.run_id}", self._tracker.run, restart=True),
             node.supervisor.spawn(f"state of run {self.run_id}", self._donor.run, restart=True),
+            node.supervisor.spawn(f"metrics of run {self.run_id}", self._reporter.run, restart=True),
         ]
         node.at_close(self._close_on_loop)
 
@@ -143,6 +156,7 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         report = self._loop.step(samples)
+        self._meter.on_step(report, self.node.clock.swarm_s())
         return report if loss is None else replace(report, loss=loss)
 
     def load_state_from_peers(self, timeout_s: float = 600.0, on_progress: Callable[[int, int], None] | None = None) -> LoadResult:
@@ -154,7 +168,22 @@ class Optimizer(torch.optim.Optimizer):
         if not 0 < timeout_s < float("inf"):
             raise UsageError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}")
         self._catch_up.on_progress = on_progress
-        return self._loop.load(timeout_s)
+        result = self._loop.load(timeout_s)
+        self._meter.on_load(result)
+        return result
+
+    def report(self, **metrics: Any) -> None:
+        """Tell those who watch the run: `opt.report(loss=loss.item(), validation_loss=…, accuracy=0.9)`, as often as you like.
+
+        `loss` and `validation_loss` are charted as the run's, others (16 at most, single numbers) under their names; the last value of each
+        goes out every few seconds, signed, for anybody to read. What is not finite is told as such. UsageError for what is no number.
+        """
+        self._check_open()
+        self._meter.tell(metrics)
+
+    def _pace(self) -> Pace:
+        mine = self._tracker.view().peers[self.node.peer_id]
+        return Pace(epoch=mine.epoch, samples_per_s=mine.samples_per_s)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `.grad`; what `step` has taken is kept."""
@@ -265,6 +294,7 @@ class Optimizer(torch.optim.Optimizer):
         for task in self._tasks:
             task.cancel()
         await self._tracker.close()
+        await self._reporter.close()
         await self._donor.close()
 
     def _check_open(self) -> None:
@@ -286,6 +316,12 @@ def run_id_of(run: str) -> str:
     if _RUN_ID.fullmatch(run):
         return run
     return base64.b32encode(hashlib.sha256(b"swarm open run " + run.encode()).digest()).decode().lower()[:20]
+
+
+def _device(parameters: Sequence[torch.Tensor]) -> str:
+    """Where the model is, as people call it."""
+    device = parameters[0].device if parameters else torch.device("cpu")
+    return f"{device.type} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
 
 
 def _samples(value: int | None) -> int:
