@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import hashlib
-import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,6 +27,7 @@ from averaging.training.state import Scheduler, TrainingState
 from averaging.training.tracker import Tracker, TrackerServices
 from swarm.compression import resolve
 from swarm.errors import NetworkError, UsageError
+from swarm.ids import open_run_id
 from swarm.metrics.reporter import Reporter
 
 if TYPE_CHECKING:
@@ -39,8 +37,6 @@ __all__ = ["MODES", "LoadResult", "Optimizer", "OptimizerConfig", "StepReport"]
 
 MODES: dict[str, ModeFactory] = {"gradients": GradientsMode}
 
-_RUN_ID = re.compile(r"[a-z2-7]{20}")
-_NAME_CHARACTERS_MAX = 100
 _START_S_MAX = 10.0
 _CLOSE_S_MAX = 2.0
 
@@ -86,7 +82,7 @@ class Optimizer(torch.optim.Optimizer):
         aggregate = Aggregation(rule=aggregation, clip_to_median=clip_to_median)
         manner = Manner(codec=codec, aggregation=aggregate, audit=audit, error_feedback=error_feedback)
         config = config or OptimizerConfig()
-        self.inner, self.node, self.run_id = inner, node, run_id_of(run)
+        self.inner, self.node, self.run_id = inner, node, open_run_id(run)
         self.target_batch_size, self.batch_size_per_step = _samples(target_batch_size), batch_size_per_step
         self.mode = mode
         self._closed = False
@@ -307,15 +303,6 @@ class Optimizer(torch.optim.Optimizer):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def run_id_of(run: str) -> str:
-    """A run's id as it is (20 lower-case base32 characters), or the id of the open run of that name."""
-    if not isinstance(run, str) or not 1 <= len(run) <= _NAME_CHARACTERS_MAX:
-        raise UsageError(f"run is a name of 1 to {_NAME_CHARACTERS_MAX} characters, or a run's id, not {run!r:.120}")
-    if _RUN_ID.fullmatch(run):
-        return run
-    return base64.b32encode(hashlib.sha256(b"swarm open run " + run.encode()).digest()).decode().lower()[:20]
 
 
 def _device(parameters: Sequence[torch.Tensor]) -> str:

@@ -26,6 +26,7 @@ def swarm() -> None:
       swarm demo                            watch four peers train a model on this machine
       swarm start examples/bytelm.toml      found a run; prints the line with which others join
       swarm join ADDRESS                    volunteer for it
+      swarm monitor ADDRESS                 watch it
     """
 
 
@@ -126,6 +127,36 @@ def bootstrap(identity: str | None, bootstrap: tuple[str, ...], listen: str, as_
     from swarm.cli.bootstrap import run_bootstrap
 
     return run_bootstrap(identity=identity, bootstrap=bootstrap, listen=listen, as_json=as_json, exit_with_parent=exit_with_parent)
+
+
+@swarm.command(context_settings=_CONTEXT, short_help="Watch a run; train nothing.")
+@click.argument("address", metavar="ADDRESS")
+@click.option("--run", "run", metavar="NAME", default=None, help="Which run, where the swarm has several: NAME, NAME@ID or ID.")
+@click.option("--web", metavar="HOST:PORT", default=None, help="Serve a page; port 0 picks a free one.")
+@click.option("--prometheus", metavar="HOST:PORT", default=None, help="Serve metrics for Prometheus (docs/metrics.md).")
+@click.option("--log", metavar="FILE.jsonl", type=click.Path(path_type=Path), default=None, help="Append events and views to a file.")
+@click.option(
+    "--history", metavar="FILE", default=None, help="Where to keep what was seen; `none` for nowhere. [default: a file for each run]"
+)
+@click.option("--once", is_flag=True, help="Look once, print, and end.")
+@_json
+@_parent
+def monitor(address: str, **options: object) -> int:
+    """Watch the run at ADDRESS: a peer that trains nothing and that nobody has to trust.
+
+    Shows progress, loss, throughput, every peer, the last rounds with the reasons of those that failed, and what happens. What is old is
+    shown as old. ADDRESS is any live peer's; when it goes, the monitor goes on through the others.
+
+    \b
+    Examples:
+      swarm monitor /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
+      swarm monitor ADDRESS --web 127.0.0.1:8080
+      swarm monitor ADDRESS --run bytelm --prometheus 0.0.0.0:9464 --log run.jsonl
+      swarm monitor ADDRESS --once --json
+    """
+    from swarm.cli.monitor import MonitorChoices, run_monitor
+
+    return run_monitor(MonitorChoices.of(address=address, **options))
 
 
 @swarm.command(context_settings=_CONTEXT, short_help="Show or make an identity.")

@@ -40,3 +40,8 @@ def bootstrap_identity() -> Path:
 def kept_runs() -> Path:
     """The specifications of runs that this user's machine took part in."""
     return home() / "runs"
+
+
+def monitor_history(run_id: str) -> Path:
+    """Where `swarm monitor` keeps what it has seen of a run."""
+    return home() / "monitor" / f"{run_id}.sqlite"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,16 +70,16 @@ class RoundTold:
     def decode(cls, value: Mapping[str, Any]) -> RoundTold:
         """Of a value that has passed the schema."""
         return cls(
-            kind=value["kind"],
+            kind=_clean(value["kind"]),
             epoch=value["epoch"],
             at_s=float(value["at"]),
             seconds=float(value["seconds"]),
             bytes=value["bytes"],
             members=value["members"],
-            group=value.get("group", ""),
-            digest=value.get("digest", ""),
-            reason=value.get("reason", ""),
-            detail=value.get("detail", ""),
+            group=_clean(value.get("group", "")),
+            digest=_clean(value.get("digest", "")),
+            reason=_clean(value.get("reason", "")),
+            detail=_clean(value.get("detail", "")),
             left=_blame(value.get("left", ())),
             accused=_blame(value.get("accused", ())),
         )
@@ -153,10 +154,10 @@ class Metrics:
             every_s=float(value["every"]),
             epoch=value["epoch"],
             samples_per_s=float(value["rate"]),
-            name=value.get("name", ""),
-            device=value.get("device", ""),
-            reach=value.get("reach", ""),
-            agent=value.get("agent", ""),
+            name=_clean(value.get("name", "")),
+            device=_clean(value.get("device", "")),
+            reach=_clean(value.get("reach", "")),
+            agent=_clean(value.get("agent", "")),
             samples=value.get("samples", 0),
             loss=value.get("loss"),
             validation_loss=value.get("validation"),
@@ -202,4 +203,9 @@ def check_own(name: str, value: Any, known: Sequence[str]) -> float | None:
 
 
 def _blame(value: Sequence[Sequence[str]]) -> Blame:
-    return tuple((item[0], item[1]) for item in value if len(item) == 2)
+    return tuple((_clean(item[0]), _clean(item[1])) for item in value if len(item) == 2)
+
+
+def _clean(text: str) -> str:
+    """Without what could steer a terminal or turn a line around: a stranger wrote it."""
+    return "".join(c for c in text if unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp"))
