@@ -13,6 +13,7 @@ _listen = click.option("--listen", metavar="HOST:PORT", default=None, help="Wher
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON lines, one per event.")
 _device = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="What to train on.")
 _data = click.option("--data", metavar="DIR", type=click.Path(path_type=Path), default=None, help="Train on the text files of this folder.")
+_name = click.option("--name", default="", help="What those who watch the run may call this machine; at most 40 characters.")
 _yes = click.option("--yes", "-y", is_flag=True, help="Do not ask before training begins.")
 _parent = click.option("--exit-with-parent", is_flag=True, hidden=True, help="Leave when standard input ends.")
 
@@ -33,9 +34,10 @@ def swarm() -> None:
 @swarm.command(context_settings=_CONTEXT, short_help="Watch several peers train a model on this machine.")
 @click.option("--volunteers", type=click.IntRange(1, 16), default=3, show_default=True, help="How many train, the founder included.")
 @click.option("--seconds", type=click.IntRange(5, 3600), default=60, show_default=True, help="How long they train together.")
+@click.option("--web", metavar="HOST:PORT", default=None, help="Also a monitor, with its page there; port 0 picks a free one.")
 @_json
 @_parent
-def demo(volunteers: int, seconds: int, as_json: bool, exit_with_parent: bool) -> int:
+def demo(volunteers: int, seconds: int, web: str | None, as_json: bool, exit_with_parent: bool) -> int:
     """Train a small language model with several peers on this machine.
 
     A bootstrap peer and some volunteers, each a process of its own, learn the Python standard library's sources byte by byte. Nothing
@@ -45,11 +47,12 @@ def demo(volunteers: int, seconds: int, as_json: bool, exit_with_parent: bool) -
     Examples:
       swarm demo
       swarm demo --volunteers 5 --seconds 120
+      swarm demo --web 127.0.0.1:8080
       swarm demo --json > demo.jsonl
     """
     from swarm.cli.demo import run_demo
 
-    return run_demo(volunteers=volunteers, seconds=seconds, as_json=as_json, exit_with_parent=exit_with_parent)
+    return run_demo(volunteers=volunteers, seconds=seconds, web=web, as_json=as_json, exit_with_parent=exit_with_parent)
 
 
 @swarm.command(context_settings=_CONTEXT, short_help="Found a run and train as its first volunteer.")
@@ -61,6 +64,7 @@ def demo(volunteers: int, seconds: int, as_json: bool, exit_with_parent: bool) -
 @_listen
 @_device
 @_data
+@_name
 @_json
 @_parent
 def start(file: Path, bootstrap: tuple[str, ...], identity: str | None, listen: str | None, **options: object) -> int:
@@ -88,6 +92,7 @@ def start(file: Path, bootstrap: tuple[str, ...], identity: str | None, listen: 
 @_listen
 @_device
 @_data
+@_name
 @_json
 @_parent
 def join(address: str, run: str | None, identity: str | None, listen: str | None, **options: object) -> int:

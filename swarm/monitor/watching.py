@@ -88,9 +88,13 @@ class Watch:
         """The run at this moment."""
 
         async def view() -> View:
-            return self.model.view(self.node.clock.swarm_s())
+            return self.view_now()
 
         return self.node.network.run(view(), _CALL_S)
+
+    def view_now(self) -> View:
+        """The same, on the network thread."""
+        return self.model.view(self.node.clock.swarm_s())
 
     def close(self) -> None:
         """Idempotent."""
@@ -111,7 +115,7 @@ class Watch:
 
     async def _after(self) -> None:
         """After every look: keep it, show it."""
-        view = self.model.view(self.node.clock.swarm_s())
+        view = self.view_now()
         events = self.model.events.take()
         try:
             await asyncio.get_running_loop().run_in_executor(None, self.history.add, view, events)
