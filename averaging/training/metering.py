@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,8 @@ from swarm.ids import PeerId
 from swarm.metrics.record import BLAME_MAX, ROUNDS_MAX, Blame, Metrics, RoundTold, check_own
 
 _LOSSES = ("loss", "validation_loss")
+_FAILED_MAX = 2  # failed rounds among those that are told
+_FAILED_S = 60.0  # for which a failure is told before a newer success
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,7 @@ class Meter:
         self._own: dict[str, float] = {}
         self._losses: dict[str, float] = {}
         self._broken: set[str] = set()
-        self._rounds: deque[RoundTold] = deque(maxlen=ROUNDS_MAX)
+        self._rounds: list[RoundTold] = []
         self._samples = self._up = self._down = self._done = self._failed = 0
         self._given: tuple[int, float] | None = None
         self._drift: float | None = None
@@ -104,7 +105,7 @@ class Meter:
                 rounds_failed=self._failed,
                 own=dict(self._own),
                 broken=tuple(sorted(self._broken)),
-                rounds=tuple(self._rounds),
+                rounds=_told(self._rounds, now_s),
                 **self._texts,
             )
 
@@ -113,6 +114,7 @@ class Meter:
         self._down += result.bytes_received
         if result.failed and result.reason == "alone":
             return
+        del self._rounds[: -4 * ROUNDS_MAX]
         self._rounds.append(
             RoundTold(
                 kind=kind,
@@ -129,6 +131,13 @@ class Meter:
                 accused=_blame(result.accused),
             )
         )
+
+
+def _told(rounds: Sequence[RoundTold], now_s: float) -> tuple[RoundTold, ...]:
+    """The latest, oldest first; where rounds are short, those that failed are not pushed out by the next successes before anybody read."""
+    failed = [told for told in rounds if told.reason and now_s - told.at_s < _FAILED_S][-_FAILED_MAX:]
+    good = [told for told in rounds if not any(told is one for one in failed)]
+    return tuple(sorted([*failed, *good[len(failed) - ROUNDS_MAX :]], key=lambda told: told.at_s))
 
 
 def _blame(told: Mapping[PeerId, str]) -> Blame:

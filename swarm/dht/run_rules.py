@@ -20,6 +20,7 @@ _TIME_S = Number(0.0, _TIME_S_MAX)
 _LOSS = Number(-1e30, 1e30)
 _BLAME = Many(Many(Text(200), 2), 4)  # [PeerID, reason]
 
+METRICS_BYTES_MAX = 4096
 # swarm.metrics.record: what a trainer tells about itself, for those who watch
 METRICS = Table(
     {"at": _TIME_S, "since": _TIME_S, "every": Number(0.1, 600.0), "epoch": _COUNT, "rate": Number(0.0, 1e12)},
@@ -104,5 +105,5 @@ RUN_RULES: tuple[NamespaceRules, ...] = (
         entries_per_writer_max=1,
     ),
     # swarm.metrics: what trainers tell about themselves, spread over some keys
-    NamespaceRules(name="metrics.*", schema=METRICS, value_bytes_max=4096, ttl_s_max=_TTL_S_MAX, entries_per_writer_max=1),
+    NamespaceRules(name="metrics.*", schema=METRICS, value_bytes_max=METRICS_BYTES_MAX, ttl_s_max=_TTL_S_MAX, entries_per_writer_max=1),
 )

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarm.dht.run_rules import METRICS
+from swarm.dht.records import encode_value
+from swarm.dht.run_rules import METRICS, METRICS_BYTES_MAX
 from swarm.errors import PeerError, UsageError
 from swarm.ids import Key, PeerId
 
@@ -113,7 +114,7 @@ class Metrics:
     rounds: tuple[RoundTold, ...] = ()  # the latest, the newest last
 
     def encode(self) -> dict[str, Any]:
-        """As a value of the DHT; what is unknown is left out."""
+        """As a value of the DHT; what is unknown is left out, and of the rounds what does not fit."""
         value: dict[str, Any] = {
             "at": self.at_s,
             "since": self.since_s,
@@ -140,7 +141,10 @@ class Metrics:
             "broken": list(self.broken) or None,
             "rounds": [told.encode() for told in self.rounds[-ROUNDS_MAX:]] or None,
         }
-        return value | {name: item for name, item in optional.items() if item is not None}
+        value |= {name: item for name, item in optional.items() if item is not None}
+        while value.get("rounds") and len(encode_value(value)) > METRICS_BYTES_MAX:
+            value["rounds"] = value["rounds"][1:]
+        return value
 
     @classmethod
     def decode(cls, value: Any) -> Metrics:

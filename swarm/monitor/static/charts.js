@@ -136,7 +136,7 @@ class Chart {
     const axis = { stroke: muted, grid: { stroke: line, width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };
     const log = options.log?.() ?? false;
     this.u = new uPlot({
-      width: Math.max(80, this.plot.clientWidth), height: HEIGHT, padding: [8, 8, 0, 0],
+      width: Math.max(80, this.plot.clientWidth), height: HEIGHT, padding: [8, 26, 0, 0],
       cursor: { sync: { key: "time" }, drag: { x: true, y: false, setScale: false }, points: { size: 7, fill: (u, i) => u.series[i]._color, stroke: () => card, width: 2 }, bind: { dblclick: () => () => { all.setZoom(null); return null; } } },
       legend: { show: false },
       scales: { x: { time: true, auto: false }, y: log ? { distr: 3 } : { range: (u, low, high) => span(low, high, options) } },
