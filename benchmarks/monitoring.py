@@ -7,9 +7,11 @@ upkeep of the DHT, which a run without metrics has as well and which is measured
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.results import Aim, Row, Series
 from benchmarks.simulated import Say, simulated_row
@@ -21,7 +23,7 @@ from swarm.monitor.model import Model
 from swarm.monitor.view import RunView, View
 from swarm.testing.chance import Chance
 from swarm.testing.dht_swarm import DhtSwarm, Member, service_of
-from swarm.testing.network import LinkConfig, SimulatedNetwork
+from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import run_virtual
 
 RUN = "monitoredmonitored22"
@@ -100,10 +102,11 @@ def costs(peers: int, measured_s: float = 60.0, seed: int = 1) -> Costs:
             await asyncio.sleep(30.0)
             told = await _sent_in(network, measured_s)
             busiest = max(one.peer.bytes_sent - told.before[one.peer.index] for one in swarm.members) / measured_s
-            collector = await _monitor(network, swarm)
+            collector, monitor = await _monitor(network, swarm)
             watching = group.create_task(collector.run())
             await asyncio.sleep(15.0)
-            watched = await _sent_in(network, measured_s)
+            with _counted(network, monitor) as watched:
+                await asyncio.sleep(measured_s)
             view = collector.model.view(collector.clock.swarm_s())
             look_cpu_s = await _look_cpu_s(collector)
             for task in (*reporting, watching):
@@ -123,7 +126,7 @@ class _Sent:
     before: dict[int, int]
 
 
-def _costs(peers: int, sent: tuple[_Sent, _Sent, _Sent], busiest: float, view: View, look_cpu_s: float, measured_s: float) -> Costs:
+def _costs(peers: int, sent: tuple[_Sent, _Sent, list[int]], busiest: float, view: View, look_cpu_s: float, measured_s: float) -> Costs:
     rest, told, watched = sent
     fresh = [peer for peer in view.peers if peer.fresh]
     return Costs(
@@ -132,8 +135,8 @@ def _costs(peers: int, sent: tuple[_Sent, _Sent, _Sent], busiest: float, view: V
         peer_messages=(told.messages - rest.messages) / peers / measured_s,
         peer_bytes=(told.size_bytes - rest.size_bytes) / peers / measured_s,
         busiest_bytes=busiest,
-        monitor_messages=(watched.messages - told.messages) / measured_s,
-        monitor_bytes=(watched.size_bytes - told.size_bytes) / measured_s,
+        monitor_messages=len(watched) / measured_s,
+        monitor_bytes=sum(watched) / measured_s,
         seen=len(view.peers),
         fresh=len(fresh),
         age_s=max((peer.age_s for peer in fresh), default=0.0),
@@ -155,12 +158,30 @@ def _reporter(member: Member, number: int, peers: int, seed: int) -> Reporter:
     )
 
 
-async def _monitor(network: SimulatedNetwork, swarm: DhtSwarm) -> Collector:
+@contextlib.contextmanager
+def _counted(network: SimulatedNetwork, peer: SimulatedPeer) -> Iterator[list[int]]:
+    """The size of every message from or to a peer."""
+    sizes: list[int] = []
+    send = network.send
+
+    def counting(source: SimulatedPeer, target: SimulatedPeer, what: str, size_bytes: int, arrive: Any) -> None:
+        if peer in (source, target):
+            sizes.append(size_bytes)
+        send(source, target, what, size_bytes, arrive)
+
+    network.send = counting  # type: ignore[method-assign]
+    try:
+        yield sizes
+    finally:
+        network.send = send  # type: ignore[method-assign]
+
+
+async def _monitor(network: SimulatedNetwork, swarm: DhtSwarm) -> tuple[Collector, SimulatedPeer]:
     peer = network.peer(dialable=False)
     service = service_of(peer)
     entry = swarm.members[0].peer.contact
     await service.join([entry])
-    return Collector(
+    collector = Collector(
         dht=service,
         clock=peer.clock,
         model=Model(RunView(run_id=RUN, name="monitored", version=1, target=100_000)),
@@ -168,6 +189,7 @@ async def _monitor(network: SimulatedNetwork, swarm: DhtSwarm) -> Collector:
         known=lambda: list(service.overlay.table),
         remembered=lambda: [known.contact for known in peer.book.known()],
     )
+    return collector, peer
 
 
 async def _sent_in(network: SimulatedNetwork, seconds: float) -> _Sent:
@@ -204,7 +226,7 @@ def _rows(found: Costs) -> list[Row]:
     )
     seen = (
         f"{found.fresh} of {found.peers} peers fresh in its view, the oldest {found.age_s:.0f} s",
-        f"{found.monitor_messages:.0f} messages a second; a look takes {found.look_cpu_s * 1e3:.0f} ms of a processor, the answers' included",
+        f"{found.monitor_messages:.0f} messages a second; a look takes {found.look_cpu_s * 1e3:.0f} ms of a processor, answers included",
     )
     return [
         simulated_row(
