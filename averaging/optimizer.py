@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import hashlib
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -22,6 +19,7 @@ from averaging.training.catchup import CatchUp
 from averaging.training.config import OptimizerConfig
 from averaging.training.donor import Donor, DonorServices
 from averaging.training.epochs import EpochLoop
+from averaging.training.metering import Meter, Pace
 from averaging.training.modes import ModeParts, ModeSettings
 from averaging.training.modes.settings import MODES, Diloco, Gossip, Gradients, Local, settings_of
 from averaging.training.progress import SAMPLES_MAX, ProgressView
@@ -32,15 +30,14 @@ from averaging.training.tracker import Tracker, TrackerServices
 from averaging.training.view import StateView
 from swarm.compression import resolve
 from swarm.errors import NetworkError, UsageError
-from swarm.ids import Contact, PeerId
+from swarm.ids import Contact, PeerId, open_run_id
+from swarm.metrics.reporter import Reporter
 
 if TYPE_CHECKING:
     from swarm.node import Node
 
 __all__ = ["MODES", "Diloco", "Gossip", "Gradients", "LoadResult", "Local", "Optimizer", "OptimizerConfig", "StepReport"]
 
-_RUN_ID = re.compile(r"[a-z2-7]{20}")
-_NAME_CHARACTERS_MAX = 100
 _START_S_MAX = 10.0
 _CLOSE_S_MAX = 2.0
 
@@ -93,7 +90,7 @@ class Optimizer(torch.optim.Optimizer):
         aggregate = Aggregation(rule=aggregation, clip_to_median=clip_to_median)
         manner = Manner(codec=codec, aggregation=aggregate, audit=audit, error_feedback=error_feedback, strategy=strategy)
         config = config or OptimizerConfig()
-        self.inner, self.node, self.run_id = inner, node, run_id_of(run)
+        self.inner, self.node, self.run_id = inner, node, open_run_id(run)
         self.target_batch_size, self.batch_size_per_step = _samples(target_batch_size), batch_size_per_step
         self.mode = settings.name
         self._closed = False
@@ -134,9 +131,20 @@ class Optimizer(torch.optim.Optimizer):
         self._catch_up.banned = self._banned
         self._loop = EpochLoop(node, parts, state_sync_epochs, config)
         exchange_of(node).add(self.run_id, self._tracker, self._donor)
+        self._meter = Meter(node.clock.swarm_s(), name=node.config.name, device=_device(self._state.parameters), agent=node.agent)
+        self._reporter = Reporter(
+            dht=node.dht.service,
+            clock=node.clock,
+            own=node.peer_id,
+            run_id=self.run_id,
+            source=lambda: self._meter.metrics(self._pace(), node.clock.swarm_s(), reach=node.reach),
+            peers=lambda: len(self._tracker.view().peers),
+            config=config.metrics,
+        )
         self._tasks = [
             node.supervisor.spawn(f"progress of run {self.run_id}", self._tracker.run, restart=True),
             node.supervisor.spawn(f"state of run {self.run_id}", self._donor.run, restart=True),
+            node.supervisor.spawn(f"metrics of run {self.run_id}", self._reporter.run, restart=True),
         ]
         self._forget = node.at_close(self._close_on_loop)
 
@@ -159,6 +167,7 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         report = self._loop.step(samples)
+        self._meter.on_step(report, self.node.clock.swarm_s())
         return report if loss is None else replace(report, loss=loss)
 
     def load_state_from_peers(self, timeout_s: float = 600.0, on_progress: Callable[[int, int], None] | None = None) -> LoadResult:
@@ -171,7 +180,22 @@ class Optimizer(torch.optim.Optimizer):
         if not 0 < timeout_s < float("inf"):
             raise UsageError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}")
         self._catch_up.on_progress = on_progress
-        return self._loop.load(timeout_s)
+        result = self._loop.load(timeout_s)
+        self._meter.on_load(result)
+        return result
+
+    def report(self, **metrics: Any) -> None:
+        """Tell those who watch the run: `opt.report(loss=loss.item(), validation_loss=…, accuracy=0.9)`, as often as you like.
+
+        `loss` and `validation_loss` are charted as the run's, others (16 at most, single numbers) under their names; the last value of each
+        goes out every few seconds, signed, for anybody to read. What is not finite is told as such. UsageError for what is no number.
+        """
+        self._check_open()
+        self._meter.tell(metrics)
+
+    def _pace(self) -> Pace:
+        mine = self._tracker.view().peers[self.node.peer_id]
+        return Pace(epoch=mine.epoch, samples_per_s=mine.samples_per_s)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `.grad`; what `step` has taken is kept."""
@@ -329,6 +353,7 @@ class Optimizer(torch.optim.Optimizer):
         for task in self._tasks:
             task.cancel()
         await self._tracker.close()
+        await self._reporter.close()
         await self._donor.close()
 
     def _check_open(self) -> None:
@@ -343,13 +368,10 @@ class Optimizer(torch.optim.Optimizer):
         self.close()
 
 
-def run_id_of(run: str) -> str:
-    """A run's id as it is (20 lower-case base32 characters), or the id of the open run of that name."""
-    if not isinstance(run, str) or not 1 <= len(run) <= _NAME_CHARACTERS_MAX:
-        raise UsageError(f"run is a name of 1 to {_NAME_CHARACTERS_MAX} characters, or a run's id, not {run!r:.120}")
-    if _RUN_ID.fullmatch(run):
-        return run
-    return base64.b32encode(hashlib.sha256(b"swarm open run " + run.encode()).digest()).decode().lower()[:20]
+def _device(parameters: Sequence[torch.Tensor]) -> str:
+    """Where the model is, as people call it."""
+    device = parameters[0].device if parameters else torch.device("cpu")
+    return f"{device.type} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
 
 
 def _samples(value: int | None) -> int:

@@ -14,7 +14,22 @@ from types import FrameType
 import click
 from rich.console import Console
 
-from benchmarks import allreduce, codecs, dht, grid, groups, hostile, links, losses, quick, report, simulated, simulated_rounds, trainers
+from benchmarks import (
+    allreduce,
+    codecs,
+    dht,
+    grid,
+    groups,
+    hostile,
+    links,
+    losses,
+    monitoring,
+    quick,
+    report,
+    simulated,
+    simulated_rounds,
+    trainers,
+)
 from benchmarks.allreduce import Setting
 from benchmarks.environments import NoEnvironment, hivemind_python, machine, memory_copy_bytes_per_s
 from benchmarks.launch import ROOT
@@ -134,6 +149,7 @@ def _measure(
     if "simulated" in sections:
         yield from simulated_rounds.rows(say)
         yield from grid.rows(say)
+        yield from monitoring.rows(say)
         yield from simulated.rows(say)
     if "hostile" in sections:
         yield hostile.rows(say)

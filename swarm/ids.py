@@ -7,6 +7,7 @@ Keys"), so that the public key can be read out of it. It is computed here, witho
 
 from __future__ import annotations
 
+import base64
 import functools
 import hashlib
 import ipaddress
@@ -23,6 +24,8 @@ _PEER_ID_PREFIX = bytes.fromhex("002408011220")
 _PUBLIC_KEY_BYTES = 32
 _HOST_NAME = re.compile(r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})?(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})?)*\.?")
 _KEY_BYTES_MAX = 256
+_RUN_ID = re.compile(r"[a-z2-7]{20}")
+_RUN_NAME_CHARACTERS_MAX = 100
 _TARGET_SCHEMES = {"ip4": "ipv4", "ip6": "ipv6", "dns": "dns"}  # how gRPC calls them
 
 
@@ -198,3 +201,12 @@ class Key:
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"
+
+
+def open_run_id(run: str) -> str:
+    """A run's id as it is (20 lower-case base32 characters), or the id of the open run of that name, which nobody owns."""
+    if not isinstance(run, str) or not 1 <= len(run) <= _RUN_NAME_CHARACTERS_MAX:
+        raise UsageError(f"run is a name of 1 to {_RUN_NAME_CHARACTERS_MAX} characters, or a run's id, not {run!r:.120}")
+    if _RUN_ID.fullmatch(run):
+        return run
+    return base64.b32encode(hashlib.sha256(b"swarm open run " + run.encode()).digest()).decode().lower()[:20]

@@ -42,6 +42,7 @@ _CLOSE_S_MAX = 1.8
 class NodeConfig:
     """Settings that rarely need a change."""
 
+    name: str = ""  # what people may call this peer, at most 40 characters: told with its metrics to whoever watches a run
     announce: tuple[
         str, ...
     ] = ()  # what to tell others instead of the addresses of this machine: host, host:port or multiaddr; for a forwarded port
@@ -128,6 +129,16 @@ class Node:
     def addresses(self) -> list[str]:
         """Multiaddrs that another peer can join by; empty when nobody can connect to this peer."""
         return self.contact.multiaddrs
+
+    @property
+    def agent(self) -> str:
+        """Which software this is, as peers tell each other."""
+        return f"swarm/{swarm.__version__}"
+
+    @property
+    def reach(self) -> str:
+        """Whether others can call this peer, as far as it knows: "direct" or "none"."""
+        return "direct" if self.contact.addresses else "none"
 
     @property
     def closed(self) -> bool:

@@ -12,6 +12,7 @@ from averaging.training.donor import DonorConfig
 from averaging.training.download import DownloadConfig
 from averaging.training.progress import ProgressConfig
 from swarm.errors import UsageError
+from swarm.metrics.reporter import MetricsConfig
 
 
 def _averager() -> AveragerConfig:
@@ -48,6 +49,7 @@ class OptimizerConfig:
     donor: DonorConfig = field(default_factory=DonorConfig)
     download: DownloadConfig = field(default_factory=DownloadConfig)
     averager: AveragerConfig = field(default_factory=_averager)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)  # what this peer tells about itself to those who watch
 
     def __post_init__(self) -> None:
         if self.group_size_max < 2 or self.rounds_max < 1 or self.replay_rounds_max < 1:

@@ -14,6 +14,7 @@ _listen = click.option("--listen", metavar="HOST:PORT", default=None, help="Wher
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON lines, one per event.")
 _device = click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True, help="What to train on.")
 _data = click.option("--data", metavar="DIR", type=click.Path(path_type=Path), default=None, help="Train on the text files of this folder.")
+_name = click.option("--name", default="", help="What those who watch the run may call this machine; at most 40 characters.")
 _yes = click.option("--yes", "-y", is_flag=True, help="Do not ask before training begins.")
 _parent = click.option("--exit-with-parent", is_flag=True, hidden=True, help="Leave when standard input ends.")
 _hours = click.option("--hours", metavar="FROM-TO", multiple=True, help="Train in these hours only (local time): 22-7. Repeatable.")
@@ -37,15 +38,17 @@ def swarm() -> None:
       swarm start examples/bytelm.toml      found a run; prints the line with which others join
       swarm join ADDRESS                    volunteer for it
       swarm serve --experts 'ffn.[0:4]'     host experts that others call
+      swarm monitor ADDRESS                 watch it
     """
 
 
 @swarm.command(context_settings=_CONTEXT, short_help="Watch several peers train a model on this machine.")
 @click.option("--volunteers", type=click.IntRange(1, 16), default=3, show_default=True, help="How many train, the founder included.")
 @click.option("--seconds", type=click.IntRange(5, 3600), default=60, show_default=True, help="How long they train together.")
+@click.option("--web", metavar="HOST:PORT", default=None, help="Also a monitor, with its page there; port 0 picks a free one.")
 @_json
 @_parent
-def demo(volunteers: int, seconds: int, as_json: bool, exit_with_parent: bool) -> int:
+def demo(volunteers: int, seconds: int, web: str | None, as_json: bool, exit_with_parent: bool) -> int:
     """Train a small language model with several peers on this machine.
 
     A bootstrap peer and some volunteers, each a process of its own, learn the Python standard library's sources byte by byte. Nothing
@@ -55,11 +58,12 @@ def demo(volunteers: int, seconds: int, as_json: bool, exit_with_parent: bool) -
     Examples:
       swarm demo
       swarm demo --volunteers 5 --seconds 120
+      swarm demo --web 127.0.0.1:8080
       swarm demo --json > demo.jsonl
     """
     from swarm.cli.demo import run_demo
 
-    return run_demo(volunteers=volunteers, seconds=seconds, as_json=as_json, exit_with_parent=exit_with_parent)
+    return run_demo(volunteers=volunteers, seconds=seconds, web=web, as_json=as_json, exit_with_parent=exit_with_parent)
 
 
 @swarm.command(context_settings=_CONTEXT, short_help="Found a run and train as its first volunteer.")
@@ -75,6 +79,7 @@ def demo(volunteers: int, seconds: int, as_json: bool, exit_with_parent: bool) -
 @_listen
 @_device
 @_data
+@_name
 @_json
 @_parent
 def start(file: Path, bootstrap: tuple[str, ...], identity: str | None, listen: str | None, **options: object) -> int:
@@ -107,6 +112,7 @@ def start(file: Path, bootstrap: tuple[str, ...], identity: str | None, listen: 
 @_listen
 @_device
 @_data
+@_name
 @_json
 @_parent
 def join(address: str, run: str | None, identity: str | None, listen: str | None, **options: object) -> int:
@@ -279,6 +285,36 @@ def bootstrap(identity: str | None, bootstrap: tuple[str, ...], listen: str, as_
     from swarm.cli.bootstrap import run_bootstrap
 
     return run_bootstrap(identity=identity, bootstrap=bootstrap, listen=listen, as_json=as_json, exit_with_parent=exit_with_parent)
+
+
+@swarm.command(context_settings=_CONTEXT, short_help="Watch a run; train nothing.")
+@click.argument("address", metavar="ADDRESS")
+@click.option("--run", "run", metavar="NAME", default=None, help="Which run, where the swarm has several: NAME, NAME@ID or ID.")
+@click.option("--web", metavar="HOST:PORT", default=None, help="Serve a page; port 0 picks a free one.")
+@click.option("--prometheus", metavar="HOST:PORT", default=None, help="Serve metrics for Prometheus (docs/metrics.md).")
+@click.option("--log", metavar="FILE.jsonl", type=click.Path(path_type=Path), default=None, help="Append events and views to a file.")
+@click.option(
+    "--history", metavar="FILE", default=None, help="Where to keep what was seen; `none` for nowhere. [default: a file for each run]"
+)
+@click.option("--once", is_flag=True, help="Look once, print, and end.")
+@_json
+@_parent
+def monitor(address: str, **options: object) -> int:
+    """Watch the run at ADDRESS: a peer that trains nothing and that nobody has to trust.
+
+    Shows progress, loss, throughput, every peer, the last rounds with the reasons of those that failed, and what happens. What is old is
+    shown as old. ADDRESS is any live peer's; when it goes, the monitor goes on through the others.
+
+    \b
+    Examples:
+      swarm monitor /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
+      swarm monitor ADDRESS --web 127.0.0.1:8080
+      swarm monitor ADDRESS --run bytelm --prometheus 0.0.0.0:9464 --log run.jsonl
+      swarm monitor ADDRESS --once --json
+    """
+    from swarm.cli.monitor import MonitorChoices, run_monitor
+
+    return run_monitor(MonitorChoices.of(address=address, **options))
 
 
 @swarm.command(context_settings=_CONTEXT, short_help="Show or make an identity.")

@@ -11,6 +11,7 @@ from typing import Any
 from swarm.cli.children import Children
 from swarm.cli.demo_state import DemoState
 from swarm.cli.leaving import Leaving
+from swarm.cli.monitor import place_of
 from swarm.cli.output import is_terminal
 
 _START_S = 25.0  # a start that takes longer is taken off the training, down to half of it: nobody wants to wait for a demo
@@ -19,24 +20,30 @@ _GOODBYE_S_MAX = 10.0  # for the last round, once everybody was asked to leave
 _LOOK_S = 0.1
 _TIDY_S_MAX = 2.3  # after Ctrl-C; above what Children.close takes
 _BOOTSTRAP = "bootstrap"
+_MONITOR = "monitor"
 _LOOPBACK = ("--listen", "127.0.0.1:0", "--identity", "new")
 
 
-def run_demo(*, volunteers: int, seconds: int, as_json: bool, exit_with_parent: bool) -> int:
-    """Start the peers, show what they do, sum up. 0 when the loss went down and every peer left as it should."""
+def run_demo(*, volunteers: int, seconds: int, web: str | None, as_json: bool, exit_with_parent: bool) -> int:
+    """Start the peers, show what they do, sum up. 0 when the loss went down and every peer left as it should.
+
+    `web`: where a monitor, a further process, serves its page.
+    """
+    if web is not None:
+        place_of(web, "--web")
     names = ["founder", *(f"volunteer {number}" for number in range(2, volunteers + 1))]
     state = DemoState(names, seconds)
     started_s = time.monotonic()
     with Leaving(exit_with_parent=exit_with_parent, interrupt_s=_TIDY_S_MAX) as leaving, _view(as_json) as view:
         with Children() as children:
-            demo = _Demo(children, state, seconds)
+            demo = _Demo(children, state, seconds, web)
             demo.begin()
             while demo.going() and not leaving.requested.is_set():
                 line = children.next_line(_LOOK_S)
                 if line is not None:
                     name, event = line
                     demo.take(name, event)
-                    if event is not None:
+                    if event is not None and name != _MONITOR:
                         view.event(name, event)
                 view.show(state, time.monotonic() - started_s)
         summary = state.summary(time.monotonic() - started_s)
@@ -50,8 +57,9 @@ def run_demo(*, volunteers: int, seconds: int, as_json: bool, exit_with_parent: 
 class _Demo:
     """Which child is started when, and whether there is anything left to wait for."""
 
-    def __init__(self, children: Children, state: DemoState, seconds: float) -> None:
+    def __init__(self, children: Children, state: DemoState, seconds: float, web: str | None = None) -> None:
         self._children = children
+        self._web = web
         self._state = state
         self._seconds = seconds
         self._address = ""
@@ -98,7 +106,16 @@ class _Demo:
         """Whether a volunteer that was started has not yet told its last."""
         return any(name not in self._over for name in self._state.peers if name in self._children)
 
+    def _monitor(self, event: Mapping[str, Any] | None) -> None:
+        if event is None and not self._asked and not self._children[_MONITOR].alive:
+            self._state.problems.append(f"the monitor ended: {self._children[_MONITOR].complaint()}")
+        elif event is not None and event.get("event") == "notice" and event.get("url"):
+            self._state.page = event["url"]
+
     def take(self, name: str, event: Mapping[str, Any] | None) -> None:
+        if name == _MONITOR:
+            self._monitor(event)
+            return
         if event is None:
             child = self._children[name]
             child.process.wait(5.0)  # its output has ended, so it is about to
@@ -109,12 +126,26 @@ class _Demo:
         if name == _BOOTSTRAP and event.get("event") == "listening":
             self._address = event["addresses"][0]
             self._children.start(
-                "founder", "start", str(Path(__file__).with_name("demo.toml")), "--bootstrap", self._address, "--device", "cpu", *_LOOPBACK
+                "founder",
+                "start",
+                str(Path(__file__).with_name("demo.toml")),
+                "--bootstrap",
+                self._address,
+                "--device",
+                "cpu",
+                *_LOOPBACK,
+                *_named("founder"),
             )
         if name == "founder" and event.get("event") == "run":
             for other in self._state.peers:
                 if other != "founder":
-                    self._children.start(other, "join", self._address, "--yes", "--device", "cpu", *_LOOPBACK)
+                    self._children.start(other, "join", self._address, "--yes", "--device", "cpu", *_LOOPBACK, *_named(other))
+            if self._web is not None:
+                self._children.start(_MONITOR, "monitor", self._address, "--run", "demo", "--web", self._web, "--history", "none")
+
+
+def _named(name: str) -> tuple[str, str]:
+    return "--name", name
 
 
 def _view(as_json: bool) -> Any:

@@ -60,6 +60,7 @@ class DemoState:
         self.trained_s = 0.0  # since everybody trains
         self.planned_s = seconds  # for how long they will
         self.join_line = ""
+        self.page = ""  # where a monitor shows the run
         self.problems: list[str] = []
 
     @property

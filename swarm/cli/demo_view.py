@@ -43,6 +43,7 @@ class PlainView:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._next_s = 0.0
+        self._page = ""  # that was told
 
     def __enter__(self) -> View:
         return self
@@ -57,6 +58,9 @@ class PlainView:
         if time.monotonic() < self._next_s:
             return
         self._next_s = time.monotonic() + _LINE_EVERY_S
+        if state.page and not self._page:
+            self._page = state.page
+            self._print(f"watch it at {state.page}")
         self._print(f"{elapsed_s:4.0f} s  {headline(state)}  |  " + ", ".join(_short(peer) for peer in state.peers.values()))
 
     def summary(self, finished: DemoFinished) -> None:
@@ -85,7 +89,8 @@ class LiveView:
 
     def show(self, state: DemoState, elapsed_s: float) -> None:
         panel = Panel(self._body(state, elapsed_s), title="swarm demo", subtitle="Ctrl-C stops everything", expand=False)
-        below = [Text(f"join from another terminal:\n{state.join_line} --yes")] if state.join_line else []
+        below = [Text(f"watch it at {state.page}")] if state.page else []
+        below += [Text(f"join from another terminal:\n{state.join_line} --yes")] if state.join_line else []
         self._live.update(Group(panel, *below))
 
     def summary(self, finished: DemoFinished) -> None:

@@ -19,6 +19,7 @@ from swarm.cli.places import control_folder, default_identity, kept_runs, saved_
 from swarm.errors import DeadlineExceeded, NetworkError, UsageError
 from swarm.identity import Identity
 from swarm.ids import Contact
+from swarm.metrics.record import NAME_CHARACTERS_MAX
 from swarm.run.events import Event, Finished, Listening, Notice
 from swarm.run.hours import Hours
 from swarm.run.limits import Limits, parse_duration_s, parse_size
@@ -47,6 +48,7 @@ class Choices:
     hours: tuple[str, ...]
     memory: str | None
     yes: bool = True
+    name: str = ""
 
     @classmethod
     def of(cls, **options: Any) -> Choices:
@@ -55,6 +57,8 @@ class Choices:
         choices.contacts()
         choices.limits()
         parse_duration_s(choices.checkpoint_every)
+        if len(choices.name) > NAME_CHARACTERS_MAX:
+            raise UsageError(f"--name has at most {NAME_CHARACTERS_MAX} characters")
         if choices.data is not None and not choices.data.expanduser().is_dir():
             raise UsageError(f"--data {choices.data}: there is no such folder")
         return choices
@@ -161,9 +165,10 @@ def _session(choices: Choices, identity: Path | None) -> Iterator[_Session]:
     with Leaving(exit_with_parent=choices.exit_with_parent) as leaving, make_output(as_json=choices.as_json) as output:
         own = open_identity(choices.identity, identity)
         try:
-            from swarm.node import Node
+            from swarm.node import Node, NodeConfig
 
-            with Node(bootstrap=choices.contacts(), listen=choices.listen_at(), identity=own) as node:
+            config = NodeConfig(name=choices.name)
+            with Node(bootstrap=choices.contacts(), listen=choices.listen_at(), identity=own, config=config) as node:
                 # torch takes seconds to import; the network finds its peers meanwhile
                 importing = threading.Thread(target=_import_torch, name="imports torch", daemon=True)
                 importing.start()

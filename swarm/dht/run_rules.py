@@ -7,12 +7,63 @@ run that are not listed here are open. `specification` holds the owner's blob al
 from __future__ import annotations
 
 from swarm.dht.rules import NamespaceRules
-from swarm.dht.schema import Binary, Flag, Many, Number, Table, Text
+from swarm.dht.schema import Binary, Flag, Many, Named, Number, Table, Text
 
 _ADDRESSES = Many(Text(300), 8)
 _COUNT_MAX = 1 << 40
 _TIME_S_MAX = 1e12
 _TTL_S_MAX = 3600.0  # all of these are renewed within seconds; a record that outlives its writer by a day would be a ghost
+
+_COUNT = Number(0, _COUNT_MAX, whole=True)
+_BYTES = Number(0, 1 << 60, whole=True)
+_TIME_S = Number(0.0, _TIME_S_MAX)
+_LOSS = Number(-1e30, 1e30)
+_BLAME = Many(Many(Text(200), 2), 4)  # [PeerID, reason]
+
+METRICS_BYTES_MAX = 4096
+# swarm.metrics.record: what a trainer tells about itself, for those who watch
+METRICS = Table(
+    {"at": _TIME_S, "since": _TIME_S, "every": Number(0.1, 600.0), "epoch": _COUNT, "rate": Number(0.0, 1e12)},
+    optional={
+        "name": Text(40),
+        "device": Text(60),
+        "reach": Text(16),
+        "agent": Text(40),
+        "samples": _COUNT,
+        "loss": _LOSS,
+        "validation": _LOSS,
+        "given_epoch": _COUNT,
+        "given_at": _TIME_S,
+        "up": _BYTES,
+        "down": _BYTES,
+        "drift": Number(0.0, 1e12),
+        "done": _COUNT,
+        "failed": _COUNT,
+        "own": Named(Number(-1e300, 1e300), count_max=16, name_characters_max=32),
+        "broken": Many(Text(32), 18),
+        "rounds": Many(
+            Table(
+                {
+                    "kind": Text(8),
+                    "epoch": _COUNT,
+                    "at": _TIME_S,
+                    "seconds": Number(0.0, 1e6),
+                    "bytes": _BYTES,
+                    "members": Number(0, 4096, whole=True),
+                },
+                optional={
+                    "group": Text(32),
+                    "digest": Text(32),
+                    "reason": Text(16),
+                    "detail": Text(160),
+                    "left": _BLAME,
+                    "accused": _BLAME,
+                },
+            ),
+            4,
+        ),
+    },
+)
 
 RUN_RULES: tuple[NamespaceRules, ...] = (
     # who is there; nobody reads more than the writer's name out of it, so that only its size is bounded
@@ -53,4 +104,6 @@ RUN_RULES: tuple[NamespaceRules, ...] = (
         ttl_s_max=_TTL_S_MAX,
         entries_per_writer_max=1,
     ),
+    # swarm.metrics: what trainers tell about themselves, spread over some keys
+    NamespaceRules(name="metrics.*", schema=METRICS, value_bytes_max=METRICS_BYTES_MAX, ttl_s_max=_TTL_S_MAX, entries_per_writer_max=1),
 )

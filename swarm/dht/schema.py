@@ -99,6 +99,28 @@ class Many:
 
 
 @dataclass(frozen=True, slots=True)
+class Named:
+    """A map of at most so many values of one kind, under names that nobody knows beforehand."""
+
+    of: Schema
+    count_max: int
+    name_characters_max: int
+
+    def refusal(self, value: Value) -> str | None:
+        if not isinstance(value, dict):
+            return "is not a map"
+        if len(value) > self.count_max:
+            return f"has more than {self.count_max} keys"
+        for name, item in value.items():
+            if not isinstance(name, str) or not 1 <= len(name) <= self.name_characters_max:
+                return f"has a key that is not text of 1 to {self.name_characters_max} characters"
+            reason = self.of.refusal(item)
+            if reason:
+                return f"[{name!r}] {reason}"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
 class Table:
     """A map with these keys, each of its own kind; `optional` ones may be missing. Other keys are let pass."""
 

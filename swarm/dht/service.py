@@ -111,6 +111,10 @@ class DhtService:
         finally:
             self._joins -= 1
 
+    async def ping(self, contact: Contact) -> bool:
+        """Whether the peer answers now."""
+        return await self._upkeep.ping(contact)
+
     @property
     def clock_problem(self) -> str | None:
         """What is wrong with this machine's clock, by how much, and what to do; None when nothing is known to be."""

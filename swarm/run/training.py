@@ -97,6 +97,8 @@ class Training:
             accounts.contributing_epoch = report.epoch
             self.emit(Contributed(epoch=report.epoch, start_s=process_age_s()))
         validation_loss = self._validate() if self.pacing.due(now_s) else None
+        told = {"loss": done.loss if report.contributed else None, "validation_loss": validation_loss}
+        self.optimizer.report(**{name: loss for name, loss in told.items() if loss is not None})
         view = self.optimizer.progress
         mine = view.peers.get(self.own)
         self.emit(

@@ -45,6 +45,10 @@ class FakeData:
 class FakeOptimizer:
     def __init__(self, reports: list[StepReport]) -> None:
         self.reports, self.epoch = reports, 0
+        self.reported: list[dict[str, float]] = []
+
+    def report(self, **metrics: float) -> None:
+        self.reported.append(metrics)
 
     def zero_grad(self) -> None:
         return None

@@ -1,0 +1,215 @@
+"""One peer's metrics: a small signed record in the DHT, renewed now and then, which anybody may read and nobody has to believe.
+
+A run's records are spread over a few keys, so that no replica carries a whole large run. What is in a record is its writer's word:
+`swarm.monitor.model` holds the words of all against one another.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from swarm.dht.records import encode_value
+from swarm.dht.run_rules import METRICS, METRICS_BYTES_MAX
+from swarm.errors import PeerError, UsageError
+from swarm.ids import Key, PeerId
+
+SHARDS = 16  # keys of one run: a literal of the protocol
+NAME_CHARACTERS_MAX = 40
+OWN_MAX = 16
+ROUNDS_MAX = 4
+BLAME_MAX = 4
+_DETAIL_CHARACTERS_MAX = 160
+_REASON_CHARACTERS_MAX = 100
+_DIGEST_CHARACTERS = 16  # of a digest in hex: 64 bits tell honest states apart
+_OWN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_./-]{0,31}")
+_OWN_VALUE_MAX = 1e300
+
+Blame = tuple[tuple[str, str], ...]  # (PeerID, why)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundTold:
+    """How one round ended for the writer."""
+
+    kind: str  # "epoch": what the mode averages; "state"
+    epoch: int
+    at_s: float  # swarm time of its end
+    seconds: float
+    bytes: int  # sent and received by the writer
+    members: int
+    group: str = ""  # hex, the same for all members
+    digest: str = ""  # hex, of the averaged bytes
+    reason: str = ""  # one word; "": it did not fail
+    detail: str = ""
+    left: Blame = ()  # who dropped out
+    accused: Blame = ()  # who lied, by the writer's own audit
+
+    def encode(self) -> dict[str, Any]:
+        value: dict[str, Any] = {
+            "kind": self.kind,
+            "epoch": self.epoch,
+            "at": self.at_s,
+            "seconds": round(self.seconds, 4),
+            "bytes": self.bytes,
+            "members": self.members,
+        }
+        texts = {"group": self.group[:_DIGEST_CHARACTERS], "digest": self.digest[:_DIGEST_CHARACTERS], "reason": self.reason[:16]}
+        value |= {name: text for name, text in texts.items() if text}
+        if self.detail and self.reason:
+            value["detail"] = self.detail[:_DETAIL_CHARACTERS_MAX]
+        for name, blame in (("left", self.left), ("accused", self.accused)):
+            if blame:
+                value[name] = [[peer, why[:_REASON_CHARACTERS_MAX]] for peer, why in blame[:BLAME_MAX]]
+        return value
+
+    @classmethod
+    def decode(cls, value: Mapping[str, Any]) -> RoundTold:
+        """Of a value that has passed the schema."""
+        return cls(
+            kind=_clean(value["kind"]),
+            epoch=value["epoch"],
+            at_s=float(value["at"]),
+            seconds=float(value["seconds"]),
+            bytes=value["bytes"],
+            members=value["members"],
+            group=_clean(value.get("group", "")),
+            digest=_clean(value.get("digest", "")),
+            reason=_clean(value.get("reason", "")),
+            detail=_clean(value.get("detail", "")),
+            left=_blame(value.get("left", ())),
+            accused=_blame(value.get("accused", ())),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    """What one peer tells about itself. Times are the swarm's, Unix seconds."""
+
+    at_s: float
+    since_s: float  # when it began to take part
+    every_s: float  # how often it renews this: a reader calls it stale after some of these
+    epoch: int
+    samples_per_s: float
+    name: str = ""
+    device: str = ""
+    reach: str = ""  # "direct": it takes calls; "relayed"; "none"
+    agent: str = ""
+    samples: int = 0  # that went into committed rounds
+    loss: float | None = None  # of training
+    validation_loss: float | None = None
+    given_epoch: int | None = None  # the last epoch that it contributed to
+    given_at_s: float | None = None
+    bytes_up: int = 0  # in rounds and state transfer, since it began
+    bytes_down: int = 0
+    drift: float | None = None  # relative distance of its parameters from the last canonical state's average
+    rounds_done: int = 0
+    rounds_failed: int = 0
+    own: Mapping[str, float] = field(default_factory=dict)  # what the user reports
+    broken: tuple[str, ...] = ()  # names of what was reported as not a finite number
+    rounds: tuple[RoundTold, ...] = ()  # the latest, the newest last
+
+    def encode(self) -> dict[str, Any]:
+        """As a value of the DHT; what is unknown is left out, and of the rounds what does not fit."""
+        value: dict[str, Any] = {
+            "at": self.at_s,
+            "since": self.since_s,
+            "every": self.every_s,
+            "epoch": self.epoch,
+            "rate": self.samples_per_s,
+            "samples": self.samples,
+            "up": self.bytes_up,
+            "down": self.bytes_down,
+            "done": self.rounds_done,
+            "failed": self.rounds_failed,
+        }
+        optional = {
+            "name": self.name[:NAME_CHARACTERS_MAX] or None,
+            "device": self.device[:60] or None,
+            "reach": self.reach or None,
+            "agent": self.agent[:40] or None,
+            "loss": self.loss,
+            "validation": self.validation_loss,
+            "given_epoch": self.given_epoch,
+            "given_at": self.given_at_s,
+            "drift": self.drift,
+            "own": dict(self.own) or None,
+            "broken": list(self.broken) or None,
+            "rounds": [told.encode() for told in self.rounds[-ROUNDS_MAX:]] or None,
+        }
+        value |= {name: item for name, item in optional.items() if item is not None}
+        while value.get("rounds") and len(encode_value(value)) > METRICS_BYTES_MAX:
+            value["rounds"] = value["rounds"][1:]
+        return value
+
+    @classmethod
+    def decode(cls, value: Any) -> Metrics:
+        """PeerError says what is wrong with what a peer wrote."""
+        refusal = METRICS.refusal(value)
+        if refusal:
+            raise PeerError(f"metrics of a peer: the value {refusal}")
+        return cls(
+            at_s=float(value["at"]),
+            since_s=float(value["since"]),
+            every_s=float(value["every"]),
+            epoch=value["epoch"],
+            samples_per_s=float(value["rate"]),
+            name=_clean(value.get("name", "")),
+            device=_clean(value.get("device", "")),
+            reach=_clean(value.get("reach", "")),
+            agent=_clean(value.get("agent", "")),
+            samples=value.get("samples", 0),
+            loss=value.get("loss"),
+            validation_loss=value.get("validation"),
+            given_epoch=value.get("given_epoch"),
+            given_at_s=value.get("given_at"),
+            bytes_up=value.get("up", 0),
+            bytes_down=value.get("down", 0),
+            drift=value.get("drift"),
+            rounds_done=value.get("done", 0),
+            rounds_failed=value.get("failed", 0),
+            own={name: float(number) for name, number in value.get("own", {}).items() if _OWN_NAME.fullmatch(name)},
+            broken=tuple(name for name in value.get("broken", ()) if _OWN_NAME.fullmatch(name)),
+            rounds=tuple(RoundTold.decode(told) for told in value.get("rounds", ())),
+        )
+
+
+def metrics_key(run_id: str, peer: PeerId) -> Key:
+    """Where a peer's metrics are."""
+    return Key(f"run.{run_id}", f"metrics.{peer.dht_id % SHARDS}")
+
+
+def metrics_keys(run_id: str) -> list[Key]:
+    """Where all of a run's metrics are."""
+    return [Key(f"run.{run_id}", f"metrics.{shard}") for shard in range(SHARDS)]
+
+
+def check_own(name: str, value: Any, known: Sequence[str]) -> float | None:
+    """A metric of the user's own as a number; None when it is not finite, which is no mistake of the caller's but news.
+
+    UsageError for what is no number, a name that cannot be one, and more names than a record takes.
+    """
+    if not _OWN_NAME.fullmatch(name):
+        raise UsageError(f"a metric's name is a letter and up to 31 letters, digits or _ . / -, not {name!r:.60}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+        raise UsageError(f"the metric {name!r} is a number, not {value!r:.60}") from None
+    except OverflowError:
+        number = math.inf
+    if name not in known and len(known) >= OWN_MAX:
+        raise UsageError(f"at most {OWN_MAX} metrics of one's own can be reported; there are {', '.join(sorted(known))}")
+    return number if math.isfinite(number) and abs(number) <= _OWN_VALUE_MAX else None
+
+
+def _blame(value: Sequence[Sequence[str]]) -> Blame:
+    return tuple((_clean(item[0]), _clean(item[1])) for item in value if len(item) == 2)
+
+
+def _clean(text: str) -> str:
+    """Without what could steer a terminal or turn a line around: a stranger wrote it."""
+    return "".join(c for c in text if unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp"))

@@ -1,0 +1,94 @@
+"""Publishing a peer's metrics: now and then, the less often the larger the run is, and withdrawn when the peer leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from swarm.clock import Clock
+from swarm.dht.records import Value
+from swarm.dht.writer import StoreResult
+from swarm.errors import SwarmError, UsageError
+from swarm.ids import Key, PeerId
+from swarm.metrics.record import Metrics, metrics_key
+
+_log = logging.getLogger(__name__)
+
+_STORE_TIMEOUT_S = 5.0
+_GOODBYE_S = 0.4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsConfig:
+    """What a trainer tells about itself, and how often."""
+
+    publish: bool = True  # False: nobody sees this peer in a monitor but by its progress
+    every_s: float = 2.0  # in a small run. Less is livelier, and costs every peer more calls
+    every_s_per_peer: float = 0.25  # added for every peer that is known to take part beyond `small_peers`
+    every_s_max: float = 15.0  # in a large one
+    small_peers: int = 8
+    ttl_periods: float = 4.0  # a record lives for so many periods: a peer that died is seen for so long
+
+    def __post_init__(self) -> None:
+        if not 0.1 <= self.every_s <= self.every_s_max <= 600 or self.every_s_per_peer < 0 or self.ttl_periods < 2:
+            raise UsageError("a MetricsConfig needs 0.1 <= every_s <= every_s_max <= 600, every_s_per_peer >= 0 and ttl_periods >= 2")
+
+    def period_s(self, peers: int) -> float:
+        """How often to publish in a run of so many peers, as far as this one knows."""
+        return min(self.every_s + self.every_s_per_peer * max(0, peers - self.small_peers), self.every_s_max)
+
+
+class Records(Protocol):
+    """What a reporter needs of the DHT; `DhtService` has it."""
+
+    async def store(self, key: Key, value: Value, *, ttl_s: float, subkey: str | None = None, timeout_s: float = 10.0) -> StoreResult: ...
+    async def delete(self, key: Key, *, subkey: str | None = None, timeout_s: float = 10.0) -> StoreResult: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Reporter:
+    """One per optimizer, on the network thread. `source`: the metrics of this moment; `peers`: how many take part."""
+
+    dht: Records
+    clock: Clock
+    own: PeerId
+    run_id: str
+    source: Callable[[], Metrics]
+    peers: Callable[[], int]
+    config: MetricsConfig = field(default_factory=MetricsConfig)
+    rng: random.Random = field(default_factory=random.Random)
+    stored: int = 0  # records that somebody keeps, since this began
+    _closed: bool = False
+
+    async def run(self) -> None:
+        """Publish until cancelled."""
+        while self.config.publish and not self._closed:
+            every_s = self.config.period_s(self.peers())
+            await self._publish(every_s)
+            await asyncio.sleep(every_s * self.rng.uniform(0.9, 1.1))
+
+    async def close(self) -> None:
+        """Withdraw the record: who watches sees that this peer left, and did not die."""
+        self._closed = True
+        if self.stored:
+            with contextlib.suppress(SwarmError):  # it expires by itself
+                await self.dht.delete(metrics_key(self.run_id, self.own), timeout_s=_GOODBYE_S)
+
+    async def _publish(self, every_s: float) -> None:
+        metrics = replace(self.source(), every_s=round(every_s, 2))
+        ttl_s = max(every_s, self.config.every_s) * self.config.ttl_periods
+        try:
+            result = await self.dht.store(
+                metrics_key(self.run_id, self.own), metrics.encode(), ttl_s=ttl_s, timeout_s=min(_STORE_TIMEOUT_S, max(every_s, 1.0))
+            )
+        except UsageError:
+            raise
+        except SwarmError as error:
+            _log.debug("the metrics of run %s were not published: %s", self.run_id, error)
+            return
+        self.stored += bool(result.ok)

@@ -1,0 +1,193 @@
+"""What was seen, kept in a SQLite file: three resolutions, each bounded, so that a year of a run takes some megabytes.
+
+Every sample goes into a bucket of each tier; a bucket holds the mean, the least and the most of its samples. A time in which nothing was
+seen has no buckets: a gap in a chart is a gap in sight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swarm.errors import UsageError
+from swarm.monitor.view import Event, View
+
+_FORMAT = 1
+_NAMES_MAX = 48
+_EVENTS_MAX = 5000
+_PRUNE_EVERY = 500
+_POINTS_MAX = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """One resolution: buckets of so many seconds, kept for so long."""
+
+    seconds: float
+    keep_s: float
+
+
+TIERS = (Tier(2.0, 6 * 3600.0), Tier(30.0, 7 * 86400.0), Tier(600.0, 5 * 365 * 86400.0))
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS about (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS point (
+    tier INTEGER NOT NULL, name TEXT NOT NULL, at INTEGER NOT NULL, samples INTEGER NOT NULL, total REAL NOT NULL, least REAL NOT NULL,
+    most REAL NOT NULL, PRIMARY KEY (tier, name, at)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS event (
+    number INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, level TEXT NOT NULL, text TEXT NOT NULL, peer TEXT NOT NULL);
+"""
+_ADD = """
+INSERT INTO point (tier, name, at, samples, total, least, most) VALUES (?, ?, ?, 1, ?, ?, ?)
+ON CONFLICT (tier, name, at) DO UPDATE SET
+    samples = samples + 1, total = total + excluded.total, least = min(least, excluded.least), most = max(most, excluded.most)
+"""
+
+
+class History:
+    """One run's. Any thread may call; each call is short."""
+
+    def __init__(self, path: Path | None, run_id: str, tiers: Sequence[Tier] = TIERS) -> None:
+        """`path` None: in memory. UsageError when the file is not one of ours, or another monitor's."""
+        self.path, self._tiers = path, tuple(tiers)
+        self._lock = threading.Lock()
+        self._added = 0
+        self._connection: sqlite3.Connection | None = None
+        try:
+            if path is not None:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            self._connection = connection = sqlite3.connect(path or ":memory:", timeout=0.5, check_same_thread=False, isolation_level=None)
+            for pragma in ("locking_mode=EXCLUSIVE", "journal_mode=WAL", "synchronous=NORMAL", "journal_size_limit=4194304"):
+                connection.execute(f"PRAGMA {pragma}").fetchall()
+            connection.executescript(_SCHEMA)
+            self._check(connection, run_id)
+        except (sqlite3.Error, OSError) as error:
+            self.close()
+            if "locked" in str(error):
+                raise UsageError(f"another monitor keeps its history in {path}: choose another file with --history") from None
+            raise UsageError(f"{path} cannot hold a monitor's history ({error}): move it away, or choose another with --history") from None
+        except UsageError:
+            self.close()
+            raise
+
+    def _check(self, connection: sqlite3.Connection, run_id: str) -> None:
+        about = dict(connection.execute("SELECT name, value FROM about"))
+        if about.get("run", run_id) != run_id:
+            raise UsageError(f"{self.path} is the history of another run ({about['run']}): choose another file with --history")
+        if about.get("format", str(_FORMAT)) != str(_FORMAT):
+            raise UsageError(f"{self.path} was written by another version of swarm: choose another file with --history")
+        connection.execute("INSERT OR REPLACE INTO about VALUES ('run', ?), ('format', ?)", (run_id, str(_FORMAT)))
+
+    def add(self, view: View, events: Iterable[Event] = ()) -> None:
+        """Keep what is fresh of a view, and the events."""
+        values = samples_of(view) if view.live else {}
+        with self._lock:
+            if self._connection is None:
+                return
+            with _transaction(self._connection) as connection:
+                known = {name for (name,) in connection.execute("SELECT DISTINCT name FROM point WHERE tier = 2")} if values else set()
+                for name, value in values.items():
+                    if name not in known and len(known) >= _NAMES_MAX:
+                        continue
+                    known.add(name)
+                    for number, tier in enumerate(self._tiers):
+                        connection.execute(_ADD, (number, name, int(view.at_s // tier.seconds), value, value, value))
+                rows = [(one.number, one.at_s, one.kind, one.level, one.text, one.peer_id) for one in events]
+                connection.executemany("INSERT OR REPLACE INTO event VALUES (?, ?, ?, ?, ?, ?)", rows)
+                self._added += 1
+                if self._added % _PRUNE_EVERY == 1:
+                    self._prune(connection, view.at_s)
+
+    def series(self, since_s: float, until_s: float, points_max: int = 600) -> dict[str, Any]:
+        """Means between two times, in at most so many buckets: `{"seconds": of a bucket, "at": […], "series": {name: [… or None]}}`."""
+        points_max = max(2, min(points_max, _POINTS_MAX))
+        span_s = max(until_s - since_s, 1.0)
+        number, tier = self._tier(since_s, until_s, points_max)
+        factor = max(1, -(-int(span_s) // int(points_max * tier.seconds)))  # buckets of the tier in one of ours
+        with self._lock:
+            if self._connection is None:
+                return {"seconds": tier.seconds, "at": [], "series": {}}
+            rows = self._connection.execute(
+                "SELECT name, at / ? AS bucket, sum(total) / sum(samples), min(least), max(most) FROM point "
+                "WHERE tier = ? AND at BETWEEN ? AND ? GROUP BY name, bucket ORDER BY bucket",
+                (factor, number, int(since_s // tier.seconds), int(until_s // tier.seconds)),
+            ).fetchall()
+        seconds = factor * tier.seconds
+        buckets = sorted({row[1] for row in rows})
+        place = {bucket: index for index, bucket in enumerate(buckets)}
+        series: dict[str, list[float | None]] = {}
+        for name, bucket, mean, _, _ in rows:
+            series.setdefault(name, [None] * len(buckets))[place[bucket]] = mean
+        return {"seconds": seconds, "at": [bucket * seconds for bucket in buckets], "series": series}
+
+    def began_s(self) -> float | None:
+        """The earliest time that something is known of."""
+        with self._lock:
+            if self._connection is None:
+                return None
+            found = self._connection.execute("SELECT tier, min(at) FROM point GROUP BY tier").fetchall()
+        return min((at * self._tiers[tier].seconds for tier, at in found), default=None)
+
+    def events(self, count: int = 300) -> list[Event]:
+        """The latest, the newest last."""
+        with self._lock:
+            if self._connection is None:
+                return []
+            rows = self._connection.execute(
+                "SELECT number, at, kind, level, text, peer FROM event ORDER BY number DESC LIMIT ?", (count,)
+            ).fetchall()
+        return [
+            Event(number=number, at_s=at_s, kind=kind, level=level, text=text, peer_id=peer)
+            for number, at_s, kind, level, text, peer in reversed(rows)
+        ]
+
+    def close(self) -> None:
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = None
+
+    def _tier(self, since_s: float, until_s: float, points_max: int) -> tuple[int, Tier]:
+        """The finest one that still has the beginning and is not read by the hundred thousand."""
+        for number, tier in enumerate(self._tiers):
+            if until_s - since_s <= tier.keep_s and (until_s - since_s) / tier.seconds <= 20 * points_max:
+                return number, tier
+        return len(self._tiers) - 1, self._tiers[-1]
+
+    def _prune(self, connection: sqlite3.Connection, now_s: float) -> None:
+        for number, tier in enumerate(self._tiers):
+            connection.execute("DELETE FROM point WHERE tier = ? AND at < ?", (number, int((now_s - tier.keep_s) // tier.seconds)))
+        connection.execute("DELETE FROM event WHERE number <= (SELECT max(number) FROM event) - ?", (_EVENTS_MAX,))
+
+
+def samples_of(view: View) -> dict[str, float]:
+    """What is charted of a view."""
+    last_round = next((one for one in view.rounds if not one.failed), None)
+    values: dict[str, float | None] = {
+        "loss": view.loss,
+        "validation_loss": view.validation_loss,
+        "samples_per_s": view.samples_per_s,
+        "peers": float(view.peers_live),
+        "epoch": float(view.epoch),
+        "drift": view.drift,
+        "bytes_per_s": view.bytes_per_s,
+        "round_s": last_round.seconds if last_round is not None else None,
+    }
+    values |= {f"own.{name}": own.median for name, own in view.own.items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+@contextlib.contextmanager
+def _transaction(connection: sqlite3.Connection) -> Any:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield connection
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
+    connection.execute("COMMIT")

@@ -1,0 +1,162 @@
+"""A view as Prometheus metrics: standard names, base units, and nothing that is not fresh. docs/metrics.md lists them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+
+from swarm.errors import SwarmError, UsageError
+from swarm.monitor.view import PeerView, View
+
+if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
+
+_PEERS_MAX = 1000  # time series of single peers: Prometheus keeps each for ever
+
+
+class Watched(Protocol):
+    """What is shown."""
+
+    def view(self) -> View: ...
+
+
+class RunCollector:
+    """Asked by Prometheus at every scrape."""
+
+    def __init__(self, view: Callable[[], View]) -> None:
+        self._view = view
+
+    def collect(self) -> Iterator[Metric]:
+        view = self._view()
+        yield GaugeMetricFamily(
+            "swarm_monitor_up", "1 while the monitor sees the run; else nothing of the run is exported", float(view.live)
+        )
+        if view.link.age_s is not None:
+            yield GaugeMetricFamily("swarm_monitor_last_look_timestamp_seconds", "When peers last answered", view.at_s - view.link.age_s)
+        run = view.run
+        about = {
+            "run_id": run.run_id,
+            "name": run.name,
+            "task": run.task,
+            "mode": run.mode,
+            "codec": run.codec,
+            "version": str(run.version),
+        }
+        yield InfoMetricFamily("swarm_run", "What is trained", about)
+        if view.live:
+            yield from _run(view)
+            yield from _peers([peer for peer in view.peers if peer.fresh][:_PEERS_MAX], view.at_s)
+
+
+class MetricsServer:
+    """A context manager: serves `/metrics` at host:port from a thread of its own. UsageError when the port is taken."""
+
+    def __init__(self, watch: Watched, place: tuple[str, int]) -> None:
+        registry = CollectorRegistry()
+        registry.register(RunCollector(watch.view))
+        try:
+            served: tuple[WSGIServer, threading.Thread] = start_http_server(place[1], place[0], registry)
+        except (OSError, SwarmError) as error:
+            raise UsageError(f"--prometheus {place[0]}:{place[1]} cannot be served: {error}") from None
+        self._server, self._thread = served
+        self.url = f"http://{place[0]}:{self._server.server_port}/metrics"
+
+    def __enter__(self) -> MetricsServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(1.0)
+
+
+def _run(view: View) -> Iterator[Metric]:
+    simple = (
+        ("swarm_run_epoch", "Epochs that the swarm has completed", float(view.epoch)),
+        ("swarm_run_epoch_samples", "Samples of the present epoch so far", view.samples),
+        ("swarm_run_epoch_progress_ratio", "Part of the present epoch's batch that is there", view.fraction),
+        ("swarm_run_epoch_remaining_seconds", "Estimated time to the end of the present epoch", view.eta_s),
+        ("swarm_run_target_samples", "Samples of a full epoch", view.run.target),
+        ("swarm_run_samples_per_second", "What all peers train together", view.samples_per_s),
+        ("swarm_run_loss", "Training loss, median over peers", view.loss),
+        ("swarm_run_validation_loss", "Loss on held-out data, median over peers", view.validation_loss),
+        ("swarm_run_drift_ratio", "Relative distance of peers' parameters from the averaged state, median", view.drift),
+        ("swarm_run_sent_bytes_per_second", "Sent by all peers in rounds and state transfer", view.bytes_per_s),
+        ("swarm_run_records_refused", "Malformed records of peers in the last look", float(view.refused)),
+    )
+    for name, text, value in simple:
+        if value is not None:
+            yield GaugeMetricFamily(name, text, float(value))
+    states = GaugeMetricFamily("swarm_run_peers", "Peers of the run by what they do", labels=["state"])
+    for state in ("training", "behind", "quiet"):
+        states.add_metric([state], float(sum(peer.state == state for peer in view.peers)))
+    yield states
+    own = GaugeMetricFamily("swarm_run_reported", "Metrics that users report with opt.report, median over peers", labels=["metric"])
+    for name, told in view.own.items():
+        own.add_metric([name], told.median)
+    yield own
+    if view.rounds:
+        newest = next((one for one in view.rounds if not one.failed), None)
+        if newest is not None:
+            yield GaugeMetricFamily("swarm_run_round_duration_seconds", "Of the last round that was committed", newest.seconds)
+            yield GaugeMetricFamily("swarm_run_round_members", "Of the last round that was committed", float(newest.members))
+            yield GaugeMetricFamily(
+                "swarm_run_round_bytes", "Of the last round that was committed, over all members, both ways", newest.bytes
+            )
+    load = GaugeMetricFamily("swarm_expert_load_seconds", "How long a request waits at an expert, by its servers' word", labels=["expert"])
+    for expert in view.experts[:_PEERS_MAX]:
+        if expert.load is not None:
+            load.add_metric([expert.uid], expert.load)
+    yield load
+
+
+def _peers(peers: Iterable[PeerView], now_s: float) -> Iterator[Metric]:
+    labels = ["peer", "name"]
+    gauges: dict[str, tuple[GaugeMetricFamily, Callable[[PeerView], float | None]]] = {
+        name: (GaugeMetricFamily(f"swarm_peer_{name}", text, labels=labels), value)
+        for name, text, value in (
+            ("samples_per_second", "What the peer trains, by its own word", lambda peer: peer.samples_per_s),
+            ("epoch", "Epochs that the peer has completed", lambda peer: float(peer.epoch)),
+            ("loss", "The peer's training loss", lambda peer: peer.loss),
+            ("validation_loss", "The peer's loss on held-out data", lambda peer: peer.validation_loss),
+            ("drift_ratio", "Relative distance of its parameters from the averaged state", lambda peer: peer.drift),
+            (
+                "last_contribution_timestamp_seconds",
+                "When its samples last went into a round",
+                lambda peer: now_s - peer.contributed_ago_s if peer.contributed_ago_s is not None else None,
+            ),
+            ("accused_by", "Peers that caught it lying as a reducer", lambda peer: float(peer.accused_by)),
+            (
+                "answers",
+                "1 when it answered this monitor's call, 0 when not",
+                lambda peer: None if peer.reached is None else float(peer.reached),
+            ),
+        )
+    }
+    counters: dict[str, tuple[CounterMetricFamily, Callable[[PeerView], float]]] = {
+        name: (CounterMetricFamily(f"swarm_peer_{name}", text, labels=labels), value)
+        for name, text, value in (
+            ("sent_bytes", "In rounds and state transfer, since it began", lambda peer: float(peer.up_bytes)),
+            ("received_bytes", "In rounds and state transfer, since it began", lambda peer: float(peer.down_bytes)),
+            ("contributed_samples", "That went into committed rounds", lambda peer: float(peer.samples_given)),
+        )
+    }
+    rounds = CounterMetricFamily("swarm_peer_rounds", "Rounds by how they ended for the peer", labels=[*labels, "result"])
+    for peer in peers:
+        who = [peer.short, peer.name]
+        for gauge, gauge_of in gauges.values():
+            value = gauge_of(peer)
+            if value is not None:
+                gauge.add_metric(who, value)
+        for counter, count_of in counters.values():
+            counter.add_metric(who, count_of(peer))
+        rounds.add_metric([*who, "committed"], float(peer.rounds_done))
+        rounds.add_metric([*who, "failed"], float(peer.rounds_failed))
+    yield from (gauge for gauge, _ in gauges.values())
+    yield from (counter for counter, _ in counters.values())
+    yield rounds

@@ -1,0 +1,192 @@
+// The tables: rows are kept and changed in place, so that focus, selection and open details survive the next message.
+import { ago, bytes, clock, loss, number, rate, short, small, whole } from "./format.js";
+
+const SHOWN_MAX = 200;
+const COLUMNS = [
+  { key: "peer", title: "Peer", sort: (peer) => (peer.name || peer.short).toLowerCase() },
+  { key: "state", title: "Now", sort: (peer) => peer.state },
+  { key: "device", title: "Device", aside: true, sort: (peer) => peer.device, text: (peer) => peer.device || "–" },
+  { key: "rate", title: "Samples/s", number: true, down: true, sort: (peer) => peer.samples_per_s, text: (peer) => (peer.fresh ? rate(peer.samples_per_s) + (peer.capped ? " !" : "") : "–") },
+  { key: "epoch", title: "Epoch", number: true, down: true, sort: (peer) => peer.epoch, text: (peer) => whole(peer.epoch) },
+  { key: "gave", title: "Last gave", number: true, down: true, sort: (peer) => peer.contributed_s ?? 0, text: (peer, now) => (peer.contributed_s === null ? "–" : `${ago(now - peer.contributed_s)} ago`) },
+  { key: "loss", title: "Loss", number: true, sort: (peer) => peer.loss ?? Infinity, text: (peer) => loss(peer.loss) },
+  { key: "up", title: "Sent", number: true, down: true, aside: true, sort: (peer) => peer.up_bytes, text: (peer) => bytes(peer.up_bytes) },
+  { key: "down", title: "Received", number: true, down: true, aside: true, sort: (peer) => peer.down_bytes, text: (peer) => bytes(peer.down_bytes) },
+  { key: "drift", title: "Drift", number: true, down: true, aside: true, sort: (peer) => peer.drift ?? -1, text: (peer) => small(peer.drift) },
+  { key: "reach", title: "Reachable", aside: true, sort: (peer) => String(peer.reached), text: (peer) => (peer.reached === null ? peer.reach || "–" : peer.reached ? "answers" : peer.reach === "none" ? "no port" : "no answer") },
+];
+
+const make = (tag, className, text) => {
+  const element = document.createElement(tag);
+  if (className) element.className = className;
+  if (text !== undefined) element.textContent = text;
+  return element;
+};
+const put = (element, text) => { if (element.textContent !== text) element.textContent = text; };
+
+export class PeerTable {
+  constructor(table, filter, more) {
+    this.head = table.tHead.rows[0];
+    this.body = table.tBodies[0];
+    this.filter = filter;
+    this.more = more;
+    this.rows = new Map();
+    this.open = new Set();
+    this.sort = { key: "rate", down: true };
+    this.limit = SHOWN_MAX;
+    for (const column of COLUMNS) {
+      const th = make("th", [column.number && "number", column.aside && "aside"].filter(Boolean).join(" "));
+      th.scope = "col";
+      const button = make("button", "", column.title);
+      button.type = "button";
+      button.addEventListener("click", () => {
+        this.sort = { key: column.key, down: this.sort.key === column.key ? !this.sort.down : Boolean(column.down) };
+        this.draw();
+      });
+      th.append(button);
+      this.head.append(th);
+    }
+    filter.addEventListener("input", () => this.draw());
+  }
+
+  show(peers, now) {
+    this.peers = peers;
+    this.now = now;
+    this.draw();
+  }
+
+  draw() {
+    if (!this.peers) return;
+    const wanted = this.filter.value.trim().toLowerCase();
+    const column = COLUMNS.find(({ key }) => key === this.sort.key);
+    COLUMNS.forEach(({ key }, place) => this.head.cells[place].setAttribute("aria-sort", key !== this.sort.key ? "none" : this.sort.down ? "descending" : "ascending"));
+    const sign = this.sort.down ? -1 : 1;
+    const matching = [...this.peers.values()].filter((peer) => !wanted || [peer.name, peer.peer_id, peer.device, peer.state].some((text) => text.toLowerCase().includes(wanted)));
+    matching.sort((a, b) => {
+      if (a.fresh !== b.fresh) return a.fresh ? -1 : 1;
+      const [x, y] = [column.sort(a), column.sort(b)];
+      return x < y ? -sign : x > y ? sign : a.peer_id < b.peer_id ? -1 : 1;
+    });
+    const most = Math.max(1e-9, ...matching.map((peer) => (peer.fresh ? peer.samples_per_s : 0)));
+    const shown = matching.slice(0, this.limit);
+    const kept = new Set();
+    let place = this.body.firstElementChild;
+    for (const peer of shown) {
+      kept.add(peer.peer_id);
+      const row = this.rows.get(peer.peer_id) ?? this.add(peer);
+      this.fill(row, peer, most);
+      for (const element of row.details.parentNode || this.open.has(peer.peer_id) ? [row.line, row.details] : [row.line]) {
+        if (element !== place) this.body.insertBefore(element, place);
+        else place = place.nextElementSibling;
+      }
+    }
+    for (const [peerId, row] of this.rows) {
+      if (!kept.has(peerId)) { row.line.remove(); row.details.remove(); this.rows.delete(peerId); }
+    }
+    const hidden = matching.length - shown.length;
+    const text = !this.peers.size ? "Nobody takes part at the moment." : hidden > 0 ? `${hidden} more: narrow the search to find them.` : wanted ? `${matching.length} of ${this.peers.size} peers` : "";
+    put(this.more, text);
+  }
+
+  add(peer) {
+    const line = make("tr");
+    const cells = COLUMNS.map((column) => {
+      const cell = make("td", [column.number && "number", column.aside && "aside", column.key === "rate" && "rate"].filter(Boolean).join(" "));
+      line.append(cell);
+      return cell;
+    });
+    const who = make("button", "who");
+    who.type = "button";
+    who.setAttribute("aria-expanded", "false");
+    cells[0].append(who);
+    const tag = make("span", "tag");
+    cells[1].append(tag);
+    const details = make("tr", "details");
+    const inside = make("td");
+    inside.colSpan = COLUMNS.length;
+    details.append(inside);
+    const row = { line, details, cells, who, tag, inside };
+    who.addEventListener("click", () => {
+      const opened = !this.open.delete(peer.peer_id);
+      if (opened) this.open.add(peer.peer_id);
+      who.setAttribute("aria-expanded", String(opened));
+      if (!opened) details.remove();
+      this.draw();
+    });
+    this.rows.set(peer.peer_id, row);
+    return row;
+  }
+
+  fill(row, peer, most) {
+    row.line.classList.toggle("stale", !peer.fresh);
+    const name = peer.name || peer.short;
+    if (row.who.dataset.name !== name) {
+      row.who.dataset.name = name;
+      row.who.replaceChildren(name, ...(peer.name ? [" ", make("code", "", peer.short)] : []));
+      row.who.title = peer.peer_id;
+    }
+    const state = peer.state === "quiet" ? `silent ${ago(this.now - peer.heard_s)}` : peer.state;
+    put(row.tag, peer.accused_by ? `${state}, lied` : state);
+    row.tag.className = `tag ${peer.accused_by ? "bad" : peer.state}`;
+    COLUMNS.forEach((column, place) => { if (column.text) put(row.cells[place], column.text(peer, this.now)); });
+    row.cells[3].style.setProperty("--share", `${peer.fresh ? (100 * peer.samples_per_s) / most : 0}%`);
+    if (this.open.has(peer.peer_id)) this.detail(row, peer);
+  }
+
+  detail(row, peer) {
+    const told = [
+      ["PeerID", peer.peer_id], ["Told", `${ago(this.now - peer.heard_s)} ago`], ["Takes part for", peer.since_s === null ? "–" : ago(this.now - peer.since_s)],
+      ["Device", peer.device || "–"], ["Software", peer.agent || "–"],
+      ["Reachable", `${peer.reach || "does not say"}; ${peer.reached === null ? "not called yet" : peer.reached ? "answers this monitor" : "does not answer this monitor"}`],
+      ["In this epoch", `${whole(peer.samples)} samples`], ["Contributed", `${whole(peer.samples_given)} samples`],
+      ["Loss", `${loss(peer.loss)}, held out ${loss(peer.validation_loss)}`], ["Rounds", `${whole(peer.rounds_done)}, ${whole(peer.rounds_failed)} failed`],
+      ["Sends", `${bytes(peer.up_bytes_per_s)}/s, ${bytes(peer.up_bytes)} so far`], ["Receives", `${bytes(peer.down_bytes_per_s)}/s, ${bytes(peer.down_bytes)} so far`], ["Drift", small(peer.drift)],
+      ...Object.entries(peer.own).map(([name, value]) => [name, number(value)]),
+    ];
+    if (peer.capped) told.push(["Pace", "claims more than three times the median: counted so far only"]);
+    if (peer.broken.length) told.push(["Not finite", peer.broken.join(", ")]);
+    if (peer.accused_by) told.push(["Accused", `of lying as a reducer, by ${peer.accused_by} peers`]);
+    const list = make("dl");
+    for (const [term, text] of told) {
+      const pair = make("div");
+      pair.append(make("dt", "", term), make("dd", "", text));
+      list.append(pair);
+    }
+    if (row.inside.textContent !== list.textContent) row.inside.replaceChildren(list);
+  }
+}
+
+export function showRounds(body, rounds) {
+  body.replaceChildren(...rounds.slice(0, 30).map((round) => {
+    const row = make("tr");
+    const ended = make("td");
+    const names = Object.entries(round.left).map(([peer, why]) => `${short(peer)} ${why}`).join("; ");
+    if (round.failed) ended.append(make("span", "tag warning", "failed"), ` ${round.detail || round.reason}`);
+    else if (round.digests > 1) ended.append(make("span", "tag bad", "differs"), " members hold different averages");
+    else if (names) ended.append(make("span", "tag warning", "without"), ` ${names}`);
+    else if (round.failed_for) ended.append(make("span", "tag warning", "partly"), ` failed for ${round.failed_for} of ${round.told_by}: ${round.detail || round.reason}`);
+    else ended.append(make("span", "tag good", "agreed"), ` ${round.digest.slice(0, 8)}`);
+    row.append(make("td", "", clock(round.at_s)), make("td", "", `${whole(round.epoch)}${round.kind === "state" ? " state" : ""}`), make("td", "number", whole(round.members)), make("td", "number", round.seconds.toFixed(2)), make("td", "number", bytes(round.bytes)), ended);
+    return row;
+  }));
+}
+
+export function addEvents(list, events) {
+  for (const event of events) {
+    const item = make("li", event.level);
+    const time = make("time", "", clock(event.at_s));
+    time.dateTime = new Date(event.at_s * 1000).toISOString();
+    item.append(time, make("span", "mark-level"), make("span", "", event.text));
+    list.prepend(item);
+  }
+  while (list.children.length > 300) list.lastElementChild.remove();
+}
+
+export function showExperts(card, body, experts) {
+  card.hidden = !experts.length;
+  body.replaceChildren(...experts.slice(0, 500).map((expert) => {
+    const row = make("tr");
+    row.append(make("td", "", expert.uid), make("td", "number", whole(expert.servers)), make("td", "number", expert.load === null ? "–" : `${number(expert.load)} s`), make("td", "", expert.text));
+    return row;
+  }));
+}

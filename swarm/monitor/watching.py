@@ -1,0 +1,176 @@
+"""A monitor: a node that nobody calls, the run that is meant, and what looks at it. Any thread but the network's may use it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from swarm.errors import NetworkError, SwarmError, UsageError
+from swarm.ids import Contact, open_run_id
+from swarm.monitor.collector import Collector
+from swarm.monitor.eventlog import EventLog
+from swarm.monitor.history import History
+from swarm.monitor.model import Model
+from swarm.monitor.reading import progress_key
+from swarm.monitor.view import RunView, View
+from swarm.node import Node
+from swarm.run.directory import RunDirectory
+from swarm.run.specification import SignedSpecification
+from swarm.run.task import make_task
+
+_JOIN_S = 6.0
+_FIND_S = 15.0
+_CALL_S = 10.0
+
+OnView = Callable[[View], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchConfig:
+    """What a monitor is asked to do."""
+
+    entry: tuple[Contact, ...]
+    run: str | None = None  # NAME, NAME@ID or ID; None: the only one there is
+    history: Callable[[str], Path | None] = lambda run_id: None  # where to keep it; None: in memory
+
+
+class Watch:
+    """A context manager. NetworkError when nobody answers at the addresses; UsageError when no run, or more than one, is meant."""
+
+    def __init__(self, config: WatchConfig) -> None:
+        self.config = config
+        self.notice = ""  # what the user should know about how this monitor works
+        self.node = Node(bootstrap=config.entry, listen=None)
+        self._listeners: list[OnView] = []
+        self._lock = threading.Lock()
+        try:
+            if not self.node.wait_joined(_JOIN_S):
+                reasons = "; ".join(self.node.join_failures) or "no answer in time"
+                raise NetworkError(f"nobody answers: {reasons}. Ask for the address of another live peer")
+            self._directory = RunDirectory(self.node.dht.service, self.node.peer_id, clock=self.node.clock)
+            run = self.node.network.run(self._find(config.run), _FIND_S + 5.0)
+            self.history = self._open_history(run.run_id)
+            events = EventLog()
+            events.restore(self.history.events())
+            self.model = Model(run, events=events)
+            service = self.node.dht.service
+            self.collector = Collector(
+                dht=service,
+                clock=self.node.clock,
+                model=self.model,
+                entry=config.entry,
+                known=lambda: list(service.overlay.table),
+                remembered=lambda: [peer.contact for peer in self.node.book.known()],
+                specification=self._specification if run.version else None,
+                after=self._after,
+            )
+        except BaseException:
+            self.close()
+            raise
+        self.node.network.run(self._start(), _CALL_S)
+
+    @property
+    def run(self) -> RunView:
+        return self.model.run
+
+    def listen(self, on_view: OnView) -> None:
+        """Call `on_view` with every new view, on the network thread: it must not block."""
+        with self._lock:
+            self._listeners.append(on_view)
+
+    def view(self) -> View:
+        """The run at this moment."""
+
+        async def view() -> View:
+            return self.view_now()
+
+        return self.node.network.run(view(), _CALL_S)
+
+    def view_now(self) -> View:
+        """The same, on the network thread."""
+        return self.model.view(self.node.clock.swarm_s())
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.node.close()
+        if hasattr(self, "history"):
+            self.history.close()
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # the network thread
+
+    async def _start(self) -> None:
+        self.node.supervisor.spawn(f"watching {self.run.full_name}", self.collector.run, restart=True)
+
+    async def _after(self) -> None:
+        """After every look: keep it, show it."""
+        view = self.view_now()
+        events = self.model.events.take()
+        try:
+            await asyncio.get_running_loop().run_in_executor(None, self.history.add, view, events)
+        except sqlite3.Error as error:  # a full disk must not blind the monitor
+            if not self.notice:
+                self.notice = f"the history is not kept any more: {error}"
+        with self._lock:
+            listeners: Sequence[OnView] = tuple(self._listeners)
+        for on_view in listeners:
+            on_view(view)
+
+    def _open_history(self, run_id: str) -> History:
+        path = self.config.history(run_id)
+        try:
+            return History(path, run_id)
+        except UsageError as error:
+            self.notice = f"{error}. This monitor keeps its history in memory"
+            return History(None, run_id)
+
+    async def _find(self, wanted: str | None) -> RunView:
+        """The run that is meant: one with an owner's specification, or an open one of that name."""
+        try:
+            return run_view(await self._directory.find(wanted, timeout_s=_FIND_S))
+        except UsageError as error:
+            if wanted is None:
+                raise UsageError(f"{error}. A run of library users has no announcement: name it with --run") from None
+            with contextlib.suppress(UsageError):
+                run_id = open_run_id(wanted.rpartition("@")[2])
+                found = await self.node.dht.service.get(progress_key(run_id), latest=True, timeout_s=_CALL_S)
+                if isinstance(found, dict) and found:
+                    return RunView(run_id=run_id, name=wanted if wanted != run_id else "")
+            raise
+
+    async def _specification(self) -> RunView | None:
+        return run_view(await self._directory.specification(self.run.run_id))
+
+
+def run_view(signed: SignedSpecification) -> RunView:
+    """What there is to show of a specification; the task's own description where it is installed."""
+    specification = signed.specification
+    parameters, summary = None, ""
+    with contextlib.suppress(SwarmError):
+        described = make_task(specification.task.name, specification.task.settings).describe(specification.batch_size)
+        parameters, summary = described.parameters, described.summary
+    return RunView(
+        run_id=signed.run_id,
+        name=signed.name,
+        description=specification.description or summary,
+        task=specification.task.name,
+        mode=specification.mode.name,
+        codec=specification.codec,
+        optimizer=specification.optimizer.name,
+        version=signed.version,
+        target=specification.target_batch_size,
+        parameters=parameters,
+        end_epochs=specification.end.epochs,
+        founded_s=signed.founded_s,
+    )

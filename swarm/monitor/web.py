@@ -1,0 +1,251 @@
+"""The page: static files of the package, history as JSON, what is new as server-sent events. Nothing is asked of other hosts.
+
+Runs on the node's network loop; a monitor trains nothing, so nothing waits for it. Everything is for reading: there is nothing to forge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import json
+import mimetypes
+import socket
+from collections.abc import AsyncIterator
+from importlib import resources
+from types import TracebackType
+from typing import Any, Protocol
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from swarm.errors import UsageError
+from swarm.monitor.history import History
+from swarm.monitor.view import PeerView, View, plain
+from swarm.node import Node
+
+_CLIENTS_MAX = 64
+_HEARTBEAT_S = 3.0  # a page hears something this often: that the monitor still is there, and how old what it shows is
+_START_S = 10.0
+_STOP_S = 1.5
+_POINTS = 600
+_SPAN_S_MAX = 10 * 365 * 86400.0
+_FILES = (
+    "index.html",
+    "style.css",
+    "page.js",
+    "charts.js",
+    "format.js",
+    "tables.js",
+    "icon.svg",
+    "vendor/uPlot.iife.min.js",
+    "vendor/uPlot.min.css",
+)
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+class Watched(Protocol):
+    """What is served."""
+
+    @property
+    def node(self) -> Node: ...
+    @property
+    def history(self) -> History: ...
+    def view_now(self) -> View: ...
+    def listen(self, on_view: Any) -> None: ...
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Client:
+    """One open page: what it has been sent."""
+
+    wake: asyncio.Event
+    sent: dict[str, int] = dataclasses.field(default_factory=dict)  # PeerID -> hash of its row
+    event: int = 0
+
+
+class Stream:
+    """What pages are told, each only what it does not know yet."""
+
+    def __init__(self, watch: Watched) -> None:
+        self._watch = watch
+        self._clients: set[_Client] = set()
+        self._closed = False
+        watch.listen(self._on_view)
+
+    def _on_view(self, view: View) -> None:
+        for client in self._clients:
+            client.wake.set()
+
+    def close(self) -> None:
+        self._closed = True
+        for client in self._clients:
+            client.wake.set()
+
+    @property
+    def full(self) -> bool:
+        return len(self._clients) >= _CLIENTS_MAX
+
+    async def messages(self) -> AsyncIterator[str]:
+        """Server-sent events for one page, until it goes or the monitor does."""
+        client = _Client(asyncio.Event())
+        self._clients.add(client)
+        try:
+            yield "retry: 1000\n\n"
+            while not self._closed:
+                yield f"event: view\ndata: {json.dumps(news_for(client, self._watch.view_now()), ensure_ascii=False)}\n\n"
+                client.wake.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_HEARTBEAT_S):
+                        await client.wake.wait()
+        finally:
+            self._clients.discard(client)
+
+
+def news_for(client: _Client, view: View) -> dict[str, Any]:
+    """The view without what the page has: rows of peers that did not change, events that it was sent."""
+    whole = {field.name: getattr(view, field.name) for field in dataclasses.fields(view) if field.name not in ("peers", "events")}
+    rows = {peer.peer_id: row_of(peer, view.at_s) for peer in view.peers}
+    changed = []
+    for peer_id, row in rows.items():
+        mark = hash(json.dumps(row))
+        if client.sent.get(peer_id) != mark:
+            client.sent[peer_id] = mark
+            changed.append(row)
+    gone = [peer_id for peer_id in client.sent if peer_id not in rows]
+    for peer_id in gone:
+        del client.sent[peer_id]
+    events = [event for event in view.events if event.number > client.event]
+    client.event = max([client.event, *(event.number for event in events)])
+    told: dict[str, Any] = plain({name: _plain(value) for name, value in whole.items()})
+    return told | {"peers": changed, "gone": gone, "events": plain([dataclasses.asdict(event) for event in events])}
+
+
+def row_of(peer: PeerView, now_s: float) -> dict[str, Any]:
+    """A peer with times instead of ages, so that a row changes only when its peer tells something."""
+    row = {name: value for name, value in dataclasses.asdict(peer).items() if name not in ("age_s", "contributed_ago_s")}
+    row["heard_s"] = round(now_s - peer.age_s, 1)
+    row["contributed_s"] = round(now_s - peer.contributed_ago_s, 1) if peer.contributed_ago_s is not None else None
+    told: dict[str, Any] = plain(row)
+    return told
+
+
+def make_app(watch: Watched, stream: Stream) -> Starlette:
+    """The routes. GET alone."""
+    files = {name: _file(name) for name in _FILES}
+
+    async def static(request: Request) -> Response:
+        found = files.get(request.path_params.get("path") or "index.html")
+        if found is None:
+            return PlainTextResponse("there is no such page", 404, headers=_HEADERS)
+        return Response(found[0], media_type=found[1], headers=_HEADERS)
+
+    async def view(request: Request) -> Response:
+        return JSONResponse(watch.view_now().as_dict(), headers=_HEADERS)
+
+    async def history(request: Request) -> Response:
+        asked = request.query_params
+        until_s = _number(asked.get("until"), watch.node.clock.swarm_s())
+        span_s = min(max(_number(asked.get("span"), 3600.0), 10.0), _SPAN_S_MAX)
+        since_s = _number(asked.get("since"), until_s - span_s)
+        points = int(min(max(_number(asked.get("points"), _POINTS), 2), 4000))
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(None, functools.partial(watch.history.series, since_s, until_s, points))
+        found["began"] = await loop.run_in_executor(None, watch.history.began_s)
+        return JSONResponse(plain(found), headers=_HEADERS)
+
+    async def events(request: Request) -> Response:
+        if stream.full:
+            return PlainTextResponse(f"{_CLIENTS_MAX} pages are open already", 503, headers=_HEADERS)
+        return StreamingResponse(stream.messages(), media_type="text/event-stream", headers=_HEADERS | {"X-Accel-Buffering": "no"})
+
+    return Starlette(
+        routes=[
+            Route("/api/view", view),
+            Route("/api/history", history),
+            Route("/api/events", events),
+            Route("/", static),
+            Route("/{path:path}", static),
+        ]
+    )
+
+
+class WebServer:
+    """A context manager: the page at host:port. UsageError when the port is taken."""
+
+    def __init__(self, watch: Watched, place: tuple[str, int]) -> None:
+        self._watch = watch
+        family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind(place)
+            self._socket.listen(128)
+            self._socket.setblocking(False)
+        except (OSError, OverflowError) as error:
+            self._socket.close()
+            raise UsageError(f"--web {place[0]}:{place[1]} cannot be served: {error}") from None
+        shown = "127.0.0.1" if place[0] == "0.0.0.0" else f"[{place[0]}]" if ":" in place[0] else place[0]
+        self.url = f"http://{shown}:{self._socket.getsockname()[1]}/"
+
+    def __enter__(self) -> WebServer:
+        self._watch.node.network.run(self._start(), _START_S)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with contextlib.suppress(TimeoutError):
+            self._watch.node.network.run(self._stop(), _STOP_S)
+        self._socket.close()
+
+    async def _start(self) -> None:
+        self._stream = Stream(self._watch)
+        config = uvicorn.Config(
+            make_app(self._watch, self._stream),
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=1,
+            limit_concurrency=4 * _CLIENTS_MAX,
+            ws="none",
+        )
+        self._server = uvicorn.Server(config)
+        self._task = self._watch.node.supervisor.spawn("the monitor's page", lambda: self._server.serve(sockets=[self._socket]))
+
+    async def _stop(self) -> None:
+        self._stream.close()
+        self._server.should_exit = True
+        await asyncio.wait([self._task], timeout=_STOP_S - 0.3)
+
+
+def _file(name: str) -> tuple[bytes, str]:
+    found = resources.files("swarm.monitor").joinpath("static").joinpath(name)
+    return found.read_bytes(), mimetypes.guess_type(name)[0] or "application/octet-stream"
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _number(text: str | None, default: float) -> float:
+    """A finite number out of a query; whatever else it holds, the default."""
+    try:
+        value = float(text) if text is not None else default
+    except ValueError:
+        return default
+    return value if abs(value) < 1e12 else default

@@ -1,0 +1,65 @@
+"""Peers of these tests, and what they tell."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from averaging.training.progress import Claim
+from swarm.ids import PeerId
+from swarm.metrics.record import Metrics, RoundTold
+from swarm.monitor.model import Look, Model
+from swarm.monitor.tracked import Heard
+from swarm.monitor.view import Event, LinkView, RunView
+
+RUN = RunView(run_id="a" * 20, name="tiny", version=1, target=1000)
+LIVE = LinkView(status="", entry="198.51.100.1:4000", entry_answers=True, known=5)
+
+
+def peer(number: int) -> PeerId:
+    return PeerId(number.to_bytes(32, "big"))
+
+
+def metrics(at_s: float, **fields: Any) -> Metrics:
+    known: dict[str, Any] = {"since_s": at_s - 100.0, "every_s": 2.0, "epoch": 7, "samples_per_s": 100.0, "device": "cpu", "loss": 2.0}
+    return Metrics(at_s=at_s, **{**known, **fields})
+
+
+def told(at_s: float, **fields: Any) -> RoundTold:
+    known: dict[str, Any] = {"kind": "epoch", "epoch": 7, "seconds": 1.0, "bytes": 1000, "members": 4, "group": "ab", "digest": "cd"}
+    return RoundTold(at_s=at_s, **{**known, **fields})
+
+
+def claim(at_s: float, **fields: Any) -> Claim:
+    known: dict[str, Any] = {"epoch": 7, "samples": 100, "rate": 100.0, "since_s": at_s - 5.0}
+    return Claim(at_s=at_s, **{**known, **fields})
+
+
+def heard(at_s: float, **fields: Any) -> Heard:
+    return Heard(metrics=metrics(at_s, **fields), expires_s=at_s + 8.0)
+
+
+def look(peers: dict[PeerId, Heard], **fields: Any) -> Look:
+    return Look(peers=peers, **fields)
+
+
+class Watching:
+    """A model and a clock that the test moves."""
+
+    def __init__(self, peers: int = 4, **fields: Any) -> None:
+        self.now_s = 1_000_000.0
+        self.model = Model(RUN)
+        self.model.on_link(LIVE, self.now_s)
+        self.present = {peer(number): dict(fields) for number in range(1, peers + 1)}
+        self.look()
+
+    def look(self, after_s: float = 0.0, **others: Any) -> None:
+        """Everybody present has just told; `others`: instead of them."""
+        self.now_s += after_s
+        peers = {who: heard(self.now_s, **fields) for who, fields in self.present.items()}
+        self.model.on_look(look(peers, **others), self.now_s)
+
+    def events(self, kind: str = "") -> list[Event]:
+        return [event for event in self.model.events.latest if kind in ("", event.kind)]
+
+    def view(self) -> Any:
+        return self.model.view(self.now_s)

@@ -1,0 +1,73 @@
+"""Names, units and freshness of what Prometheus is told; the documentation and the dashboard name nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from swarm.monitor.prometheus import RunCollector
+from swarm.monitor.view import View
+from tests.monitor.telling import Watching, peer, told
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def exposed(view: View) -> dict[str, dict[tuple[str, ...], float]]:
+    registry = CollectorRegistry()
+    registry.register(RunCollector(lambda: view))
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
+    return found
+
+
+def busy() -> Watching:
+    watching = Watching(3, own={"accuracy": 0.5}, drift=1e-6, validation_loss=2.5, given_at_s=1_000_000.0, given_epoch=7)
+    watching.present[peer(1)] = {"name": 'eve "\n\\', "rounds": (told(watching.now_s),), "rounds_failed": 2, "bytes_up": 500}
+    watching.look(2.0)
+    watching.model.on_dialed(peer(1), True)
+    return watching
+
+
+def test_a_live_run_is_told_in_base_units() -> None:
+    found = exposed(busy().view())
+    assert found["swarm_monitor_up"] == {(): 1.0}
+    assert found["swarm_run_samples_per_second"] == {(): 300.0}
+    assert found["swarm_run_peers"][("training",)] == 3.0
+    assert found["swarm_run_reported"] == {("accuracy",): 0.5}
+    assert found["swarm_peer_rounds_total"][(peer(1).short, 'eve "\n\\', "failed")] == 2.0
+    assert found["swarm_peer_sent_bytes_total"][(peer(1).short, 'eve "\n\\')] == 500.0
+    unit = re.compile(r".*_(total|seconds|bytes|ratio|info|per_second|loss|epoch|samples|up|peers|refused|members|reported|by|answers)$")
+    assert all(unit.fullmatch(name) for name in found), sorted(name for name in found if not unit.fullmatch(name))
+
+
+def test_nothing_stale_is_exported() -> None:
+    watching = busy()
+    watching.now_s += 100.0
+    found = exposed(watching.view())
+    assert found["swarm_monitor_up"] == {(): 0.0}
+    assert set(found) == {"swarm_monitor_up", "swarm_monitor_last_look_timestamp_seconds", "swarm_run_info"}
+
+
+def test_the_documentation_and_the_dashboard_name_what_there_is() -> None:
+    found = set(exposed(busy().view())) | {
+        "swarm_run_epoch_progress_ratio",
+        "swarm_run_epoch_remaining_seconds",
+        "swarm_expert_load_seconds",
+    }
+    documented = set(re.findall(r"`(swarm_[a-z_]+)`", (DOCS / "metrics.md").read_text(encoding="utf-8")))
+    assert documented == found
+    dashboard = json.loads((DOCS / "grafana-dashboard.json").read_text(encoding="utf-8"))
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel.get("targets", ())
+        for name in re.findall(r"swarm_[a-z_]+", target["expr"])
+    }
+    assert asked
+    assert asked <= found
