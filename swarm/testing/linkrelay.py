@@ -109,6 +109,7 @@ class Relay:
         while True:
             wait_s = max(self._due[0][0] - time.monotonic(), 0.0) if self._due else None
             ready, _, _ = select.select(watched, [], [], wait_s)
+            self._rng.shuffle(ready)  # who is always first leaves the others less room in every queue
             for descriptor in ready:
                 if descriptor == control:
                     if not os.read(control, 4096):
