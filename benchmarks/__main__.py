@@ -136,7 +136,7 @@ def _measure(
         for size in sizes:
             yield allreduce.rows(setting, vector_mib=size)
     if "links" in sections:
-        yield links.rows(setting)
+        yield from links.rows(setting)
     if "groups" in sections:
         yield groups.rows(setting, rounds=5)
     if "losses" in sections:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, Self
 
 from benchmarks.bare_transport import BareButterfly
 from benchmarks.launch import Launch, LaunchFailed
+from swarm.compression import find
 from swarm.testing.links import Links
 
 START_AHEAD_S = 0.05
@@ -67,6 +68,7 @@ class Workers:
             "peers": workload.peers,
             "target_group_size": workload.target_group_size,
             "codec": workload.codec,
+            "vector_bytes": find(workload.codec).encoded_bytes(workload.elements),
         }
         hosts = ["127.0.0.1"] * workload.peers if links is None else [links.host(place) for place in range(workload.peers)]
         configurations = [{**configuration, "host": host} for host in hosts]

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from averaging.reduction.balance import Load, shares
-from benchmarks.allreduce import CODEC_BYTES, HIVEMIND, MIB, PEERS, TENSORS, Setting, reduction
+from benchmarks.allreduce import HIVEMIND, MIB, PEERS, TENSORS, Setting, reduction
 from benchmarks.contenders import Contender, Round, Workers, Workload
 from benchmarks.environments import OWN_PYTHON
 from benchmarks.results import Aim, Row
 from benchmarks.turns import Plan, Tally, take_turns
+from swarm.compression import find
 from swarm.testing.links import Link, Links, why_not
 
-CODECS = ("float32", "float16", "bfloat16")
+CODECS = ("float32", "float16", "int8", "int4")
+AIMED = ("float32", "float16")
+TOTAL_S = 420.0  # after this only our own rounds are measured, so that the section stays within ten minutes
 PLAN = Plan(passes=1, rounds=3, warm_up=2)  # the first rounds dial, and find out how far the others are and how fast the own link is
+TCP, GLOO = "bare TCP", "gloo"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +32,7 @@ class Scene:
     words: str
     links: tuple[Link, ...]
     vector_mib: float
-    codecs: tuple[str, ...]
-    hivemind: bool  # quick enough there
+    beside: dict[str, tuple[str, ...]]  # who is measured in turn with ours, by codec
     aim_per_cent: float | None = None
     plan: Plan = PLAN
 
@@ -43,60 +47,71 @@ SCENES = (
         words="100 Mbit/s, 50 ms",
         links=_alike(100, 0.05),
         vector_mib=16,
-        codecs=CODECS,
-        hivemind=True,
+        beside={"float32": (TCP, GLOO, HIVEMIND), "float16": (TCP, HIVEMIND)},
         aim_per_cent=85.0,
     ),
-    Scene(identifier="1gbit-20ms", words="1 Gbit/s, 20 ms", links=_alike(1000, 0.02), vector_mib=16, codecs=CODECS, hivemind=True),
+    Scene(
+        identifier="1gbit-20ms",
+        words="1 Gbit/s, 20 ms",
+        links=_alike(1000, 0.02),
+        vector_mib=16,
+        beside={"float32": (TCP, GLOO), "float16": (TCP, HIVEMIND)},
+    ),
     Scene(
         identifier="20mbit-100ms",
         words="20 Mbit/s, 100 ms",
         links=_alike(20, 0.1),
-        vector_mib=16,
-        codecs=("float32", "float16"),
-        hivemind=False,
-        plan=Plan(passes=1, rounds=1, warm_up=1),
+        vector_mib=4,
+        beside={"float32": (TCP, GLOO), "float16": (TCP,)},
     ),
     Scene(
         identifier="one-slow",
         words="100 Mbit/s, 50 ms, one of them 1 Mbit/s up",
         links=(*_alike(100, 0.05)[1:], Link.of(mbit_per_s=100, up_mbit_per_s=1, round_trip_s=0.05)),
         vector_mib=1,
-        codecs=("float32", "float16"),
-        hivemind=False,
-        plan=Plan(passes=1, rounds=2, warm_up=1),
+        beside={"float32": (GLOO,)},
+        plan=Plan(passes=1, rounds=1, warm_up=1),
     ),
 )
 
 
-def rows(setting: Setting) -> list[Row]:
-    """All scenes; none, and the reason said, where links cannot be emulated."""
+def rows(setting: Setting) -> Iterator[list[Row]]:
+    """All scenes, codec by codec; none, and the reason said, where links cannot be emulated."""
     problem = why_not()
     if problem is not None:
         setting.say(f"links: left out: {problem}")
-        return []
-    return [row for scene in SCENES for row in _scene(setting, scene)]
+        return
+    until_s = time.monotonic() + TOTAL_S
+    for scene in SCENES:
+        for codec in CODECS:
+            others = [name for name in scene.beside.get(codec, ()) if name != HIVEMIND or setting.hivemind is not None]
+            if others and time.monotonic() > until_s:
+                setting.say(f"links, {scene.words}, {codec}: beside nobody, for want of time: {', '.join(others)}")
+                others = []
+            yield _rows(setting, scene, codec, others)
 
 
-def _scene(setting: Setting, scene: Scene) -> list[Row]:
+def _rows(setting: Setting, scene: Scene, codec: str, others: list[str]) -> list[Row]:
+    """Ours beside each of the others, which were measured in turn with it; alone when there is nobody."""
+    names = [f"swarm {codec}", *(f"{name} {codec}" for name in others)]
+    setting.say(f"links, {PEERS} × {scene.vector_mib:g} MiB, {scene.words}: {', '.join(names)}")
+    makers = [_maker(name, setting, scene, codec) for name in ("swarm", *others)]
+    own, *tallies = take_turns(makers, names, scene.plan, setting.say)
+    if not tallies:
+        return [_row(scene, codec, own, None, "alone")]
+    return [_row(scene, codec, own, tally, name.split()[-1].lower()) for name, tally in zip(_short(others), tallies, strict=True)]
+
+
+def _short(others: list[str]) -> list[str]:
+    return ["hivemind" if name == HIVEMIND else name for name in others]
+
+
+def _maker(name: str, setting: Setting, scene: Scene, codec: str) -> Callable[[], Contender]:
     elements = int(scene.vector_mib * MIB) // 4
-    found = []
-    for codec in scene.codecs:
-        workload = Workload(elements=elements, tensors=TENSORS, peers=PEERS, target_group_size=PEERS, codec=codec)
-        makers: list[Callable[[], Contender]] = [_maker(f"swarm {codec}", "swarm_averager", None, workload, scene)]
-        names = [f"swarm {codec}"]
-        if scene.hivemind and setting.hivemind is not None and codec != "bfloat16":  # it has none
-            names.append(f"{HIVEMIND} {codec}")
-            makers.append(_maker(names[1], "hivemind_averager", setting, workload, scene))
-        setting.say(f"links, {PEERS} × {scene.vector_mib:g} MiB, {scene.words}: {', '.join(names)}")
-        own, *others = take_turns(makers, names, scene.plan, setting.say)
-        found.append(_row(scene, codec, elements, own, others[0] if others else None))
-    return found
-
-
-def _maker(name: str, module: str, setting: Setting | None, workload: Workload, scene: Scene) -> Callable[[], Contender]:
-    python = OWN_PYTHON if setting is None or setting.hivemind is None else setting.hivemind
-    return lambda: Workers(name, python=python, module=module, workload=workload, links=Links(scene.links))
+    workload = Workload(elements=elements, tensors=TENSORS, peers=PEERS, target_group_size=PEERS, codec=codec)
+    module = {TCP: "bare_tcp", GLOO: "gloo", HIVEMIND: "hivemind_averager"}.get(name, "swarm_averager")
+    python = setting.hivemind if name == HIVEMIND and setting.hivemind is not None else OWN_PYTHON
+    return lambda: Workers(f"{name} {codec}", python=python, module=module, workload=workload, links=Links(scene.links))
 
 
 def least_s(links: tuple[Link, ...], vector_bytes: float) -> float:
@@ -107,8 +122,9 @@ def least_s(links: tuple[Link, ...], vector_bytes: float) -> float:
     return max(each / min(link.up_bytes_per_s, link.down_bytes_per_s) for each, link in zip(moved, links, strict=True))
 
 
-def _row(scene: Scene, codec: str, elements: int, own: Tally, peer: Tally | None) -> Row:
-    payload = elements * CODEC_BYTES[codec]
+def _row(scene: Scene, codec: str, own: Tally, peer: Tally | None, against: str) -> Row:
+    elements = int(scene.vector_mib * MIB) // 4
+    payload = find(codec).encoded_bytes(elements)
     ideal_s = least_s(scene.links, payload)
     least_bytes = 2 * (PEERS - 1) * payload  # of all peers together, however the shares are
 
@@ -116,12 +132,12 @@ def _row(scene: Scene, codec: str, elements: int, own: Tally, peer: Tally | None
         return 100.0 * ideal_s / reduction(outcome)
 
     return Row(
-        identifier=f"links-{scene.identifier}-{codec}",
+        identifier=f"links-{scene.identifier}-{codec}-{against}",
         workload=f"all-reduce, {PEERS} peers × {scene.vector_mib:g} MiB, {codec}: {scene.words}",
         quantity="per cent of the links' capacity, all-reduce alone",
         ours=own.series("", filled, unit="%"),
         peer=None if peer is None else peer.series("", filled, unit="%"),
-        aim=None if scene.aim_per_cent is None or codec == "bfloat16" else Aim(of="ours", sense="at least", value=scene.aim_per_cent),
+        aim=None if scene.aim_per_cent is None or codec not in AIMED else Aim(of="ours", sense="at least", value=scene.aim_per_cent),
         shown="ours / peer",
         limit=f"{ideal_s:.3g} s for the payload at line rate; {100 * 1448 / 1500:.1f} % are left beside TCP's and IP's headers",
         notes=tuple(_spent(tally, elements, least_bytes) for tally in (own, peer) if tally is not None),

@@ -21,7 +21,10 @@ from averaging.groups.group import Member, can_dial
 from swarm.errors import UsageError
 
 _HALVINGS = 200  # until two neighbouring floats are left
-_ALIKE = 1.5  # bandwidths within this factor of the median count as the median: what is measured is never exact
+_SLOWER = 1.5  # bandwidths down to the median over this count as the median: what is measured is never exact
+# And those above it count as so many times less, but no less than the median. Who reduces more is sent more: where all links are alike, a
+# member that was taken for a fast one becomes the bottleneck, the others' sends wait for it, and next time they look slower still.
+_FASTER = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +76,7 @@ def shares(members: Sequence[Load]) -> list[float]:
         sends = (float(member.contributes), float(receivers - member.receives - member.contributes))
         takes = (float(member.receives), float(contributors - member.contributes - member.receives))
         lines.append(_Line(up, down, sends, takes))
-    found = _solved(lines) if any(line.sends[1] > 0.0 or line.takes[1] > 0.0 for line in lines) else [line.up for line in lines]
+    found = _solved(lines) if any(line.sends[1] > 0.0 or line.takes[1] > 0.0 for line in lines) else [member.up for member in reducing]
     by_member, total = iter(found), sum(found)
     return [next(by_member) / total if member.reduces else 0.0 for member in members]
 
@@ -116,6 +119,6 @@ class _Line:
 
 
 def _levelled(speeds: Sequence[float]) -> list[float]:
-    """Speeds that are nearly the median become the median."""
+    """Speeds that are nearly the median become the median, and only a part of being faster counts."""
     middle = sorted(speeds)[(len(speeds) - 1) // 2]
-    return [middle if middle / _ALIKE <= speed <= middle * _ALIKE else speed for speed in speeds]
+    return [speed if speed < middle / _SLOWER else max(middle, speed / _FASTER) for speed in speeds]

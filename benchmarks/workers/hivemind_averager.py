@@ -11,7 +11,7 @@ from benchmarks.conversation import Conversation, wait_until
 from benchmarks.known_values import delivered, fill, tensors_of
 
 STAGE_POLL_S = 0.002
-CODECS = {"float16": "Float16Compression", "float32": "NoCompression"}
+CODECS = {"float16": "Float16Compression", "float32": "NoCompression", "int8": "Uniform8BitQuantization"}
 
 
 def main() -> None:

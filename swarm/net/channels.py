@@ -25,7 +25,7 @@ from swarm.net.calls import SHARED_REPLY_BYTES_MAX, SHARED_REQUEST_BYTES_MAX, Ca
 from swarm.net.certificate import client_certificate
 from swarm.net.dial import Connection, dial
 from swarm.net.outgoing import CallerStream, closed_here, mapped, status_error
-from swarm.net.rpc import Method, ReplyT, RequestT, Stream, StreamMethod
+from swarm.net.rpc import BULK_OPTIONS, Method, ReplyT, RequestT, Stream, StreamMethod
 from swarm.net.throttle import SMALL_BYTES, Bandwidth, Throttle
 from swarm.runtime.supervise import Supervisor
 
@@ -273,7 +273,7 @@ class Channels:
                 self._certificate,
                 timeout_s=max(dial_s, 0.001),
                 first=self._good.get(contact.peer_id),
-                bulk=link.lane > 0,
+                options=self._throttle.options + (BULK_OPTIONS if link.lane > 0 else ()),
                 on_dial=self._dialed.extend,
             )
         except NetworkError as error:

@@ -13,7 +13,7 @@ from grpc import aio
 from swarm.errors import DeadlineExceeded, NetworkError
 from swarm.ids import Address, Contact
 from swarm.net.certificate import KeyAndCertificate, tls_name, trust_anchor
-from swarm.net.rpc import BULK_OPTIONS, TRANSPORT_OPTIONS
+from swarm.net.rpc import TRANSPORT_OPTIONS
 
 _STAGGER_S = 0.2  # a head start for the address that is dialed first
 _ADDRESSES_MAX = 8
@@ -48,11 +48,11 @@ async def dial(
     *,
     timeout_s: float,
     first: Address | None = None,
-    bulk: bool = False,
+    options: tuple[tuple[str, int], ...] = (),
     on_dial: Callable[[list[tuple[str, int]]], None] = lambda endpoints: None,
 ) -> Connection:
-    """Connect to the peer at any of its addresses; `first` is tried before the others. `bulk`: the connection is for tensors.
-    `on_dial` is told every (IP, port) before it is dialed.
+    """Connect to the peer at any of its addresses; `first` is tried before the others. `options`: of gRPC, beside our
+    own. `on_dial` is told every (IP, port) before it is dialed.
 
     NetworkError names the peer, each address and why it failed; DeadlineExceeded when some gave no answer at all in `timeout_s`.
     """
@@ -60,7 +60,7 @@ async def dial(
         raise NetworkError(f"peer {contact.peer_id} has no address that can be dialed")
     credentials = grpc.ssl_channel_credentials(trust_anchor(contact.peer_id), own.key_pem, own.certificate_pem)
     addresses = sorted(contact.addresses[:_ADDRESSES_MAX], key=lambda address: address != first)
-    race = _Race(contact, credentials, BULK_OPTIONS if bulk else (), on_dial)
+    race = _Race(contact, credentials, options, on_dial)
     try:
         return await race.run(addresses, timeout_s)
     finally:

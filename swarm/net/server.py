@@ -64,7 +64,7 @@ class Server:
 
     async def start(self, identity: Identity, handlers: Handlers, host: str, port: int) -> int:
         """Listen; returns the port (the system's choice for 0). UsageError when it cannot listen there."""
-        server = aio.server(options=_SERVER_OPTIONS, maximum_concurrent_rpcs=3 * self._calls_max)
+        server = aio.server(options=_SERVER_OPTIONS + self.throttle.options, maximum_concurrent_rpcs=3 * self._calls_max)
         server.add_generic_rpc_handlers((_Dispatch(self, handlers),))
         leaf = server_certificate(identity)
         credentials = grpc.ssl_server_credentials(

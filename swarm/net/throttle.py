@@ -1,7 +1,8 @@
 """A node's bandwidth cap, up and down: what streams send and accept, and large calls, waits its turn; small calls never do.
 
 Down, a message counts when it is taken from its stream: what a slow reader leaves unread, flow control holds back at the sender, after a
-window of each connection. Over a round the cap holds; for a moment a window more may come.
+window of each stream. gRPC makes these as large as it finds the way fast and long, a slow reader notwithstanding (measured: tens of
+megabytes), so that a node with a cap keeps them at what HTTP/2 begins with.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from swarm.net.rpc import Stream
 
 WIRE_PER_BYTE = 1.04  # headers of TCP and IP in packets of 1,500 bytes, TLS, HTTP/2
 SMALL_BYTES = 64 << 10  # calls with no more are not held up, and not counted
+_SMALL_WINDOWS = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 64 << 10))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,11 @@ class Throttle:
     def __init__(self, bandwidth: Bandwidth) -> None:
         self._up = None if bandwidth.up_bytes_per_s is None else Bucket(bandwidth.up_bytes_per_s / WIRE_PER_BYTE)
         self._down = None if bandwidth.down_bytes_per_s is None else Bucket(bandwidth.down_bytes_per_s / WIRE_PER_BYTE)
+
+    @property
+    def options(self) -> tuple[tuple[str, int], ...]:
+        """gRPC's, for every connection of this node."""
+        return () if self._down is None else _SMALL_WINDOWS
 
     async def sends(self, size_bytes: int) -> None:
         """Returns when a message of this size may leave."""

@@ -28,7 +28,7 @@ _CLONE_NEWNET = 0x40000000
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 _OFFLOAD_CHECKSUM, _OFFLOAD_TCP4 = 1, 2
-_DEVICE = "swarm0"
+DEVICE = "swarm0"
 _HEADER_BYTES = 10  # struct virtio_net_hdr: flags, kind of bundle, ..., bytes of payload per packet of a bundle
 _PACKET_BYTES_MAX = 1 << 17
 _READS_MAX = 32  # of one device before the others' turn
@@ -109,6 +109,7 @@ class Relay:
         while True:
             wait_s = max(self._due[0][0] - time.monotonic(), 0.0) if self._due else None
             ready, _, _ = select.select(watched, [], [], wait_s)
+            self._rng.shuffle(ready)  # who is always first leaves the others less room in every queue
             for descriptor in ready:
                 if descriptor == control:
                     if not os.read(control, 4096):
@@ -175,20 +176,20 @@ def make_peer(host: str, mtu: int, congestion: str, up_bytes_per_s: float, *, bu
         raise OSError(ctypes.get_errno(), f"a network namespace cannot be made: {os.strerror(ctypes.get_errno())}")
     namespace = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", _DEVICE.encode(), _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR))
+    fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR))
     fcntl.ioctl(device, _TUNSETOFFLOAD, _OFFLOAD_CHECKSUM | (_OFFLOAD_TCP4 if bundles else 0))
     with contextlib.suppress(OSError):
         Path("/proc/sys/net/ipv6/conf/all/disable_ipv6").write_text("1")
     commands = [
         "link set lo up",
-        f"address add {host}/24 dev {_DEVICE}",
-        f"link set {_DEVICE} mtu {mtu} txqueuelen 4000 up",
+        f"address add {host}/24 dev {DEVICE}",
+        f"link set {DEVICE} mtu {mtu} txqueuelen 4000 up",
     ]
     # A bundle is as much as the link carries in a millisecond, also where many connections share it: a packet costs this process 20 µs.
     segments = min(max(int(up_bytes_per_s * _BUNDLE_S / mtu), 2), 32)
     Path("/proc/sys/net/ipv4/tcp_min_tso_segs").write_text(str(segments))
     if congestion:  # of the route: a namespace's default may only be what the machine allows everybody
-        commands.append(f"route replace {host.rpartition('.')[0]}.0/24 dev {_DEVICE} src {host} congctl {congestion}")
+        commands.append(f"route replace {host.rpartition('.')[0]}.0/24 dev {DEVICE} src {host} congctl {congestion}")
     for command in commands:
         done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, check=False)
         if done.returncode:

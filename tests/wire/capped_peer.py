@@ -1,4 +1,4 @@
-"""A peer of test_links.py, in a process and a network of its own: one round, with a bandwidth cap or without."""
+"""A peer of test_links.py, in a process and a network of its own: rounds and streams, with a bandwidth cap or without."""
 
 from __future__ import annotations
 
@@ -8,8 +8,26 @@ import sys
 import torch
 
 import swarm
+from swarm.ids import Contact
+from swarm.net.rpc import Stream, StreamMethod
 from swarm.net.throttle import Bandwidth
-from swarm.node import NodeConfig
+from swarm.node import Node, NodeConfig
+
+POUR = StreamMethod(name="/test.Capped/Pour")
+MESSAGE_BYTES = 250_000
+
+
+async def take(stream: Stream) -> None:
+    """Takes what comes, as fast as it may."""
+    while await stream.receive() is not None:
+        continue
+
+
+async def pour(node: Node, target: str) -> None:
+    """Sends as fast as it may, until cancelled."""
+    async with node.channels.open_stream(Contact.parse(target), POUR, timeout_s=None, lane=1) as stream:
+        while True:
+            await stream.send(bytes(MESSAGE_BYTES))
 
 
 def main() -> None:
@@ -18,15 +36,27 @@ def main() -> None:
     tensor = torch.ones(settings["elements"])
     bootstrap = [settings["bootstrap"]] if settings["bootstrap"] else []
     with swarm.Node(bootstrap, f"{settings['host']}:0", config=NodeConfig(bandwidth=bandwidth)) as node:
+        node.handlers.stream(POUR, take)
         print(node.addresses[0], flush=True)
         averager = swarm.Averager(node, [tensor], name="capped", target_group_size=3, min_group_size=3, codec="float32")
         print("ready", flush=True)
-        sys.stdin.readline()
-        result = averager.step(timeout_s=25.0)
-        seconds = result.seconds.get("exchange", 0.0)
-        told = {"reason": f"{result.reason}: {result.detail}" if result.failed else "", "exchange_s": seconds}
-        print(json.dumps({**told, "received": result.bytes_received, "sent": result.bytes_sent}), flush=True)
-        sys.stdin.readline()
+        pouring = []
+        for line in sys.stdin:
+            if line == "round\n":
+                result = averager.step(timeout_s=25.0)
+                told = {
+                    "reason": f"{result.reason}: {result.detail}" if result.failed else "",
+                    "exchange_s": result.seconds.get("exchange", 0.0),
+                    "received": result.bytes_received,
+                    "sent": result.bytes_sent,
+                }
+                print(json.dumps(told), flush=True)
+            elif line == "stop\n":
+                for future in pouring:
+                    future.cancel()
+                pouring = []
+            else:
+                pouring = [node.network.submit(pour(node, target)) for target in line.split()]
 
 
 if __name__ == "__main__":

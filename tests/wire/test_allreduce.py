@@ -22,7 +22,6 @@ from averaging.rounds.commit import digest_payload, digest_round
 from averaging.rounds.config import EXCHANGE, VOTE, RoundConfig
 from swarm.clock import SystemClock
 from swarm.compression import find
-from swarm.errors import PeerError
 from swarm.identity import Identity
 from swarm.ids import Address, Contact
 from swarm.net.channels import Channels
@@ -354,100 +353,6 @@ def test_garbage_is_refused_and_its_sender_left_out() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(
-    ("sent", "words"),
-    [
-        ([[0, 2, 4], [1, 3]], ""),
-        ([[2, 0, 4], [1, 3]], "a chunk of part {2} where part {0} was to come"),
-        ([[1, 2, 4], [1, 3]], "a chunk of part {1} where part {0} was to come"),
-        ([[0, 2, 4], [1, 3, 3]], "a chunk of part {3} where nothing more was to come"),
-        ([[0, 2], [1, 3]], "1 of 3 parts unsent"),
-    ],
-)
-def test_every_lane_carries_its_own_parts_in_order(sent: list[list[int]], words: str) -> None:
-    """A client with two lanes to each reducer: what the lanes carry must be theirs, in order; then both bring their averages back."""
-
-    async def main() -> None:
-        async with peers(4) as members:
-            numel = 3 * 5 * 4096
-            group = make_group(members, bandwidths=[1.0, 1.0, 1.0, 0.0])
-            plan = plan_of(group, numel, SMALL.part_bytes)
-            assert [len(plan.of_reducer(place)) for place in plan.reducers] == [5, 5, 5]
-            vectors = vectors_of(4, numel)
-            async with asyncio.TaskGroup() as tasks:
-                honest = tasks.create_task(run_round(members[:3], group, vectors[:3], config=SMALL))
-                digest = tasks.create_task(_in_lanes(members[3], group, plan, vectors[3], sent))
-            client = members[3].contact.peer_id
-            for place, outcome in enumerate(honest.result()):
-                assert outcome.reason is None
-                assert outcome.digest == digest.result()
-                if words:
-                    indices = [part.index for part in plan.of_reducer(place)]
-                    assert words.format(*indices) in outcome.left_out[client]
-                else:
-                    assert outcome.vector is not None
-                    assert torch.equal(outcome.vector, oracle(group, vectors, SMALL.part_bytes))
-                    assert not outcome.left_out
-
-    asyncio.run(main())
-
-
-async def _in_lanes(peer: RoundPeer, group: Group, plan: Plan, vector: torch.Tensor, sent: list[list[int]]) -> str:
-    """A client member with a stream per element of `sent`: places in the span of the parts that it carries."""
-    codec = find(group.codec)
-    got: dict[int, tuple[bytes, bytes]] = {}
-
-    async def one(place: int, lane: int) -> None:
-        opening = ExchangeOpen(group_id=group.group_id, codec=codec.wire_id, codec_version=codec.version, plan_digest=plan.digest(codec))
-        opening.lane, opening.lanes = lane, len(sent)
-        parts = plan.of_reducer(place)
-        async with peer.channels.open_stream(group.members[place].contact, EXCHANGE, timeout_s=20, lane=1 + lane) as stream:
-            await stream.send(pack(ExchangeHeader(open=opening)))
-            for nth in sent[lane]:
-                values = vector[parts[nth].start : parts[nth].stop].numpy().tobytes()
-                await stream.send(pack(ExchangeHeader(chunk=ExchangeChunk(part=parts[nth].index)), values))
-            await stream.finish()
-            while (received := await stream.receive()) is not None:
-                header, payload = unpack(received)
-                if header.HasField("average"):
-                    assert header.average.part in [part.index for part in parts[lane :: len(sent)]]
-                    got[header.average.part] = (digest_payload(payload), header.average.contributors)
-
-    async with asyncio.TaskGroup() as tasks:
-        for place in plan.reducers:
-            for lane in range(len(sent)):
-                tasks.create_task(one(place, lane))
-    return await _vote(peer, group, [got[index] for index in range(len(plan.parts))])
-
-
-@pytest.mark.parametrize(
-    ("openings", "words"),
-    [([(2, 2)], "lane 2 of 2"), ([(0, 17)], "lane 0 of 17"), ([(0, 2), (0, 2)], "a second stream"), ([(0, 2), (1, 3)], "a second stream")],
-)
-def test_lanes_that_cannot_be_are_refused(openings: list[tuple[int, int]], words: str) -> None:
-    async def main() -> None:
-        async with peers(3) as members:
-            group = make_group(members, bandwidths=[1.0, 1.0, 0.0])
-            codec, numel = find(group.codec), 20_000
-            plan = plan_of(group, numel, SMALL.part_bytes)
-            async with asyncio.TaskGroup() as tasks:
-                running = tasks.create_task(run_round(members[:2], group, vectors_of(2, numel), config=SMALL))
-                async with contextlib.AsyncExitStack() as stack:
-                    for lane, lanes in openings:
-                        stream = await stack.enter_async_context(
-                            members[2].channels.open_stream(members[0].contact, EXCHANGE, timeout_s=20, lane=1)
-                        )
-                        opening = ExchangeOpen(group_id=group.group_id, codec=codec.wire_id, codec_version=codec.version)
-                        opening.plan_digest, opening.lane, opening.lanes = plan.digest(codec), lane, lanes
-                        await stream.send(pack(ExchangeHeader(open=opening)))
-                    with pytest.raises(PeerError, match=words):
-                        await stream.receive()
-                running.cancel()
-
-    with contextlib.suppress(asyncio.CancelledError):
-        asyncio.run(main())
-
-
 async def _misbehave(peer: RoundPeer, group: Group, plan: Plan, nonsense: str) -> str:
     """A client member that sends one bad message to each reducer, takes the averages, and votes for what it got."""
     codec = find(group.codec)
@@ -487,12 +392,7 @@ async def _misbehave(peer: RoundPeer, group: Group, plan: Plan, nonsense: str) -
     async with asyncio.TaskGroup() as tasks:
         for place in plan.reducers:
             tasks.create_task(one(place))
-    return await _vote(peer, group, [got[index] for index in range(len(plan.parts))])
-
-
-async def _vote(peer: RoundPeer, group: Group, got: Sequence[tuple[bytes, bytes]]) -> str:
-    """The last of four members votes for the averages that it has: their digests and contributors, in order."""
-    digest = digest_round(got)
+    digest = digest_round(got[index] for index in range(len(plan.parts)))
     request = VoteRequest(group_id=group.group_id, vote=Vote(place=3, digest=digest))
     async with asyncio.TaskGroup() as tasks:
         for member in group.members[:3]:

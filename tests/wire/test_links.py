@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -119,43 +121,83 @@ def test_a_bundle_counts_as_the_packets_that_it_stands_for() -> None:
 PEER = Path(__file__).parent / "capped_peer.py"
 
 
+class Peers:
+    """Three peers on fast links, the second one with caps. Lines go to their standard input."""
+
+    def __init__(self, links: Links, *, elements: int, up: float | None = None, down: float | None = None) -> None:
+        self.links = links
+        self.workers: list[subprocess.Popen[str]] = []
+        self.addresses: list[str] = []
+        for place in range(3):
+            settings = {"host": links.host(place), "bootstrap": self.addresses[0] if place else "", "elements": elements}
+            caps = {"up": up, "down": down} if place == 1 else {}
+            command = links.command(place, [sys.executable, str(PEER), json.dumps(settings | caps)])
+            self.workers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            if not place:
+                self.addresses.append(self.hear(0))
+        self.addresses += [self.hear(1), self.hear(2)]
+        assert [self.hear(place) for place in range(3)] == ["ready"] * 3
+
+    def hear(self, place: int) -> str:
+        worker = self.workers[place]
+        assert worker.stdout is not None
+        return worker.stdout.readline().strip()
+
+    def tell(self, place: int, line: str) -> None:
+        worker = self.workers[place]
+        assert worker.stdin is not None
+        worker.stdin.write(line + "\n")
+        worker.stdin.flush()
+
+    def sent_bytes_per_s(self, places: list[int], settle_s: float) -> float:
+        """On the wire, once it has been going on for so long."""
+        time.sleep(settle_s)  # what a measurement is made of, not a wait for something to happen
+        began_s, before = time.monotonic(), self.links.traffic()
+        time.sleep(2.0)
+        after, took_s = self.links.traffic(), time.monotonic() - began_s
+        return sum(after[place].sent_bytes - before[place].sent_bytes for place in places) / took_s
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self.workers:
+            worker.kill()
+            worker.communicate()
+
+
 @needs_links
-@pytest.mark.parametrize("direction", ["up", pytest.param("down", marks=pytest.mark.slow)])
-def test_a_cap_is_kept_within_5_per_cent_over_a_round(direction: str) -> None:
-    """Three peers on fast links, one of them capped: bytes on the wire over the round's time are the cap."""
+def test_caps_are_kept_on_the_wire() -> None:
+    """While there is always something to send: what leaves a peer with caps, and what comes to it, from two others at once.
+
+    A busy machine may carry less; that a cap is used up is shown in virtual time (tests/net/test_throttle.py).
+    """
+    up, down = 1.5e6, 2.5e6
+    with Links([Link.of(mbit_per_s=200, round_trip_s=0.01)] * 3) as links, Peers(links, elements=16, up=up, down=down) as peers:
+        peers.tell(1, f"{peers.addresses[0]} {peers.addresses[2]}")
+        assert 0.5 * up < peers.sent_bytes_per_s([1], 0.7) < 1.05 * up
+        peers.tell(1, "stop")
+        for place in (0, 2):
+            peers.tell(place, peers.addresses[1])
+        assert 0.5 * down < peers.sent_bytes_per_s([0, 2], 2.0) < 1.05 * down  # after windows of both connections
+
+
+@needs_links
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_a_capped_peer_is_given_less_to_reduce_and_a_round_takes_what_its_cap_allows(direction: str) -> None:
     cap, elements = 1.5e6, 1 << 20
-    with Links([Link.of(mbit_per_s=400, round_trip_s=0.01)] * 3) as links:
-        workers: list[subprocess.Popen[str]] = []
-        try:
-            address = ""
-            for place in range(3):
-                settings = {"host": links.host(place), "bootstrap": address, "elements": elements, direction: cap if place == 1 else None}
-                command = links.command(place, [sys.executable, str(PEER), json.dumps(settings)])
-                workers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-                address = address or _line(workers[0])
-            for place in (1, 2):
-                _line(workers[place])  # its address
-            assert [_line(worker) for worker in workers] == ["ready"] * 3
-            before = links.traffic()
-            for worker in workers:
-                assert worker.stdin is not None
-                worker.stdin.write("go\n")
-                worker.stdin.flush()
-            told = [json.loads(_line(worker)) for worker in workers]
-            after = links.traffic()
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.communicate()
+    with (
+        Links([Link.of(mbit_per_s=400, round_trip_s=0.01)] * 3) as links,
+        Peers(links, elements=elements, up=cap if direction == "up" else None, down=cap if direction == "down" else None) as peers,
+    ):
+        before = links.traffic()
+        for place in range(3):
+            peers.tell(place, "round")
+        told = [json.loads(peers.hear(place)) for place in range(3)]
+        sent = [new.sent_bytes - old.sent_bytes for new, old in zip(links.traffic(), before, strict=True)]
     assert [report["reason"] for report in told] == [""] * 3
-    sent = [new.sent_bytes - old.sent_bytes for new, old in zip(after, before, strict=True)]
     # what the capped peer took is what it was sent: with three alike it is not told apart on the wire, so its own count, framing added
     moved = sent[1] if direction == "up" else told[1]["received"] * 1.04
-    assert moved / told[1]["exchange_s"] <= 1.05 * cap
-    assert moved / told[1]["exchange_s"] >= 0.8 * cap  # and it is used: the round waits for nothing else
+    assert 0.8 * cap <= moved / told[1]["exchange_s"] <= 1.05 * cap  # the round waits for nothing else
     assert told[1]["sent"] < min(told[0]["sent"], told[2]["sent"])  # the others reduce more, and have more averages to give
-
-
-def _line(worker: subprocess.Popen[str]) -> str:
-    assert worker.stdout is not None
-    return worker.stdout.readline().strip()

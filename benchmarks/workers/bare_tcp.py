@@ -1,0 +1,66 @@
+"""A peer that moves as many bytes as a butterfly all-reduce, over a plain TCP connection each way to every other peer, and no more.
+
+What the emulated link and TCP themselves can do in a round that begins, as ours does, with connections that have been idle.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from benchmarks.conversation import Conversation, wait_until
+
+PORT = 5000
+_BUFFER_BYTES = 1 << 18
+
+
+def main() -> None:
+    talk = Conversation()
+    settings = talk.configuration
+    rank, peers = settings["rank"], settings["peers"]
+    server = socket.create_server((settings["host"], PORT), backlog=peers)
+    talk.publish(f"listening {rank}", settings["host"])
+    out = [socket.create_connection((talk.published(f"listening {other}"), PORT)) for other in range(peers) if other != rank]
+    taken = [server.accept()[0] for _ in range(peers - 1)]
+    each_bytes = 2 * settings["vector_bytes"] // peers  # values for the other's span, averages of one's own
+    talk.say("ready")
+    while True:
+        order = talk.hear()
+        if order["do"] == "prepare":
+            talk.say("prepared")
+        elif order["do"] == "round":
+            wait_until(order["at_s"])
+            _together([partial(_send, one, each_bytes) for one in out] + [partial(_take, one, each_bytes) for one in taken])
+            talk.say("done", ok=True, reason="", end_s=time.monotonic(), grouped_s=order["at_s"], group=peers)
+        elif order["do"] == "check":
+            talk.say("checked", delivered=1.0, worst=0.0)
+
+
+def _together(jobs: Sequence[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _send(connection: socket.socket, size_bytes: int) -> None:
+    zeros = memoryview(bytes(_BUFFER_BYTES))
+    while size_bytes:
+        size_bytes -= connection.send(zeros[: min(size_bytes, _BUFFER_BYTES)])
+
+
+def _take(connection: socket.socket, size_bytes: int) -> None:
+    room = memoryview(bytearray(_BUFFER_BYTES))
+    while size_bytes:
+        got = connection.recv_into(room[: min(size_bytes, _BUFFER_BYTES)])
+        if not got:
+            raise ConnectionError("the other peer is gone")
+        size_bytes -= got
+
+
+if __name__ == "__main__":
+    main()
