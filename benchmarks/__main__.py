@@ -17,6 +17,7 @@ from rich.console import Console
 from benchmarks import (
     allreduce,
     codecs,
+    cuda,
     dht,
     grid,
     groups,
@@ -36,7 +37,7 @@ from benchmarks.launch import ROOT
 from benchmarks.results import Row
 from benchmarks.turns import Plan
 
-SECTIONS = ("allreduce", "links", "groups", "losses", "trainers", "dht", "simulated", "hostile", "codecs")
+SECTIONS = ("allreduce", "links", "groups", "losses", "trainers", "dht", "simulated", "hostile", "codecs", "cuda")
 COMPARED = frozenset({"allreduce", "links", "groups", "losses", "trainers", "dht", "codecs"})  # with hivemind, whose environment they need
 
 
@@ -89,6 +90,8 @@ def main(
     def say(text: str) -> None:
         console.print(f"[{time.monotonic() - started_s:4.0f} s] {text}", markup=False, soft_wrap=True)
 
+    if not only and not is_quick:
+        only = _possible(say)
     run = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     keep = not is_quick and not (no_hivemind and COMPARED & set(only or SECTIONS))
     if is_quick:
@@ -98,8 +101,10 @@ def main(
         )
     else:
         try:
+            if "cuda" in only:
+                cuda.check()
             hivemind = None if no_hivemind or not COMPARED & set(only or SECTIONS) else hivemind_python(say)
-        except NoEnvironment as problem:
+        except (NoEnvironment, cuda.NoGpu) as problem:
             raise click.ClickException(str(problem)) from problem
         plan = Plan(passes=passes, rounds=rounds)
         sections = _measure(only or SECTIONS, [int(size) for size in sizes.split(",")], plan, hivemind, say)
@@ -125,6 +130,16 @@ def main(
             say(f"{row.workload}: ours failed {row.ours.failed} rounds, {row.ours.launches_failed} launches: {'; '.join(row.ours.reasons)}")
     if any(row.ours.median is None or row.ours.wrong for row in rows):
         raise SystemExit(1)
+
+
+def _possible(say: Callable[[str], None]) -> tuple[str, ...]:
+    """Every section that this machine can measure."""
+    try:
+        cuda.check()
+    except cuda.NoGpu as problem:
+        say(f"left out: {problem}")
+        return tuple(section for section in SECTIONS if section != "cuda")
+    return SECTIONS
 
 
 def _measure(
@@ -155,6 +170,8 @@ def _measure(
         yield hostile.rows(say)
     if "codecs" in sections:
         yield codecs.rows(say, hivemind)
+    if "cuda" in sections:
+        yield cuda.rows(say)
 
 
 def _command(arguments: list[str]) -> str:

@@ -32,10 +32,6 @@ class Lane(Protocol):
         """What this thread's current stream was asked so far comes before all that the lane is asked from now on."""
         ...
 
-    def join(self) -> None:
-        """What the lane was asked so far comes before all that this thread's current stream is asked from now on. Does not wait."""
-        ...
-
     def working(self) -> AbstractContextManager[Any]:
         """Torch's calls within are queued on the lane."""
         ...
@@ -72,9 +68,6 @@ class CudaLane:
 
     def fork(self) -> None:
         self._work.wait_event(self._mark(self._cuda.current_stream(self._device)))
-
-    def join(self) -> None:
-        self._cuda.current_stream(self._device).wait_event(self._mark(self._work))
 
     def working(self) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = self._cuda.stream(self._work)
@@ -121,9 +114,6 @@ class PlainLane:
     def fork(self) -> None:
         return
 
-    def join(self) -> None:
-        return
-
     def working(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
@@ -163,11 +153,6 @@ class Lanes:
         """As `Lane.fork`, for all."""
         for lane in self._lanes.values():
             lane.fork()
-
-    def join(self) -> None:
-        """As `Lane.join`, for all."""
-        for lane in self._lanes.values():
-            lane.join()
 
     def finish(self) -> None:
         """As `Lane.finish`, for all."""

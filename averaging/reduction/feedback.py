@@ -58,7 +58,10 @@ class Residual:
     def stage(self) -> Staged:
         """What the next round makes of it."""
         spare, self._spare = self._spare, None
-        return Staged(self, self._made(torch.empty) if spare is None else spare)
+        if spare is None:
+            with self._lanes.working():  # memory belongs to the stream that works on it: given back, it goes to nobody else too early
+                spare = self._made(torch.empty)
+        return Staged(self, spare)
 
     def replace(self, new: FlatVector) -> None:
         """Hold `new` from now on."""

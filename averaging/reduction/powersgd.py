@@ -181,6 +181,7 @@ class LowRank:
                 tensor = self.tensors[place].detach()
                 average = mean[self._factor_elements :][start:stop].view(tensor.shape).to(tensor.device)
                 _move(tensor, average, before[place] if before is not None else None)
+        self.lanes.finish()  # other threads may read the tensors from now on
         self._taken = None
 
     # ---- state

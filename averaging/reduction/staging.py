@@ -63,6 +63,7 @@ class Staging:
 
     def nothing(self) -> FlatVector:
         """For who contributes nothing: tensors are not read."""
+        self.lanes.fork()
         return HollowVector(self.layout.numel)
 
     def put(self, averages: Averages) -> None:

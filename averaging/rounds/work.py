@@ -223,15 +223,15 @@ class Workbench:
         launched = self._launch(part, scratch)
         if launched is not None:
             return launched.collect()
-        with self.vector.lanes.working():  # pieces may come from several devices
+        with self.vector.lanes.working():  # pieces may lie on several devices
             values = self.vector.read(part.start, part.stop, scratch.read)
-        if self.feedback is None:
-            return values, self.codec.encode(values, scratch.encoded)
-        given = self.feedback.give(part.start, values, scratch.read[: part.numel])
-        payload = self.codec.encode(given, scratch.encoded)
-        if self.codec.is_finite(payload):
-            self.feedback.sent(part.start, given, payload, scratch.values[: part.numel])
-        return given, payload
+            if self.feedback is None:
+                return values, self.codec.encode(values, scratch.encoded)
+            given = self.feedback.give(part.start, values, scratch.read[: part.numel])
+            payload = self.codec.encode(given, scratch.encoded)
+            if self.codec.is_finite(payload):
+                self.feedback.sent(part.start, given, payload, scratch.values[: part.numel])
+            return given, payload
 
     def _launch(self, part: Part, scratch: _Scratch) -> _Launched | None:
         """Have a part encoded on the device where it is, and brought to the host; None when that is the host."""

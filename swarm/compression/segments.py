@@ -229,7 +229,7 @@ def inverse(steps: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _one(device: torch.device) -> torch.Tensor:
-    return torch.ones(1, device=device)
+    return torch.tensor([1.0], device=device)  # is there when this returns: it is used on other streams, too
 
 
 def scale_up(out: torch.Tensor, scales: torch.Tensor, block: int) -> None:

@@ -42,9 +42,6 @@ class LateLane:
         self.forks += 1
         self._forked = True
 
-    def join(self) -> None:
-        return
-
     @contextmanager
     def working(self) -> Iterator[None]:
         assert self._forked, "work begins after a fork: else it may read values that are not there yet"

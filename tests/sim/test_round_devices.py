@@ -1,0 +1,85 @@
+"""Rounds of members whose tensors lie on devices, some on the host: the same bits for all, also when a member dies in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+import torch
+
+from averaging.groups.group import Group, Member
+from averaging.reduction.averages import Landing
+from averaging.reduction.devices import Lanes
+from averaging.reduction.feedback import Feedback
+from averaging.reduction.staging import Staging
+from averaging.reduction.vector import HOST
+from averaging.rounds.allreduce import AllReduce, RoundOutcome
+from averaging.rounds.config import RoundConfig
+from swarm.compression import find
+from swarm.testing.devices import LateLane
+from swarm.testing.network import LinkConfig, SimulatedNetwork
+from swarm.testing.virtual_loop import run_virtual
+
+CONFIG = RoundConfig(part_bytes=2048)
+SHAPES = [(5000,), (), (60, 90), (3, 3), (7000,)]
+PEERS = 4
+
+
+@pytest.mark.parametrize("codec", ["float16", "int4"])
+@pytest.mark.parametrize("dies", [False, True])
+def test_members_on_devices_and_on_the_host_hold_the_same(codec: str, dies: bool) -> None:
+    on_host, on_device = (run_virtual(_rounds(codec, dies, devices)) for devices in ((), (0, 2, 3)))
+    assert on_host == on_device  # what a device does makes no difference to anybody
+
+
+async def _rounds(codec: str, dies: bool, devices: tuple[int, ...]) -> list[list[float]]:
+    network = SimulatedNetwork(3, LinkConfig(delay_s=0.02, bandwidth=1e5))
+    rng, chance = random.Random(5), torch.Generator().manual_seed(5)
+    peers = [network.peer() for _ in range(PEERS)]
+    services = [
+        AllReduce(handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock)  # type: ignore[arg-type]
+        for peer in peers
+    ]
+    members = tuple(Member(contact=peer.contact, weight=1.0 + place, bandwidth=1.0) for place, peer in enumerate(peers))
+    stagings = [
+        Staging([torch.zeros(shape) for shape in SHAPES], Lanes([HOST], LateLane) if place in devices else None) for place in range(PEERS)
+    ]
+    feedback = [Feedback(staging.layout.numel, find(codec), cut=staging.cut, lanes=staging.lanes) for staging in stagings]
+    landings = [Landing(staging.lanes) for staging in stagings]
+    for nth in range(3):
+        for staging in stagings:
+            for tensor in staging.tensors:
+                tensor.copy_(torch.randn(tensor.shape, generator=chance))
+        group = Group(group_id=rng.randbytes(32), members=members, codec=codec, gathered=(b"",) * PEERS)
+
+        async def run(place: int, group: Group = group) -> RoundOutcome:
+            return await services[place].run(
+                group,
+                stagings[place].take(lent=True),
+                deadline_s=peers[place].clock.monotonic_s() + 60.0,
+                config=CONFIG,
+                landing=landings[place],
+                feedback=feedback[place],
+            )
+
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(run(place)) for place in range(PEERS)]
+            if dies and nth == 2:
+                await asyncio.sleep(0.08)
+                running[1].cancel()
+                await network.crash(peers[1])
+        living = [place for place in range(PEERS) if not running[place].cancelled()]
+        outcomes = [running[place].result() for place in living]
+        assert not any(outcome.failed for outcome in outcomes), outcomes
+        assert len({outcome.digest for outcome in outcomes}) == 1
+        for place, outcome in zip(living, outcomes, strict=True):
+            assert outcome.averages is not None
+            stagings[place].put(outcome.averages)
+            for tensor, first in zip(stagings[place].tensors, stagings[living[0]].tensors, strict=True):
+                assert torch.equal(tensor, first)
+    assert len(living) == PEERS - dies
+    for service in services:
+        service.close()
+    await network.close()
+    return [*(tensor.flatten().tolist() for tensor in stagings[0].tensors), *(list(one.norms()) for one in feedback)]
