@@ -29,6 +29,7 @@ from benchmarks import (
     simulated,
     simulated_rounds,
     slowdown,
+    speeds,
     trainers,
 )
 from benchmarks.allreduce import Setting
@@ -135,7 +136,7 @@ def _measure(sections: tuple[str, ...], sizes: list[int], setting: Setting, docs
     if "codecs" in sections:
         yield codecs.rows(say, hivemind)
     if "slowdown" in sections:
-        yield slowdown.rows(say)
+        yield [*slowdown.rows(say), *speeds.rows(say)]
     if "convergence" in sections:
         yield from convergence.rows(say, docs)
 
