@@ -293,6 +293,7 @@ class Optimizer(torch.optim.Optimizer):
         """Resume from `state_dict()`, or from the inner optimizer's own: then in the present epoch. Load the model's parameters, too."""
         plain = {key: value for key, value in state_dict.items() if key != "swarm"}
         swarm = state_dict.get("swarm")
+        self._loop.close()  # what is being averaged in the background is of another past
         with self._state.lock:
             self.inner.load_state_dict(plain)
             if swarm is None:

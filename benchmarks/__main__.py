@@ -7,38 +7,20 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 
 import click
 from rich.console import Console
 
-from benchmarks import (
-    allreduce,
-    codecs,
-    cuda,
-    dht,
-    grid,
-    groups,
-    hostile,
-    links,
-    losses,
-    monitoring,
-    quick,
-    report,
-    simulated,
-    simulated_rounds,
-    trainers,
-)
+from benchmarks import quick, report, simulated
 from benchmarks.allreduce import Setting
-from benchmarks.environments import NoEnvironment, hivemind_python, machine, memory_copy_bytes_per_s
+from benchmarks.environments import NoEnvironment, hivemind_python, machine
 from benchmarks.launch import ROOT
 from benchmarks.results import Row
+from benchmarks.sections import SECTIONS, Asked, measure
 from benchmarks.turns import Plan
-
-SECTIONS = ("allreduce", "links", "groups", "losses", "trainers", "dht", "simulated", "hostile", "codecs", "cuda")
-COMPARED = frozenset({"allreduce", "links", "groups", "losses", "trainers", "dht", "codecs"})  # with hivemind, whose environment they need
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
@@ -47,7 +29,7 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
-    "--only", multiple=True, type=click.Choice(SECTIONS), help="Measure these sections; the page keeps the other rows. Repeatable."
+    "--only", multiple=True, type=click.Choice(tuple(SECTIONS)), help="Measure these sections; the page keeps the other rows. Repeatable."
 )
 @click.option("--sizes", default="64,256", show_default=True, help="All-reduce: MiB per peer, comma-separated.")
 @click.option("--passes", default=2, show_default=True, help="All-reduce: fresh launches of every contender.")
@@ -90,10 +72,11 @@ def main(
     def say(text: str) -> None:
         console.print(f"[{time.monotonic() - started_s:4.0f} s] {text}", markup=False, soft_wrap=True)
 
-    if not only and not is_quick:
-        only = _possible(say)
+    if not is_quick:
+        only = _measurable(only, say)
     run = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    keep = not is_quick and not (no_hivemind and COMPARED & set(only or SECTIONS))
+    compares = any(SECTIONS[name].compared for name in only)
+    keep = not is_quick and not (no_hivemind and compares)
     if is_quick:
         # with --only simulated: all of it but the swarm of 10,000, which takes gigabytes and most of the time
         sections: Iterable[list[Row]] = (
@@ -101,15 +84,12 @@ def main(
         )
     else:
         try:
-            if "cuda" in only:
-                cuda.check()
-            hivemind = None if no_hivemind or not COMPARED & set(only or SECTIONS) else hivemind_python(say)
-        except (NoEnvironment, cuda.NoGpu) as problem:
+            hivemind = hivemind_python(say) if compares and not no_hivemind else None
+        except NoEnvironment as problem:
             raise click.ClickException(str(problem)) from problem
-        plan = Plan(passes=passes, rounds=rounds)
-        sections = _measure(only or SECTIONS, [int(size) for size in sizes.split(",")], plan, hivemind, say)
-        if figures:
-            sections = simulated.rows(say, simulated.Plan(figures=frozenset(figures)))
+        setting = Setting(plan=Plan(passes=passes, rounds=rounds), hivemind=hivemind, copy_bytes_per_s=1.0, say=say)
+        sizes_mib = tuple(int(size) for size in sizes.split(","))
+        sections = measure(only, Asked(setting=setting, sizes_mib=sizes_mib, figures=frozenset(figures), docs=docs if keep else None))
     book = report.load(docs / "benchmarks.json") if keep else report.load(Path("nothing kept"))
     rows: list[Row] = []
     for section in sections:  # kept as they come: who interrupts a long run has what was measured
@@ -128,50 +108,23 @@ def main(
     for row in rows:
         if row.ours.failed or row.ours.launches_failed:
             say(f"{row.workload}: ours failed {row.ours.failed} rounds, {row.ours.launches_failed} launches: {'; '.join(row.ours.reasons)}")
-    if any(row.ours.median is None or row.ours.wrong for row in rows):
+    reaching = [row for row in rows if not row.identifier.startswith("convergence-bytes")]  # a loss that is not reached is a finding
+    if any(row.ours.median is None or row.ours.wrong for row in reaching):
         raise SystemExit(1)
 
 
-def _possible(say: Callable[[str], None]) -> tuple[str, ...]:
-    """Every section that this machine can measure."""
-    try:
-        cuda.check()
-    except cuda.NoGpu as problem:
-        say(f"left out: {problem}")
-        return tuple(section for section in SECTIONS if section != "cuda")
-    return SECTIONS
-
-
-def _measure(
-    sections: tuple[str, ...], sizes: list[int], plan: Plan, hivemind: Path | None, say: Callable[[str], None]
-) -> Iterator[list[Row]]:
-    copy_bytes_per_s = memory_copy_bytes_per_s() if COMPARED & set(sections) else 1.0
-    setting = Setting(plan=plan, hivemind=hivemind, copy_bytes_per_s=copy_bytes_per_s, say=say)
-    if "allreduce" in sections:
-        for size in sizes:
-            yield allreduce.rows(setting, vector_mib=size)
-    if "links" in sections:
-        yield from links.rows(setting)
-    if "groups" in sections:
-        yield groups.rows(setting, rounds=5)
-    if "losses" in sections:
-        yield losses.rows(setting)
-    if "trainers" in sections:
-        yield trainers.rows(setting)
-    if "dht" in sections:
-        for peers in dht.SIZES:
-            yield dht.rows(setting, peers=peers)
-    if "simulated" in sections:
-        yield from simulated_rounds.rows(say)
-        yield from grid.rows(say)
-        yield from monitoring.rows(say)
-        yield from simulated.rows(say)
-    if "hostile" in sections:
-        yield hostile.rows(say)
-    if "codecs" in sections:
-        yield codecs.rows(say, hivemind)
-    if "cuda" in sections:
-        yield cuda.rows(say)
+def _measurable(only: tuple[str, ...], say: Callable[[str], None]) -> tuple[str, ...]:
+    """The sections asked for; if none were, all that this machine can measure."""
+    found = []
+    for name in only or SECTIONS:
+        try:
+            SECTIONS[name].check()
+            found.append(name)
+        except NoEnvironment as problem:
+            if only:
+                raise click.ClickException(str(problem)) from problem
+            say(f"left out: {problem}")
+    return tuple(found)
 
 
 def _command(arguments: list[str]) -> str:

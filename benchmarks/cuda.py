@@ -19,15 +19,12 @@ from averaging.reduction.averages import Averages, Landing
 from averaging.reduction.partition import plan_parts
 from averaging.reduction.staging import Staging
 from averaging.rounds.work import Workbench
+from benchmarks.environments import NoEnvironment
 from benchmarks.results import Row, Series
 from swarm.compression import find
 from swarm.node import Node
 
 CODECS = ("float32", "float16", "int8", "int4", "int2", "sign", "topk")
-
-
-class NoGpu(Exception):
-    """There is nothing to measure here; the text says what was looked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +39,9 @@ class Size:
 
 
 def check() -> None:
-    """NoGpu, in a sentence, unless torch sees a CUDA device."""
+    """NoEnvironment, in a sentence, unless torch sees a CUDA device."""
     if not torch.cuda.is_available():
-        raise NoGpu(f"the section cuda needs a CUDA device, and torch {torch.__version__} sees none on this machine")
+        raise NoEnvironment(f"the section cuda needs a CUDA device, and torch {torch.__version__} sees none on this machine")
 
 
 def rows(say: Callable[[str], None], *, device: str = "cuda", size: Size | None = None) -> list[Row]:

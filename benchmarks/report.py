@@ -88,12 +88,18 @@ def merge(book: Mapping[str, Any], rows: Iterable[Row], *, run: str, about: Mapp
     return {"format": FORMAT, "runs": {name: runs[name] for name in sorted(used)}, "rows": dict(sorted(records.items(), key=_order))}
 
 
+# how the page's rows are ordered: by the first word of their identifiers
+_ORDER = (
+    *("allreduce", "links", "group", "losses", "trainer", "start", "state", "dht", "expert", "mixture"),
+    *("slowdown", "speeds", "convergence", "codec", "cuda", "simulated", "hostile"),
+)
+
+
 def _order(item: tuple[str, Any]) -> tuple[int, int, str]:
     identifier = item[0]
-    sections = ("allreduce", "links", "group", "trainer", "start", "dht", "simulated", "hostile", "codec", "cuda")
     section, _, rest = identifier.partition("-")
     size = rest.partition("-")[0]
-    return (sections.index(section) if section in sections else len(sections), int(size) if size.isdecimal() else 0, identifier)
+    return (_ORDER.index(section) if section in _ORDER else len(_ORDER), int(size) if size.isdecimal() else 0, identifier)
 
 
 def save(book: Mapping[str, Any], path: Path) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.002
 _LOOK_S = 0.04
+_CANCEL_S_MAX = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +89,13 @@ class Flight:
                 pause.wait(_POLL_S)
             return self._pending.result()
         except BaseException:  # Ctrl-C: nothing may go on behind the caller's back
-            self._pending.cancel()
+            self.cancel()
             raise
 
     def cancel(self) -> None:
+        """Give it up; the tensors are free afterwards."""
         self._pending.cancel()
+        self._pending.wait_given_up(_CANCEL_S_MAX)
 
 
 class Rounds:

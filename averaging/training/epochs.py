@@ -74,7 +74,8 @@ class EpochLoop:
         self._started = False
         self._out_of_step = ""  # why the state must be fetched anew before anything else
         self._launched: _Launched | None = None
-        self._retry_at = 0  # samples at which a round that failed is tried again, in a mode that trains on
+        self._tried_at = 0  # samples that there were when the round failed, in a mode that trains on
+        self._retry_at = 0  # samples at which it is tried again: after as much as had led to it
         self._calls = 0  # the tracker's, when it failed
 
     def step(self, samples: int) -> StepReport:
@@ -109,7 +110,7 @@ class EpochLoop:
         finally:
             with self._state.lock:
                 lost = self._learner.resume()
-        self._retry_at = 0
+        self._retry_at = self._tried_at = 0
         if result.loaded:
             self._out_of_step = ""
             self._started = True
@@ -121,7 +122,7 @@ class EpochLoop:
     def resumed(self) -> None:
         """The state was set from outside: a checkpoint."""
         self._abandon()
-        self._retry_at = 0
+        self._retry_at = self._tried_at = 0
         self._tracker.begin_epoch(self._state.epoch)
         self._donor.changed()
 
@@ -223,9 +224,10 @@ class EpochLoop:
         report = replace(report, round=closed.round, rounds_failed=closed.rounds_failed, accumulated=self._learner.samples)
         if not closed.stepped:
             self._calls = self._tracker.calls
-            self._retry_at = 2 * contributed if self._traits.keeps_progress else 0
+            if self._traits.keeps_progress:
+                self._retry_at, self._tried_at = 2 * contributed - self._tried_at, contributed
             return replace(report, reason="; ".join(filter(None, (report.reason, closed.reason))))
-        self._retry_at = 0
+        self._retry_at = self._tried_at = 0
         state_round = self._synchronise(alone=closed.alone)
         return replace(
             report,

@@ -29,6 +29,7 @@ def run_file(tmp_path: Path) -> Path:
     path.write_text(RUN)
     return path
 
+
 COMMANDS = ("demo", "start", "join", "serve", "monitor", "pause", "resume", "change", "export", "bootstrap", "identity")
 
 

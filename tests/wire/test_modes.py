@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,23 @@ from averaging.optimizer import Diloco, Gossip, Gradients, Local
 from averaging.training.modes import ModeSettings
 from averaging.training.modes.diloco import DilocoMode
 from averaging.training.modes.gradients import GradientsMode
+from benchmarks import speeds
 from swarm.errors import UsageError
 from tests.wire.test_optimizer import BATCH, QUICK, Peer, adam, assert_close, batch, build, halving, one_more, swarm_of, together
+
+ATTEMPTS_MAX = 4
+
+
+@contextmanager
+def trained(count: int, run: str, train: Callable[[Peer], object], **options: Any) -> Iterator[list[Peer]]:
+    """Peers after their training, all of whose rounds had everybody in them: on a busy machine some go on without a peer."""
+    for attempt in range(ATTEMPTS_MAX):
+        with swarm_of(count, f"{run} {attempt}", **options) as peers:
+            together([lambda peer=peer: train(peer) for peer in peers])  # type: ignore[misc]
+            whole = not any(report.resynchronised or report.alone or report.rounds_failed for peer in peers for report in peer.reports)
+            if whole or attempt == ATTEMPTS_MAX - 1:
+                yield peers
+                return
 
 
 def plain_diloco(epochs: int, peers: list[Peer], lr: float, momentum: float, newcomer: int = -1) -> list[torch.Tensor]:
@@ -47,8 +64,7 @@ def plain_diloco(epochs: int, peers: list[Peer], lr: float, momentum: float, new
 
 @pytest.mark.parametrize(("mode", "lr", "momentum"), [("local", 1.0, 0.0), (Diloco(outer_lr=0.6, momentum=0.8), 0.6, 0.8)])
 def test_peers_with_local_steps_train_as_in_sequence(mode: str | ModeSettings, lr: float, momentum: float) -> None:
-    with swarm_of(3, f"sequence {lr}", mode=mode) as peers:
-        together([lambda peer=peer: peer.train_to(5) for peer in peers])  # type: ignore[misc]
+    with trained(3, f"sequence {lr}", lambda peer: peer.train_to(5), mode=mode) as peers:
         assert len({peer.opt.state_digest() for peer in peers}) == 1, "all hold the same base and momentum"
         assert all(report.dropped == 0 for peer in peers for report in peer.reports)
         expected = plain_diloco(5, peers, lr, momentum)
@@ -60,16 +76,14 @@ def test_peers_with_local_steps_train_as_in_sequence(mode: str | ModeSettings, l
 
 @pytest.mark.parametrize("codec", ["int4", "int2"])
 def test_streaming_overlaps_rounds_with_training_and_states_stay_equal(codec: str) -> None:
-    mode = Diloco(streaming=3)
-    with swarm_of(3, f"streaming {codec}", mode=mode, codec=codec, error_feedback=True) as peers:
-        seen: list[bool] = []
+    seen: list[bool] = []
 
-        def train(peer: Peer) -> None:
-            while peer.opt.epoch < 7:
-                seen.append(peer.opt.in_flight)
-                peer.train_once()
+    def train(peer: Peer) -> None:
+        while peer.opt.epoch < 7:
+            seen.append(peer.opt.in_flight)
+            peer.train_once()
 
-        together([lambda peer=peer: train(peer) for peer in peers])  # type: ignore[misc]
+    with trained(3, f"streaming {codec}", train, mode=Diloco(streaming=3), codec=codec, error_feedback=True) as peers:
         assert any(seen), "training went on during rounds"
         assert len({peer.opt.state_digest() for peer in peers}) == 1
         for peer in peers:
@@ -84,8 +98,7 @@ def test_streaming_overlaps_rounds_with_training_and_states_stay_equal(codec: st
 
 
 def test_streaming_rounds_can_be_applied_after_a_fixed_number_of_steps() -> None:
-    with swarm_of(2, "fixed delay", mode=Diloco(streaming=2, delay_steps=3)) as peers:
-        together([lambda peer=peer: peer.train_to(4) for peer in peers])  # type: ignore[misc]
+    with trained(2, "fixed delay", lambda peer: peer.train_to(4), mode=Diloco(streaming=2, delay_steps=3)) as peers:
         for peer in peers:
             flown = [0]
             for report in peer.reports:
@@ -98,13 +111,13 @@ def test_delayed_gradients_train_as_in_sequence() -> None:
     noted: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # peer: (epoch of the parameters, epoch it counts for, seed)
 
     def train(peer: Peer) -> None:
+        noted[peer.number] = []
         while peer.opt.epoch < 5:
             seed, epoch = 1000 * peer.number + peer.steps, peer.opt.epoch
             noted[peer.number].append((epoch, epoch + peer.opt.in_flight, seed))
             peer.train_once()
 
-    with swarm_of(2, "delayed", mode=Gradients(delayed=True)) as peers:
-        together([lambda peer=peer: train(peer) for peer in peers])  # type: ignore[misc]
+    with trained(2, "delayed", train, mode=Gradients(delayed=True)) as peers:
         assert len({peer.opt.state_digest() for peer in peers}) == 1
         batches = [one for found in noted.values() for one in found]
         assert any(computed < counts for computed, counts, _ in batches), "gradients were computed during rounds"
@@ -238,6 +251,7 @@ def test_a_round_that_fails_for_everybody_is_made_up_for_by_the_next() -> None:
         assert all(peer.opt.epoch == 0 for peer in peers)
         failed = [sum(report.rounds_failed for report in peer.reports) for peer in peers]
         assert all(1 <= count <= 12 for count in failed)
+        assert all(len(peer.reports) > count for peer, count in zip(peers, failed, strict=True)), "training goes on between two attempts"
         failing.clear()
         together([lambda peer=peer: peer.train_to(1) for peer in peers])  # type: ignore[misc]
         assert all(peer.reports[-1].contributed == BATCH * len(peer.reports) for peer in peers), "no step of theirs is lost"
@@ -271,3 +285,10 @@ def test_modes_by_name_and_by_settings() -> None:
         assert "mode local" in repr(peer.opt)
     with swarm_of(1, "named", mode="gradients") as [peer]:
         assert isinstance(peer.opt._training, GradientsMode)
+
+
+@pytest.mark.parametrize("name", ["gradients", "diloco-streaming"])
+def test_peers_of_different_speed_give_nearly_the_sum_of_their_speeds(name: str) -> None:
+    reached, (fast, middle, slow) = speeds.share(speeds.MODES[name], epochs=2, epoch_s=1.5)
+    assert reached > 0.6, "0.9 and more on a quiet machine: make bench ARGS='--only slowdown'"
+    assert fast > middle > slow, "nobody waits for the slowest to make as many steps"

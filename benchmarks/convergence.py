@@ -1,0 +1,159 @@
+"""What a mode and its codec cost in loss, and save in bytes: four peers and real text, against one machine and synchronous float32.
+
+Every training is kept in `convergence.json` beside the page as soon as it is over: who interrupts the section goes on where it stopped, by
+the same command. Trainings of another scale, or of a way whose settings have changed, are made anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import fourpeers
+from benchmarks.fourpeers import PEERS, RoundsFailed
+from benchmarks.hostile import one_thread
+from benchmarks.results import Aim, Row, Series
+from benchmarks.ways import SEEDS, SYNCHRONOUS, WAYS, Outcome, Say, Scale, Way
+
+WITHIN = 1.02  # of the synchronous run's final loss counts as reached
+WHOLE = "one machine, the batches of all four"
+QUARTER = "one machine, its own batches only"
+_ALONE = {WHOLE: PEERS, QUARTER: 1}
+
+
+class Kept:
+    """Outcomes on disk, one file, replaced at once."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._found: list[Outcome] = []
+        if path is not None and path.exists():
+            self._found = [_read(one) for one in json.loads(path.read_text(encoding="utf-8"))]
+
+    def get(self, name: str, seed: int, settings: dict[str, Any]) -> Outcome | None:
+        return next((one for one in self._found if (one.way, one.seed, one.settings) == (name, seed, settings)), None)
+
+    def add(self, outcome: Outcome) -> None:
+        self._found = [one for one in self._found if (one.way, one.seed) != (outcome.way, outcome.seed)] + [outcome]
+        if self._path is not None:
+            partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+            partial.write_text(json.dumps([dataclasses.asdict(one) for one in self._found], indent=1) + "\n", encoding="utf-8")
+            partial.replace(self._path)
+
+
+def _read(record: dict[str, Any]) -> Outcome:
+    outcome = Outcome(**record)
+    outcome.curve = [(int(step), float(loss), float(sent)) for step, loss, sent in record["curve"]]
+    return outcome
+
+
+class Section:
+    """All trainings of one scale."""
+
+    def __init__(self, kept: Kept, scale: Scale, say: Say, ways: Sequence[Way] = WAYS) -> None:
+        self._kept, self._scale, self._say, self._ways = kept, scale, say, ways
+        self._data = fourpeers.data_of(scale)
+
+    def rows(self) -> Iterator[list[Row]]:
+        """Rows as they are measured, the synchronous run first: the others are held against it."""
+        with one_thread(), fourpeers.four_nodes() as nodes:
+
+            def together(way: Way) -> Callable[[int], Outcome]:
+                return lambda seed: fourpeers.train(nodes, self._data, way, self._scale, seed)
+
+            settings = {**self._scale.settings, **SYNCHRONOUS.settings}
+            reference, reasons = self._measured(SYNCHRONOUS.name, SYNCHRONOUS.seeds, settings, together(SYNCHRONOUS))
+            if not reference:
+                raise RoundsFailed(f"the synchronous run failed, and everything is held against it: {'; '.join(reasons)}")
+            for name, peers in _ALONE.items():
+                found, _ = self._measured(name, SEEDS[:1], self._scale.settings, lambda seed, n=name, p=peers: self._alone(n, p, seed))  # type: ignore[misc]
+                yield [self._loss_row(name, found, reference, ())]
+            yield [self._loss_row(SYNCHRONOUS.name, reference, reference, ())]
+            for way in self._ways:
+                if way is not SYNCHRONOUS:
+                    found, reasons = self._measured(way.name, way.seeds, {**self._scale.settings, **way.settings}, together(way))
+                    yield [self._loss_row(way.name, found, reference, reasons), self._bytes_row(way, found, reference)]
+
+    def _measured(
+        self, name: str, seeds: Sequence[int], settings: dict[str, Any], train: Callable[[int], Outcome]
+    ) -> tuple[list[Outcome], list[str]]:
+        """What is kept, and what is not yet."""
+        found, reasons = [], []
+        for seed in seeds:
+            outcome = self._kept.get(name, seed, settings)
+            if outcome is None:
+                try:
+                    outcome = train(seed)
+                except RoundsFailed as failure:
+                    reasons.append(str(failure))
+                    continue
+                self._kept.add(outcome)
+                sent = f", {outcome.sent_bytes / 1e6:.2f} MB sent by each" if outcome.rounds else ""
+                self._say(f"convergence, {name}, seed {seed}: {outcome.loss:.3f} nats per byte{sent}, {outcome.seconds:.0f} s")
+            found.append(outcome)
+        return found, reasons
+
+    def _alone(self, name: str, peers: int, seed: int) -> Outcome:
+        outcome = Outcome(way=name, seed=seed, settings=self._scale.settings)
+        fourpeers.alone(self._data, self._scale, seed, peers=peers, tell=lambda step, loss: outcome.curve.append((step, loss, 0.0)))
+        return outcome
+
+    def _loss_row(self, name: str, found: Sequence[Outcome], reference: Sequence[Outcome], reasons: Sequence[str]) -> Row:
+        steps, samples = self._scale.steps, self._scale.samples
+        return Row(
+            identifier=f"convergence-loss-{_slug(name)}",
+            workload=f"byte-level model, {PEERS} peers, {steps} steps of {samples} samples each: {name}",
+            quantity="held-out loss at the end",
+            ours=Series(
+                name=f"{name}: loss",
+                unit="nats/byte",
+                samples=tuple(one.loss for one in found),
+                failed=len(reasons),
+                reasons=tuple(reasons),
+            ),
+            peer=Series(name=f"{SYNCHRONOUS.name}: loss", unit="nats/byte", samples=_of_same_seeds(reference, found)),
+            aim=None,
+            shown="ours / peer",
+        )
+
+    def _bytes_row(self, way: Way, found: Sequence[Outcome], reference: Sequence[Outcome]) -> Row:
+        targets = {one.seed: WITHIN * one.loss for one in reference}
+        reached = [one.bytes_to(targets[one.seed]) for one in found if one.seed in targets]
+        theirs = [one.bytes_to(targets[one.seed]) for one in reference if one.seed in {other.seed for other in found}]
+        missed = reached.count(None)
+        return Row(
+            identifier=f"convergence-bytes-{_slug(way.name)}",
+            workload=f"byte-level model, {PEERS} peers: {way.name}",
+            quantity="bytes that one peer sends until the loss is within 2 % of the synchronous run's last",
+            ours=Series(
+                name=f"{way.name}: bytes",
+                unit="bytes sent",
+                samples=tuple(sent for sent in reached if sent is not None),
+                failed=missed,
+                reasons=(f"not reached in {self._scale.steps} steps",) if missed else (),
+            ),
+            peer=Series(name=f"{SYNCHRONOUS.name}: bytes", unit="bytes sent", samples=tuple(sent for sent in theirs if sent is not None)),
+            aim=None if way.fewer_bytes_min is None else Aim(of="peer / ours", sense="at least", value=way.fewer_bytes_min),
+            shown="peer / ours",
+            limit=f"steps between rounds ({way.span}) × bits per element",
+        )
+
+
+def _of_same_seeds(reference: Sequence[Outcome], found: Sequence[Outcome]) -> tuple[float, ...]:
+    seeds = {one.seed for one in found}
+    return tuple(one.loss for one in reference if one.seed in seeds)
+
+
+def _slug(name: str) -> str:
+    return "-".join("".join(character if character.isalnum() else " " for character in name).split())
+
+
+def rows(say: Say, folder: Path | None) -> Iterator[list[Row]]:
+    """The section; `folder` keeps the trainings (None: nothing does)."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    yield from Section(Kept(None if folder is None else folder / "convergence.json"), Scale(), say).rows()

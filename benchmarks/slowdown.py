@@ -1,0 +1,70 @@
+"""How much slower training steps get while averaging goes on behind them: a trainer, a partner that hardly computes, a core to spare."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+from benchmarks.environments import OWN_PYTHON
+from benchmarks.launch import Launch, LaunchFailed
+from benchmarks.results import Aim, Row, Series
+from benchmarks.workers.background_averaging import FRAGMENTS, ROUND_EVERY_S, WINDOW_S
+
+PAIRS = 8  # windows without and with, in turns: what else the machine does falls on both alike
+SLOWDOWN_MAX = 10.0  # per cent
+READY_S = 90.0
+LAUNCHES_MAX = 2
+WORDS = {
+    "averager": f"a round of float16 every {ROUND_EVERY_S:g} s, averager.step(wait=False)",
+    "streaming": f"diloco, streaming={FRAGMENTS}, int4",
+}
+
+
+def rows(say: Callable[[str], None], *, pairs: int = PAIRS) -> list[Row]:
+    """A row for each way of averaging behind a training loop."""
+    return [_row(way, pairs, say) for way in WORDS]
+
+
+def _row(way: str, pairs: int, say: Callable[[str], None]) -> Row:
+    found: list[dict[str, float]] = []
+    reasons: list[str] = []
+    while not found and len(reasons) < LAUNCHES_MAX:
+        try:
+            found = _measure(way, pairs)
+        except LaunchFailed as failure:
+            reasons.append(str(failure))
+    slower = [100.0 * (pair["with_s"] / pair["without_s"] - 1.0) for pair in found if pair["rounds"]]
+    note = ""
+    if found:
+        step_s = statistics.median(pair["without_s"] for pair in found)
+        rounds_per_s = sum(pair["rounds"] for pair in found) / len(found) / WINDOW_S
+        note = f"a step takes {step_s * 1e3:.1f} ms without; {rounds_per_s:.1f} rounds a second with"
+        say(f"slowdown, {way}: {statistics.median(slower) if slower else float('nan'):.1f} %; {note}")
+    return Row(
+        identifier=f"slowdown-{way}",
+        workload=f"training steps, model of 4 MiB, one thread: {WORDS[way]}",
+        quantity="how much longer a step takes than without the swarm",
+        ours=Series(
+            name=f"swarm {way}: slowdown",
+            unit="%",
+            samples=tuple(slower),
+            failed=sum(not pair["rounds"] for pair in found),
+            launches_failed=len(reasons),
+            reasons=tuple(reasons),
+        ),
+        peer=None,
+        aim=Aim(of="ours", sense="at most", value=SLOWDOWN_MAX),
+        limit="what the trainer's own thread does (copies, the outer step), and the interpreter lock",
+        notes=(note,) if note else (),
+    )
+
+
+def _measure(way: str, pairs: int) -> list[dict[str, float]]:
+    configurations = [{"way": way, "pairs": pairs}] * 2
+    with Launch(
+        f"slowdown {way}", python=OWN_PYTHON, module="benchmarks.workers.background_averaging", configurations=configurations
+    ) as launch:
+        launch.hear("ready", READY_S)
+        deadline_s = time.monotonic() + READY_S + 2 * pairs * WINDOW_S
+        return [launch.workers[0].hear("pair", deadline_s) for _ in range(pairs)]
