@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from averaging.training.admission import Banned
+from averaging.training.contacts import ADDRESSES_MAX, contact_of
 from averaging.training.progress import Claim, Progress, ProgressConfig, ProgressView
-from averaging.training.runexchange import ADDRESSES_MAX, REPORT, contact_of
+from averaging.training.runexchange import REPORT
 from swarm.clock import Clock
 from swarm.dht.service import DhtService, Entry
 from swarm.errors import NetworkError, PeerError, SwarmError, UsageError
