@@ -252,13 +252,19 @@ class Optimizer(torch.optim.Optimizer):
 
     def ban(self, peers: Iterable[PeerId]) -> None:
         """These, and nobody else, are refused from now on: in groups, in progress, as donors and as joiners."""
-        self._banned.peers = frozenset(peers) - {self.node.peer_id}
+        self._banned.own = self.node.peer_id in (banned := frozenset(peers))
+        self._banned.peers = banned - {self.node.peer_id}
         self._rounds.ban(self._banned.peers)
         self._tracker.forget(self._banned.peers)
 
     def rest(self, resting: bool) -> None:
         """Stay in the run without training, and give the state to who asks; or go on."""
         self._tracker.rest(self._training.learner.samples, resting)
+
+    def attend(self, timeout_s: float) -> StepReport | None:
+        """While resting: take part in the round of this epoch if others begin it, so that they need not wait. None: nobody did."""
+        self._check_open()
+        return self._loop.attend(timeout_s)
 
     def contacts(self) -> list[Contact]:
         """Of peers in this run that can be called."""

@@ -13,6 +13,7 @@ class Banned:
     """Replaced as a whole, so that any thread may read it."""
 
     peers: frozenset[PeerId] = frozenset()
+    own: bool = False  # this peer itself: nobody will give it anything, so that it need not ask
 
     def __contains__(self, peer: object) -> bool:
         return peer in self.peers

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from averaging.training.admission import Banned
 from averaging.training.averagers import Rounds
 from averaging.training.config import OptimizerConfig
+from averaging.training.contacts import contact_of
 from averaging.training.download import Download, Fetched, Part
 from averaging.training.modes import Captured, Mode
 from averaging.training.reports import LoadResult
-from averaging.training.runexchange import contact_of
 from averaging.training.state import TrainingState
 from averaging.training.tracker import Tracker
 from swarm.errors import NetworkError, NotEnoughPeers, PeerError, SwarmError
@@ -74,6 +74,8 @@ class CatchUp:
         attempt = _Attempt(deadline_s=now_s + timeout_s, started_s=now_s)
         self._tracker.wait_look(min(self._config.first_look_s, timeout_s), first=True)
         while True:
+            if self.banned.own:
+                return self._ended(attempt, "the owner of this run has banned this peer")
             self._tracker.wait_look(min(self._config.first_look_s, max(attempt.left_s, 0.01)))
             donors = self._donors(attempt)
             if not donors:

@@ -15,7 +15,8 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from averaging.training.admission import Banned
-from averaging.training.runexchange import ADDRESSES_MAX, pack_chunk, parse_chunks_request
+from averaging.training.contacts import ADDRESSES_MAX
+from averaging.training.runexchange import pack_chunk, parse_chunks_request
 from averaging.training.state import TrainingState
 from averaging.training.view import StateView
 from swarm.clock import Clock

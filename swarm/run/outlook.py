@@ -6,8 +6,8 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from averaging.training.contacts import contact_of
 from averaging.training.progress import Claim, ProgressConfig
-from averaging.training.runexchange import contact_of
 from swarm.clock import Clock
 from swarm.compression import resolve
 from swarm.dht.service import Entry

@@ -250,7 +250,10 @@ class Volunteer:
             kept = training.optimizer.state_dict()
             training.optimizer.close()
         over = training.over()
-        while not over and not self._stop.wait(_LOOK_S):
+        while not over and not self._stop.wait(0.0 if member else _LOOK_S):
+            report = training.optimizer.attend(_LOOK_S) if member else None
+            if report is not None:  # others were at the end of an epoch when the pause reached them
+                training.after(report)
             now, _ = self._decide()
             if now is Say.TRAIN or now is Say.LEAVE or (member and now is Say.PAUSE) or (not member and now is Say.REST):
                 break
