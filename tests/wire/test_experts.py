@@ -164,6 +164,33 @@ def test_a_repeated_backward_pass_is_applied_once() -> None:
         assert {answer.version for answer in answers} == {0}
 
 
+class Writing(torch.nn.Module):
+    """Overwrites what it is given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.clone() if torch.is_grad_enabled() else x).mul_(3.0).square()
+
+
+@pytest.mark.parametrize("forgets", ["nothing", "all", "what was written to"])
+def test_inputs_are_sent_again_only_when_the_server_has_them_no_more(forgets: str) -> None:
+    module = Writing() if forgets == "what was written to" else torch.nn.Tanh()
+    with pair({"ffn.0": expert(module)}) as two:
+        remote, x = two.remote(), torch.randn(4, 16, requires_grad=True)
+        mirror = x.detach().clone().requires_grad_()
+        y = remote(x)
+        if forgets == "all":
+            service = two.server._service
+            for name in list(service._inputs._entries):
+                service._inputs.drop(*name)
+        y.sum().backward()
+        module(mirror.clone()).sum().backward()
+        assert x.grad is not None
+        assert mirror.grad is not None
+        assert torch.equal(x.grad, mirror.grad)
+        assert two.server.statistics().experts["ffn.0"].refusals == ({} if forgets == "nothing" else {"EXPERT_FORGOTTEN": 1})
+        assert not two.server._service._inputs.size_bytes
+
+
 class Gated(torch.nn.Module):
     """Computes when it is let."""
 
@@ -260,6 +287,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"payload": bytes(256)}, "has 256 bytes"),
     ({"reply_codec": 77}, "codec 77"),
     ({"kind": 1}, "2 tensors are expected"),
+    ({"kind": 1, "inputs_kept": True}, "not kept here"),
     ({"kind": 1, "request_id": b"short"}, "16 bytes"),
 ]
 
@@ -297,7 +325,7 @@ def test_malformed_requests_are_told_what_is_wrong_and_cost_nothing(streamed: bo
             except (PeerError, NetworkError):  # a stream that ends before its bytes do, or is refused before it has sent them
                 assert streamed
                 continue
-            assert reply.status in (expert_pb2.EXPERT_REFUSED, expert_pb2.EXPERT_MISSING), (change, reply)
+            assert reply.status in (expert_pb2.EXPERT_REFUSED, expert_pb2.EXPERT_MISSING, expert_pb2.EXPERT_FORGOTTEN), (change, reply)
             assert any(part in reply.reason for part in said.split("|")) or streamed, (change, reply.reason)
         statistics = two.server.statistics().experts["ffn.0"]
         assert statistics.counts.forward_requests == statistics.counts.backward_requests == statistics.version == 0
