@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 _POOLED_BYTES = 256 << 10
 _RECEIVING_BYTES_MAX = 1 << 30  # of all payloads that are being received
+_RECEIVING_BYTES_PER_CALLER_MAX = 512 << 20
 _lock = threading.Lock()
 _services: weakref.WeakKeyDictionary[Node, HostingService] = weakref.WeakKeyDictionary()
 
@@ -61,7 +63,7 @@ class HostingService:
         self._jobs: dict[int, PendingJob] = {}  # by number: queued or computed
         self._pending: dict[tuple[PeerId, bytes], PendingJob] = {}  # backward passes among them
         self._numbers = itertools.count(1)
-        self._receiving_bytes = 0
+        self._receiving: Counter[PeerId] = Counter()  # bytes
         node.handlers.direct(DESCRIBE, self._describe)
         node.handlers.unary(CALL, self._call)
         node.handlers.stream(EXCHANGE, self._exchange)
@@ -159,11 +161,13 @@ class HostingService:
             admitted = self._admit(stream.peer_id, request, PAYLOAD_BYTES_MAX)
             if request.payload_bytes != admitted.size_bytes:
                 raise refused(f"{admitted.size_bytes} bytes of tensors should follow, not {request.payload_bytes}")
-            self._receiving_bytes += admitted.size_bytes
+            self._receiving[admitted.caller] += admitted.size_bytes
             try:
                 payload = await receive_payload(stream, admitted.size_bytes)
             finally:
-                self._receiving_bytes -= admitted.size_bytes
+                self._receiving[admitted.caller] -= admitted.size_bytes
+                if not self._receiving[admitted.caller]:
+                    del self._receiving[admitted.caller]
             outcome = await self._outcome(admitted, payload)
         except Refused as refusal:
             await stream.send(self._refusal(request, refusal).SerializeToString())
@@ -207,13 +211,20 @@ class HostingService:
             raise refused(f"such a call carries at most {bytes_max} bytes of tensors each way")
         if not repeated:
             busy = hosted.compute.refusal(caller, size)
-            if not busy and bytes_max > INLINE_BYTES_MAX and self._receiving_bytes + size > _RECEIVING_BYTES_MAX:
-                busy = f"{self._receiving_bytes >> 20} MiB are being received already"
+            if not busy and bytes_max > INLINE_BYTES_MAX:
+                busy = self._receiving_refusal(caller, size)
             if busy:
                 raise overloaded(hosted, busy)
         return Admitted(
             hosted=hosted, caller=caller, request=request, headers=headers, leaves=leaves, size_bytes=size, codec=codec, kept=kept
         )
+
+    def _receiving_refusal(self, caller: PeerId, size_bytes: int) -> str:
+        """Why no payload of that size can be received now; "" when it can."""
+        total, own = self._receiving.total(), self._receiving.get(caller, 0)
+        if total + size_bytes > _RECEIVING_BYTES_MAX or own + size_bytes > _RECEIVING_BYTES_PER_CALLER_MAX:
+            return f"{total >> 20} MiB are being received already, {own >> 20} of them from you"
+        return ""
 
     def _is_repeated(self, caller: PeerId, request: ExpertRequest) -> bool:
         name = (caller, request.request_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import torch
 import swarm
 from moe.asking import Asking
 from moe.batching import BatchingConfig
-from moe.calls import ExpertCalls, GradientPass
+from moe.calls import ExpertCalls, Forwarded, GradientPass
 from moe.declarations import Replica
 from moe.methods import CALL, EXCHANGE
 from moe.uid import ExpertUid
@@ -347,6 +348,52 @@ def test_a_failing_computation_is_its_callers_alone() -> None:
         with pytest.raises(swarm.ExpertFailed, match="NaN or infinity"):
             remote(torch.full((1, 16), 14.0))
         assert torch.equal(remote(torch.ones(1, 16)), torch.ones(1, 16))
+
+
+class GatedUnlucky(Gated):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        assert not bool((x == 13).any()), "unlucky number"
+        return x * 2
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_poisonous_request_in_a_batch_is_its_callers_alone(backward: bool) -> None:
+    module = GatedUnlucky()
+    made = swarm.Expert(module, (torch.zeros(1, 16),))
+    with pair({"ffn.0": made}) as two:
+        calls = two.calls
+
+        async def one(value: float) -> Any:
+            x = torch.full((1, 16), value)
+            if not backward:
+                return (await calls.forward(two.replica, UID, [x], timeout_s=10.0)).outputs[0]
+            passed = GradientPass([x], [torch.ones(1, 16)])
+            forwarded = Forwarded(outputs=[x], version=0, request_id=os.urandom(16), wait_s=0.0)
+            return (await calls.backward(two.replica, UID, forwarded, passed, timeout_s=10.0)).gradients[0]
+
+        async def together() -> list[Any]:
+            await one(0.0)
+            module.entered.clear()
+            module.open.clear()
+            async with asyncio.TaskGroup() as tasks:
+                first = tasks.create_task(one(0.0))
+                await asyncio.get_running_loop().run_in_executor(None, module.entered.wait, 10.0)
+                rest = [tasks.create_task(outcome(one(value))) for value in (1.0, 13.0, 2.0)]
+                await until(lambda: two.server.statistics().queued == 3)
+                module.open.set()
+            return [first.result(), *(task.result() for task in rest)]
+
+        async def outcome(work: Coroutine[Any, Any, Any]) -> Any:
+            try:
+                return await work
+            except swarm.ExpertFailed as error:
+                return str(error)
+
+        _, good, bad, also_good = two.run(together())
+        assert torch.equal(good, torch.full((1, 16), 2.0))
+        assert torch.equal(also_good, torch.full((1, 16), 2.0 if backward else 4.0))
+        assert "unlucky number" in bad
 
 
 def test_nobody_hosts_it() -> None:
