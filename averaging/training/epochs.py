@@ -126,7 +126,7 @@ class EpochLoop:
             return None
         if self._tracker.swarm_epoch() > epoch:
             return self._resynchronise("the swarm is ahead", 0)
-        return self._close(StepReport(epoch=epoch, stepped=False, samples=0, accumulated=self._mode.samples))
+        return self._close(StepReport(epoch=epoch, stepped=False, samples=0, accumulated=self._mode.learner.samples))
 
     def resumed(self) -> None:
         """The state was set from outside: a checkpoint."""
