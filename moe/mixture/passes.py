@@ -26,6 +26,7 @@ from moe.mixture.gathering import Gathering, Patience
 from moe.replicas.calling import ForwardCall, Made, ReplicaCalls
 from moe.uid import ExpertUid, Grid
 from swarm.errors import NetworkError, NotEnoughPeers, SwarmError, UsageError
+from swarm.ids import PeerId
 
 T = TypeVar("T")
 
@@ -118,6 +119,8 @@ class ForwardPass:
         self._replicas: dict[ExpertUid, Sequence[Replica]] = {}
         self._anew = self._desperate = False
         self._lost = True  # some sample may have too few experts
+        self._silent: set[PeerId] = set()  # peers that were not heard of in this pass when others were
+        self._may_doubt = terms.replacements_max > 0
         self._replaced_B = torch.zeros(batch, dtype=torch.int64)  # how often others were looked for
         self._unread = ""  # why the DHT could not say which experts there are
 
@@ -129,10 +132,11 @@ class ForwardPass:
             self._ask(tasks, chosen, torch.arange(len(self._there_BS)))
             at_first = self._there_BS
             while True:
+                self._doubt_stalled()
                 await self._replace_lost(tasks)
                 if gathering.over(now_s := clock.monotonic_s()):
                     break
-                timeout_s = max(gathering.deadline_s() - now_s, 0.0)
+                timeout_s = max(min(gathering.deadline_s(), self._doubt_at_s()) - now_s, 0.0)
                 done, _ = await asyncio.wait(self._tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     self._note(self._tasks.pop(task), task.result())
@@ -163,7 +167,12 @@ class ForwardPass:
         usable = []
         for place, replicas in below.experts.items():
             expert = ExpertUid(self._terms.grid.block, (*prefix, place))
-            if expert not in self._hopeless and self._calls.available(expert, replicas, self._begun_s if self._desperate else None):
+            silent = not self._desperate and all(one.peer_id in self._silent for one in replicas)
+            if (
+                expert not in self._hopeless
+                and not silent
+                and self._calls.available(expert, replicas, self._begun_s if self._desperate else None)
+            ):
                 self._replicas[expert] = replicas
                 usable.append(place)
         return usable
@@ -184,7 +193,8 @@ class ForwardPass:
             where = Places(rows[places.rows], places.columns + before)
             self._uids.append(uid)
             self._places.append(where)
-            self._gathering.expect(number, where.rows)
+            usual_s = max((self._calls.fleet.hedge_after_s(str(uid), one.peer_id) for one in self._replicas[uid]), default=0.0)
+            self._gathering.expect(number, where.rows, self._calls.clock.monotonic_s(), usual_s)
             self._tasks[tasks.create_task(self._call(uid, where.rows, self._desperate))] = number
 
     async def _call(self, uid: ExpertUid, rows: torch.Tensor, desperate: bool) -> Made | SwarmError:
@@ -205,6 +215,24 @@ class ForwardPass:
             self._hopeless.add(self._uids[number])
             self._lost = True
             self._gathering.failed(number, now_s)
+
+    def _doubt_at_s(self) -> float:
+        stalled_s = self._gathering.stalled_s() if self._may_doubt and len(self._gathering.lacking_rows) else None
+        return stalled_s if stalled_s is not None else float("inf")
+
+    def _doubt_stalled(self) -> None:
+        """Should nobody be heard of any more while samples lack answers, others are asked for these: a frozen peer may hold all of
+        their experts. That is a hedge, too, and draws on the same budget.
+        """
+        if self._calls.clock.monotonic_s() < self._doubt_at_s():
+            return
+        self._may_doubt = self._calls.fleet.budget.spend()
+        if self._may_doubt:
+            doubted = [self._uids[number] for number in self._gathering.doubt()]
+            self._hopeless.update(doubted)
+            heard = {made.replica.peer_id for made in self._made.values()}
+            self._silent.update(one.peer_id for uid in doubted for one in self._replicas[uid] if one.peer_id not in heard)
+            self._lost = True
 
     async def _replace_lost(self, tasks: asyncio.TaskGroup) -> None:
         """For samples that lost too many experts ask others: from the second time on also those that are avoided."""
@@ -296,14 +324,16 @@ class BackwardPass:
         terms, clock = self._terms, self._calls.clock
         begun_s = clock.monotonic_s()
         deadline_s = begun_s + terms.backward_timeout_s
-        gathering = Gathering(self._inputs[0].shape[0], terms.backward_k_min, terms.patience, begun_s, deadline_s)
+        # a backward pass takes longer than a forward pass: never less patience than the quicker ones took themselves
+        patience = replace(terms.patience, after_k_min_s=None, least_s=max(terms.patience.least_s, terms.patience.after_k_min_s or 0.0))
+        gathering = Gathering(self._inputs[0].shape[0], terms.backward_k_min, patience, begun_s, deadline_s)
         branches = self._mixed.branches
         found: dict[int, Sequence[torch.Tensor | None]] = {}
         failed: dict[int, str] = {}
         async with asyncio.TaskGroup() as tasks:
             running = {}
             for number, branch in enumerate(branches):
-                gathering.expect(number, branch.places.rows)
+                gathering.expect(number, branch.places.rows, begun_s)
                 running[tasks.create_task(self._call(branch, gradients, deadline_s, again))] = number
             while not gathering.over(now_s := clock.monotonic_s()):
                 timeout_s = max(gathering.deadline_s() - now_s, 0.0)
