@@ -83,7 +83,6 @@ class ForwardPass:
         self._anew = self._asked_anew = self._desperate = False
         self._lost = True  # some sample may have too few experts
         self._silent: set[PeerId] = set()  # peers that were not heard of in this pass when others were
-        self._may_doubt = terms.replacements_max > 0
         self._replaced_B = torch.zeros(batch, dtype=torch.int64)  # how often others were looked for
         self._unread = ""  # why the DHT could not say which experts there are
 
@@ -178,22 +177,21 @@ class ForwardPass:
             self._gathering.failed(number, now_s)
 
     def _doubt_at_s(self) -> float:
-        stalled_s = self._gathering.stalled_s() if self._may_doubt and len(self._gathering.lacking_rows) else None
+        may_doubt = self._terms.replacements_max > 0 and len(self._gathering.lacking_rows)
+        stalled_s = self._gathering.stalled_s() if may_doubt else None
         return stalled_s if stalled_s is not None else float("inf")
 
     def _doubt_stalled(self) -> None:
         """Should nobody be heard of any more while samples lack answers, others are asked for these: a frozen peer may hold all of
-        their experts. That is a hedge, too, and draws on the same budget.
+        their experts.
         """
         if self._calls.clock.monotonic_s() < self._doubt_at_s():
             return
-        self._may_doubt = self._calls.fleet.budget.spend()
-        if self._may_doubt:
-            doubted = [self._uids[number] for number in self._gathering.doubt()]
-            self._hopeless.update(doubted)
-            heard = {made.replica.peer_id for made in self._made.values()}
-            self._silent.update(one.peer_id for uid in doubted for one in self._replicas[uid] if one.peer_id not in heard)
-            self._lost = True
+        doubted = [self._uids[number] for number in self._gathering.doubt()]
+        self._hopeless.update(doubted)
+        heard = {made.replica.peer_id for made in self._made.values()}
+        self._silent.update(one.peer_id for uid in doubted for one in self._replicas[uid] if one.peer_id not in heard)
+        self._lost = True
 
     async def _replace_lost(self, tasks: asyncio.TaskGroup) -> None:
         """For samples that lost too many experts ask others: from the second time on also those that are avoided."""
