@@ -14,15 +14,17 @@ from types import FrameType
 import click
 from rich.console import Console
 
-from benchmarks import allreduce, codecs, dht, grid, groups, hostile, losses, quick, report, simulated, simulated_rounds, trainers
+from benchmarks import allreduce, codecs, dht, experts, grid, groups, hostile, losses, quick, report, simulated, simulated_rounds, trainers
 from benchmarks.allreduce import Setting
 from benchmarks.environments import NoEnvironment, hivemind_python, machine, memory_copy_bytes_per_s
 from benchmarks.launch import ROOT
 from benchmarks.results import Row
 from benchmarks.turns import Plan
 
-SECTIONS = ("allreduce", "groups", "losses", "trainers", "dht", "simulated", "hostile", "codecs")
-COMPARED = frozenset({"allreduce", "groups", "losses", "trainers", "dht", "codecs"})  # with hivemind, whose environment they need
+SECTIONS = ("allreduce", "groups", "losses", "trainers", "dht", "experts", "simulated", "hostile", "codecs")
+COMPARED = frozenset(
+    {"allreduce", "groups", "losses", "trainers", "dht", "experts", "codecs"}
+)  # with hivemind, whose environment they need
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
@@ -108,6 +110,8 @@ def _measure(
     if "dht" in sections:
         for peers in dht.SIZES:
             yield dht.rows(setting, peers=peers)
+    if "experts" in sections:
+        yield experts.rows(setting)
     if "simulated" in sections:
         yield from simulated_rounds.rows(say)
         yield from grid.rows(say)

@@ -10,7 +10,7 @@ import asyncio
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -60,8 +60,17 @@ class _Found:
 class Asking:
     """`of` gives the one of a node."""
 
-    def __init__(self, calls: Described, directory: Directory, config: AskingConfig | None = None) -> None:
+    def __init__(
+        self,
+        calls: Described,
+        directory: Directory,
+        config: AskingConfig | None = None,
+        spawn: Callable[[str, Callable[[], Awaitable[None]]], object] | None = None,
+    ) -> None:
+        """`spawn`: runs what nobody waits for (a node's supervisor does); without it calls wait while replicas are read again."""
         self.calls, self.directory = calls, directory
+        self._spawn = spawn
+        self._refreshing: set[ExpertUid] = set()
         self.config = config or AskingConfig()
         self.health = Health(self.config.health)  # by (PeerId, ExpertUid)
         self._found: OrderedDict[ExpertUid, _Found] = OrderedDict()
@@ -72,14 +81,19 @@ class Asking:
         with _lock:
             asking = _asking.get(node)
             if asking is None:
-                asking = _asking[node] = cls(ExpertCalls.of(node), Directory(node.dht.service))
+                asking = _asking[node] = cls(ExpertCalls.of(node), Directory(node.dht.service), spawn=node.supervisor.spawn)
             return asking
 
     async def replicas(self, uid: ExpertUid, *, timeout_s: float, fresh: bool = False) -> tuple[Replica, ...]:
         """Who hosts an expert, as far as known. NotEnoughPeers when nobody does; NetworkError when the DHT cannot say."""
         now_s = asyncio.get_running_loop().time()
         found = self._found.get(uid)
-        if found is None or fresh or now_s - found.read_s > self.config.fresh_s:
+        stale = found is not None and now_s - found.read_s > self.config.fresh_s
+        if stale and found is not None and found.replicas and not fresh and self._spawn is not None:
+            if uid not in self._refreshing:  # those known until now serve meanwhile
+                self._refreshing.add(uid)
+                self._spawn(f"replicas of {uid}", lambda: self._refresh(uid))
+        elif found is None or fresh or stale:
             limit_s = min(timeout_s, self.config.read_timeout_s)
             try:
                 read = (await self.directory.replicas([uid], timeout_s=limit_s))[uid]
@@ -93,6 +107,18 @@ class Asking:
         if not found.replicas:
             raise NotEnoughPeers(f"nobody hosts {uid}: no live declaration of it is in the DHT. Is its server up, and in this swarm?")
         return found.replicas
+
+    async def _refresh(self, uid: ExpertUid) -> None:
+        try:
+            read = (await self.directory.replicas([uid], timeout_s=self.config.read_timeout_s)).get(uid, ())
+        except NetworkError:
+            return
+        finally:
+            self._refreshing.discard(uid)
+        if read:
+            self.learn(uid, read)
+        else:
+            self._found.pop(uid, None)
 
     async def schema(self, uid: ExpertUid, *, timeout_s: float) -> Schema:
         """The expert's, as the first of its replicas says that answers."""

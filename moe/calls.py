@@ -91,6 +91,7 @@ class Forwarded:
     version: int  # that they were computed with
     request_id: bytes  # for the backward pass that follows
     wait_s: float  # how long a next request would wait there
+    kept: bool = False  # the server keeps the inputs, so that the backward pass can go without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +206,7 @@ class ExpertCalls:
         answer = _Answer(schema.output_leaves, batch, codec, may_be_absent=False)
         reply, outputs = await self._exchange(replica, request, pieces, answer, deadline_s)
         tensors = [tensor for tensor in outputs if tensor is not None]
-        return Forwarded(outputs=tensors, version=reply.version, request_id=request.request_id, wait_s=reply.wait_s)
+        return Forwarded(outputs=tensors, version=reply.version, request_id=request.request_id, wait_s=reply.wait_s, kept=reply.kept)
 
     async def backward(
         self,
@@ -230,13 +231,21 @@ class ExpertCalls:
         if given and check([leaf for leaf, _ in given], [one for _, one in given], "gradient of output") != batch:
             raise UsageError(f"the gradients have another batch size than the inputs, {batch}")
         codec = find(travel.input_gradients) if travel.input_gradients else None
-        request = _request(uid, schema, batch, codec)
-        request.kind, request.request_id, request.version = expert_pb2.EXPERT_BACKWARD, forwarded.request_id, forwarded.version
-        pieces = await self._encode(tensors.inputs, travel.inputs)
-        pieces += await self._encode(tensors.gradients, travel.gradients)
         answer = _Answer(schema.input_gradient_leaves, batch, codec, may_be_absent=True)
-        reply, gradients = await self._exchange(replica, request, pieces, answer, deadline_s)
-        return Backwarded(gradients=gradients, version=reply.version, wait_s=reply.wait_s)
+        gradients = await self._encode(tensors.gradients, travel.gradients)
+        for kept in (True, False) if forwarded.kept else (False,):
+            request = _request(uid, schema, batch, codec)
+            request.kind, request.request_id, request.version = expert_pb2.EXPERT_BACKWARD, forwarded.request_id, forwarded.version
+            request.inputs_kept = kept
+            pieces = gradients if kept else [*await self._encode(tensors.inputs, travel.inputs), *gradients]
+            try:
+                reply, found = await self._exchange(replica, request, pieces, answer, deadline_s)
+            except _Forgotten:
+                if not kept:
+                    raise
+            else:
+                return Backwarded(gradients=found, version=reply.version, wait_s=reply.wait_s)
+        raise AssertionError("a request with its inputs is answered, or fails")
 
     def _learn(self, schema: Schema) -> None:
         self._schemas[schema.digest] = schema
@@ -308,6 +317,10 @@ class ExpertCalls:
             return reply, payload
 
 
+class _Forgotten(ExpertFailed):
+    """The server has not kept the inputs."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Answer:
     """What an answer should look like."""
@@ -362,5 +375,6 @@ def _raise_unless_ok(replica: Replica, request: ExpertRequest, reply: ExpertRepl
         expert_pb2.EXPERT_MISSING: ExpertMissing,
         expert_pb2.EXPERT_REFUSED: ExpertRefused,
         expert_pb2.EXPERT_APPLIED: ExpertApplied,
+        expert_pb2.EXPERT_FORGOTTEN: _Forgotten,
     }
     raise kinds.get(reply.status, ExpertFailed)(text)

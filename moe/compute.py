@@ -188,30 +188,38 @@ class ComputeThread:
     def _compute(self, jobs: list[Job]) -> list[Outcome]:
         expert, count = jobs[0].expert, self.counts.setdefault(jobs[0].uid, Counts())
         samples = sum(job.batch for job in jobs)
+        if jobs[0].gradients is None:
+            count.forward_requests += len(jobs)
+            count.forward_samples += samples
+            count.forward_batches += 1
+        else:
+            count.backward_requests += len(jobs)
+            count.backward_samples += samples
+            count.backward_batches += 1
         with expert.lock:
             version = expert.version
-            try:
-                if jobs[0].gradients is None:
-                    count.forward_requests += len(jobs)
-                    count.forward_samples += samples
-                    count.forward_batches += 1
-                    parts = _forward(expert, jobs)
-                else:
-                    count.backward_requests += len(jobs)
-                    count.backward_samples += samples
-                    count.backward_batches += 1
-                    parts = expert.backward([(job.name, job.inputs, job.gradients or ()) for job in jobs])
-            except ComputationFailed as error:
-                if len(jobs) > 1:
-                    return self._one_by_one(jobs)
-                _log.info("a call of %s by %s failed: %s", jobs[0].uid, jobs[0].caller.short, error)
+            outcomes = _attempt(expert, jobs)
+            if any(outcome.failure for outcome in outcomes) and len(jobs) > 1 and expert.version == version:
+                # whose request it was is found by computing each by itself: it costs the others nothing but time
+                outcomes = [_attempt(expert, [job])[0] for job in jobs]
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            if outcome.failure:
                 count.failed_requests += 1
-                return [Outcome((), version, str(error))]
-        return [_outcome(job, tensors, version) for job, tensors in zip(jobs, parts, strict=True)]
+                _log.info("a call of %s by %s failed: %s", job.uid, job.caller.short, outcome.failure)
+        return outcomes
 
-    def _one_by_one(self, jobs: list[Job]) -> list[Outcome]:
-        """A batch failed: whose request it was is found by computing each by itself, so that it costs the others nothing but time."""
-        return [outcome for job in jobs for outcome in self._compute([job])]
+
+def _attempt(expert: Expert, jobs: list[Job]) -> list[Outcome]:
+    """One batch, with the expert's lock held."""
+    version = expert.version
+    try:
+        if jobs[0].gradients is None:
+            parts = _forward(expert, jobs)
+        else:
+            parts = expert.backward([(job.name, job.inputs, job.gradients or ()) for job in jobs])
+        return [_outcome(job, tensors, version) for job, tensors in zip(jobs, parts, strict=True)]
+    except (ComputationFailed, RuntimeError, ValueError, TypeError, MemoryError) as error:  # also of a device that is full
+        return [Outcome((), version, str(error) or type(error).__name__)] * len(jobs)
 
 
 def _forward(expert: Expert, jobs: list[Job]) -> list[list[torch.Tensor | None]]:

@@ -12,15 +12,13 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from google.protobuf.message import DecodeError
 
 from moe.applied import Applied, AppliedConfig
-from moe.compute import ComputeThread, Job, Outcome
-from moe.expert import Expert
+from moe.compute import Job, Outcome
 from moe.methods import (
     CALL,
     DESCRIBE,
@@ -34,9 +32,10 @@ from moe.methods import (
     send_pieces,
     wire_headers,
 )
-from moe.tensors import Header, check_headers, decode, expected_bytes, joined, payload_bytes
-from moe.uid import ExpertUid
-from swarm.compression import Buffer, Codec, find_wire_id
+from moe.remembered import Remembered, RememberedConfig
+from moe.requests import Admitted, Hosted, KeptInputs, PendingJob, Refused, overloaded, refused
+from moe.tensors import check_headers, decode, expected_bytes, joined, payload_bytes
+from swarm.compression import Buffer, find_wire_id
 from swarm.errors import PeerError
 from swarm.ids import PeerId
 from swarm.net.rpc import Stream
@@ -48,71 +47,23 @@ if TYPE_CHECKING:
 
 _POOLED_BYTES = 256 << 10
 _RECEIVING_BYTES_MAX = 1 << 30  # of all payloads that are being received
+_RECEIVING_BYTES_PER_CALLER_MAX = 512 << 20
 _lock = threading.Lock()
 _services: weakref.WeakKeyDictionary[Node, HostingService] = weakref.WeakKeyDictionary()
-
-
-class _Refused(Exception):
-    """A request that is answered with a reason."""
-
-    def __init__(self, status: ExpertStatus, reason: str, queued: int = 0) -> None:
-        super().__init__(reason)
-        self.status, self.reason, self.queued = status, reason, queued
-
-
-@dataclass(frozen=True, slots=True)
-class Hosted:
-    """An expert, where it is computed, and the backward passes that it has seen."""
-
-    uid: ExpertUid
-    expert: Expert
-    compute: ComputeThread
-    batch_size_max: int
-    refusals: Counter[str] = field(default_factory=Counter)  # by status
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A job, and how many calls wait for it."""
-
-    future: asyncio.Future[Outcome]
-    compute: ComputeThread
-    number: int
-    waiting: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Admitted:
-    """A request whose announcements are right."""
-
-    hosted: Hosted
-    caller: PeerId
-    request: ExpertRequest
-    headers: list[Header]
-    size_bytes: int
-    codec: Codec | None
-
-    @property
-    def name(self) -> tuple[PeerId, bytes]:
-        """Of the pass, whoever computes it."""
-        return self.caller, self.request.request_id
-
-    @property
-    def is_backward(self) -> bool:
-        return bool(self.request.kind == ExpertPass.EXPERT_BACKWARD)
 
 
 class HostingService:
     """Answers calls for every expert that servers on this node have opened."""
 
-    def __init__(self, node: Node, applied: AppliedConfig | None = None) -> None:
+    def __init__(self, node: Node, applied: AppliedConfig | None = None, remembered: RememberedConfig | None = None) -> None:
         self._node = node
         self._hosted: dict[str, Hosted] = {}
         self._applied: Applied[Outcome] = Applied(applied)
-        self._jobs: dict[int, _Pending] = {}  # by number: queued or computed
-        self._pending: dict[tuple[PeerId, bytes], _Pending] = {}  # backward passes among them
+        self._inputs: Remembered[KeptInputs] = Remembered(remembered)  # by caller, and (request id, expert)
+        self._jobs: dict[int, PendingJob] = {}  # by number: queued or computed
+        self._pending: dict[tuple[PeerId, bytes], PendingJob] = {}  # backward passes among them
         self._numbers = itertools.count(1)
-        self._receiving_bytes = 0
+        self._receiving: Counter[PeerId] = Counter()  # bytes
         node.handlers.direct(DESCRIBE, self._describe)
         node.handlers.unary(CALL, self._call)
         node.handlers.stream(EXCHANGE, self._exchange)
@@ -144,6 +95,7 @@ class HostingService:
             pending = self._jobs.pop(job.number, None)
             if job.gradients is not None:
                 self._pending.pop(job.name, None)
+                self._inputs.drop(job.caller, (job.name[1], job.uid))
                 if not outcome.failure:
                     self._applied.note(*job.name, outcome, payload_bytes(outcome.pieces))
             if pending is not None and not pending.future.done():
@@ -161,7 +113,7 @@ class HostingService:
         threads = {id(one.compute) for one in hosted}
         for pending in list(self._jobs.values()):
             if id(pending.compute) in threads and not pending.future.done():
-                pending.future.set_exception(_Refused(expert_pb2.EXPERT_MISSING, reason))
+                pending.future.set_exception(Refused(expert_pb2.EXPERT_MISSING, reason))
 
     # --- handlers
 
@@ -191,9 +143,9 @@ class HostingService:
         try:
             admitted = self._admit(caller, request, INLINE_BYTES_MAX)
             outcome = await self._outcome(admitted, request.payload)
-        except _Refused as refused:
-            return self._refusal(request, refused)
-        reply = _reply(admitted, outcome)
+        except Refused as refusal:
+            return self._refusal(request, refusal)
+        reply = self._reply(admitted, outcome)
         reply.payload = joined(outcome.pieces)
         return reply
 
@@ -208,67 +160,88 @@ class HostingService:
         try:
             admitted = self._admit(stream.peer_id, request, PAYLOAD_BYTES_MAX)
             if request.payload_bytes != admitted.size_bytes:
-                raise _refused(f"{admitted.size_bytes} bytes of tensors should follow, not {request.payload_bytes}")
-            self._receiving_bytes += admitted.size_bytes
+                raise refused(f"{admitted.size_bytes} bytes of tensors should follow, not {request.payload_bytes}")
+            self._receiving[admitted.caller] += admitted.size_bytes
             try:
                 payload = await receive_payload(stream, admitted.size_bytes)
             finally:
-                self._receiving_bytes -= admitted.size_bytes
+                self._receiving[admitted.caller] -= admitted.size_bytes
+                if not self._receiving[admitted.caller]:
+                    del self._receiving[admitted.caller]
             outcome = await self._outcome(admitted, payload)
-        except _Refused as refused:
-            await stream.send(self._refusal(request, refused).SerializeToString())
+        except Refused as refusal:
+            await stream.send(self._refusal(request, refusal).SerializeToString())
             return
-        reply = _reply(admitted, outcome)
+        reply = self._reply(admitted, outcome)
         reply.payload_bytes = payload_bytes(outcome.pieces)
         await stream.send(reply.SerializeToString())
         await send_pieces(stream, outcome.pieces)
 
     # --- checks
 
-    def _admit(self, caller: PeerId, request: ExpertRequest, bytes_max: int) -> _Admitted:
+    def _admit(self, caller: PeerId, request: ExpertRequest, bytes_max: int) -> Admitted:
         """All that can be said before the payload is read."""
         hosted = self._hosted.get(request.uid)
         if hosted is None:
-            raise _Refused(expert_pb2.EXPERT_MISSING, f"{request.uid[:100]!r} is not hosted here")
+            raise Refused(expert_pb2.EXPERT_MISSING, f"{request.uid[:100]!r} is not hosted here")
         schema, batch = hosted.expert.schema, request.batch
         if request.schema_digest != schema.digest:
-            raise _refused(f"it was made for another schema than this expert's, which is {schema}")
+            raise refused(f"it was made for another schema than this expert's, which is {schema}")
         if not 1 <= batch <= hosted.batch_size_max:
-            raise _refused(f"a request has 1 to {hosted.batch_size_max} samples, not {batch}")
+            raise refused(f"a request has 1 to {hosted.batch_size_max} samples, not {batch}")
         backward = request.kind == ExpertPass.EXPERT_BACKWARD
         if (backward or request.keep) and len(request.request_id) != REQUEST_ID_BYTES:
-            raise _refused(f"a request id has {REQUEST_ID_BYTES} bytes, not {len(request.request_id)}")
+            raise refused(f"a request id has {REQUEST_ID_BYTES} bytes, not {len(request.request_id)}")
         codec = None
         if request.reply_codec:
             codec = find_wire_id(request.reply_codec, request.reply_codec_version)
             if codec is None:
-                raise _refused(f"codec {request.reply_codec}, version {request.reply_codec_version}, for the answer is not known here")
-        expected = (*schema.input_leaves, *(schema.gradient_leaves if backward else ()))
+                raise refused(f"codec {request.reply_codec}, version {request.reply_codec_version}, for the answer is not known here")
+        repeated = backward and self._is_repeated(caller, request)
+        kept = self._kept(caller, request) if backward and request.inputs_kept and not repeated else None
+        inputs = () if backward and request.inputs_kept else schema.input_leaves
+        leaves = (*inputs, *(schema.gradient_leaves if backward else ()))
         headers = read_headers(request.tensors)
         try:
-            size = check_headers(headers, expected, batch, absent_from=len(schema.input_leaves))
+            size = check_headers(headers, leaves, batch, absent_from=len(inputs))
         except PeerError as error:
-            raise _refused(str(error)) from None
+            raise refused(str(error)) from None
         answered = schema.input_gradient_leaves if backward else schema.output_leaves
         if max(size, expected_bytes(answered, batch, codec)) > bytes_max:
-            raise _refused(f"such a call carries at most {bytes_max} bytes of tensors each way")
-        admitted = _Admitted(hosted=hosted, caller=caller, request=request, headers=headers, size_bytes=size, codec=codec)
-        if not (backward and self._is_repeated(admitted)):
+            raise refused(f"such a call carries at most {bytes_max} bytes of tensors each way")
+        if not repeated:
             busy = hosted.compute.refusal(caller, size)
-            if not busy and bytes_max > INLINE_BYTES_MAX and self._receiving_bytes + size > _RECEIVING_BYTES_MAX:
-                busy = f"{self._receiving_bytes >> 20} MiB are being received already"
+            if not busy and bytes_max > INLINE_BYTES_MAX:
+                busy = self._receiving_refusal(caller, size)
             if busy:
-                raise _overloaded(hosted, busy)
-        return admitted
+                raise overloaded(hosted, busy)
+        return Admitted(
+            hosted=hosted, caller=caller, request=request, headers=headers, leaves=leaves, size_bytes=size, codec=codec, kept=kept
+        )
 
-    def _is_repeated(self, admitted: _Admitted) -> bool:
-        name = (admitted.caller, admitted.request.request_id)
+    def _receiving_refusal(self, caller: PeerId, size_bytes: int) -> str:
+        """Why no payload of that size can be received now; "" when it can."""
+        total, own = self._receiving.total(), self._receiving.get(caller, 0)
+        if total + size_bytes > _RECEIVING_BYTES_MAX or own + size_bytes > _RECEIVING_BYTES_PER_CALLER_MAX:
+            return f"{total >> 20} MiB are being received already, {own >> 20} of them from you"
+        return ""
+
+    def _is_repeated(self, caller: PeerId, request: ExpertRequest) -> bool:
+        name = (caller, request.request_id)
         return name in self._pending or self._applied.is_known(*name)
+
+    def _kept(self, caller: PeerId, request: ExpertRequest) -> KeptInputs:
+        kept = self._inputs.get(caller, (request.request_id, request.uid))
+        if kept is None or not kept.untouched:
+            raise Refused(expert_pb2.EXPERT_FORGOTTEN, "the inputs of that forward pass are not kept here any more")
+        if kept.batch != request.batch:
+            raise refused(f"the forward pass of that id had {kept.batch} samples, not {request.batch}")
+        return kept
 
     # --- computing
 
-    async def _outcome(self, admitted: _Admitted, payload: Buffer | torch.Tensor) -> Outcome:
-        """What is answered, be it by an earlier call of the same id. _Refused when nothing was computed."""
+    async def _outcome(self, admitted: Admitted, payload: Buffer | torch.Tensor) -> Outcome:
+        """What is answered, be it by an earlier call of the same id. Refused when nothing was computed."""
         pending = None
         if admitted.is_backward:
             applied = self._earlier(admitted)
@@ -293,47 +266,49 @@ class HostingService:
                 self._pending.pop(admitted.name, None)
             raise
         if outcome.failure:
-            raise _Refused(expert_pb2.EXPERT_FAILED, outcome.failure)
+            raise Refused(expert_pb2.EXPERT_FAILED, outcome.failure)
         return outcome
 
-    def _earlier(self, admitted: _Admitted) -> Outcome | None:
+    def _earlier(self, admitted: Admitted) -> Outcome | None:
         """What a backward pass gave that was applied before; None when it was not."""
         if not self._applied.is_known(*admitted.name):
             return None
         answer = self._applied.answer(*admitted.name)
         if answer is None:
-            raise _Refused(expert_pb2.EXPERT_APPLIED, "this backward pass was applied before, and what it gave is forgotten")
+            raise Refused(expert_pb2.EXPERT_APPLIED, "this backward pass was applied before, and what it gave is forgotten")
         return answer
 
-    async def _decoded(self, admitted: _Admitted, payload: Buffer | torch.Tensor) -> list[torch.Tensor | None]:
-        schema = admitted.hosted.expert.schema
-        leaves = (*schema.input_leaves, *(schema.gradient_leaves if admitted.is_backward else ()))
-        arguments = (admitted.headers, leaves, admitted.request.batch, payload)
+    async def _decoded(self, admitted: Admitted, payload: Buffer | torch.Tensor) -> list[torch.Tensor | None]:
+        arguments = (admitted.headers, admitted.leaves, admitted.request.batch, payload)
         try:
             if len(payload) <= _POOLED_BYTES:
                 return decode(*arguments)
             return await asyncio.get_running_loop().run_in_executor(self._node.network.pool, decode, *arguments)
         except PeerError as error:
-            raise _refused(str(error)) from None
+            raise refused(str(error)) from None
 
-    def _begin(self, admitted: _Admitted, tensors: list[torch.Tensor | None]) -> _Pending:
-        """Queue it. _Refused when there is no room."""
+    def _begin(self, admitted: Admitted, tensors: list[torch.Tensor | None]) -> PendingJob:
+        """Queue it. Refused when there is no room."""
         hosted, request = admitted.hosted, admitted.request
-        count = len(hosted.expert.schema.input_leaves)
+        if admitted.is_backward and request.inputs_kept:
+            count, inputs = 0, (admitted.kept or self._kept(admitted.caller, request)).tensors
+        else:
+            count = len(hosted.expert.schema.input_leaves)
+            inputs = [tensor for tensor in tensors[:count] if tensor is not None]
         job = Job(
             number=next(self._numbers),
             uid=request.uid,
             expert=hosted.expert,
             caller=admitted.caller,
             name=admitted.name,
-            inputs=[tensor for tensor in tensors[:count] if tensor is not None],
+            inputs=inputs,
             gradients=tensors[count:] if admitted.is_backward else None,
             keep=request.keep,
             batch=request.batch,
             size_bytes=admitted.size_bytes,
             codec=admitted.codec,
         )
-        pending = _Pending(asyncio.get_running_loop().create_future(), hosted.compute, job.number)
+        pending = PendingJob(asyncio.get_running_loop().create_future(), hosted.compute, job.number)
         self._jobs[job.number] = pending
         if admitted.is_backward:
             self._pending[job.name] = pending
@@ -341,28 +316,24 @@ class HostingService:
         if busy:
             del self._jobs[job.number]
             self._pending.pop(job.name, None)
-            raise _overloaded(hosted, busy)
+            raise overloaded(hosted, busy)
+        if request.keep and not admitted.is_backward:
+            size = sum(tensor.nbytes for tensor in inputs)
+            self._inputs.put(admitted.caller, (request.request_id, request.uid), KeptInputs.of(inputs, request.batch), size)
         return pending
 
-    def _refusal(self, request: ExpertRequest, refused: _Refused) -> ExpertReply:
+    def _reply(self, admitted: Admitted, outcome: Outcome) -> ExpertReply:
+        request = admitted.request
+        return ExpertReply(
+            status=expert_pb2.EXPERT_OK,
+            version=outcome.version,
+            tensors=wire_headers(outcome.pieces),
+            wait_s=admitted.hosted.compute.wait_s,
+            kept=request.keep and self._inputs.get(admitted.caller, (request.request_id, request.uid)) is not None,
+        )
+
+    def _refusal(self, request: ExpertRequest, refused: Refused) -> ExpertReply:
         hosted = self._hosted.get(request.uid)
         if hosted is not None:
             hosted.refusals[ExpertStatus.Name(refused.status)] += 1
         return ExpertReply(status=refused.status, reason=refused.reason, queued=refused.queued)
-
-
-def _reply(admitted: _Admitted, outcome: Outcome) -> ExpertReply:
-    return ExpertReply(
-        status=expert_pb2.EXPERT_OK,
-        version=outcome.version,
-        tensors=wire_headers(outcome.pieces),
-        wait_s=admitted.hosted.compute.wait_s,
-    )
-
-
-def _refused(reason: str) -> _Refused:
-    return _Refused(expert_pb2.EXPERT_REFUSED, reason)
-
-
-def _overloaded(hosted: Hosted, reason: str) -> _Refused:
-    return _Refused(expert_pb2.EXPERT_OVERLOADED, f"overloaded, {reason}", hosted.compute.queued)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -13,9 +14,10 @@ from swarm.net.rpc import Method, Stream, StreamMethod
 from swarm.wire.expert_pb2 import DescribeReply, DescribeRequest, ExpertReply, ExpertRequest, TensorHeader
 
 INLINE_BYTES_MAX = 256 << 10  # payloads up to this travel within the call; both the request's and the answer's must fit
-PAYLOAD_BYTES_MAX = 1 << 30
+PAYLOAD_BYTES_MAX = 256 << 20
 UIDS_PER_DESCRIBE_MAX = 256
 REQUEST_ID_BYTES = 16
+SILENCE_S_MAX = 30.0
 _HEADER_BYTES_MAX = 16 << 10
 
 DESCRIBE = Method(
@@ -51,12 +53,19 @@ async def send_pieces(stream: Stream, pieces: Sequence[Piece]) -> None:
 
 
 async def receive_payload(stream: Stream, size_bytes: int) -> torch.Tensor:
-    """A payload of exactly so many bytes, as flat uint8 on the host. PeerError when the stream ends before or goes on behind it."""
+    """A payload of exactly so many bytes, as flat uint8 on the host.
+
+    PeerError when the stream ends before or goes on behind it, or is silent for SILENCE_S_MAX: what is announced holds memory.
+    """
     payload = torch.empty(size_bytes, dtype=torch.uint8)
     array = payload.numpy()
     filled = 0
     while filled < size_bytes:
-        message = await stream.receive()
+        try:
+            async with asyncio.timeout(SILENCE_S_MAX):
+                message = await stream.receive()
+        except TimeoutError:
+            raise PeerError(f"peer {stream.peer_id} sent nothing for {SILENCE_S_MAX:g} s in the middle of its tensors") from None
         if message is None:
             raise PeerError(f"peer {stream.peer_id} announced {size_bytes} bytes and sent {filled}")
         if filled + len(message) > size_bytes:

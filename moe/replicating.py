@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _NAME_MAX = 50
+_DECLARE_S = 0.2  # many averagers may be opened one after the other
 _TOGETHER_MAX = 64  # experts of a server that are averaged in one period; the others have their turn in the next
 
 
@@ -85,11 +86,10 @@ class Replicating:
             elif uid in self._averaged:
                 await self._on_thread(self._averaged.pop(uid).averager.close)
         chosen = dict(list(shared.items())[:_TOGETHER_MAX])
-        weights = {}
-        for uid, others in chosen.items():
-            weights[uid] = await self._weight(uid, others)
+        async with asyncio.TaskGroup() as tasks:
+            weights = {uid: tasks.create_task(self._weight(uid, others)) for uid, others in chosen.items()}
         if chosen:
-            await self._on_thread(self._rounds, weights)
+            await self._on_thread(self._rounds, {uid: task.result() for uid, task in weights.items()})
 
     def close(self) -> None:
         """Leave the groups. Not for the network thread. A node that closes ends its averagers by itself."""
@@ -150,7 +150,7 @@ class Replicating:
             name=f"expert-{name}",
             target_group_size=self._config.group_size,
             codec=self._config.codec,
-            config=AveragerConfig(),
+            config=AveragerConfig(declare_s=_DECLARE_S),
         )
         averaged = self._averaged[uid] = _Averaged(averager)
         return averaged

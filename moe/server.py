@@ -16,8 +16,9 @@ from moe.checkpoints import ExpertCheckpoints
 from moe.compute import ComputeThread, Counts, Job, Outcome
 from moe.declarations import Declarations, DeclaringConfig, Load
 from moe.expert import Expert
-from moe.hosting import Hosted, HostingService
+from moe.hosting import HostingService
 from moe.replicating import Replicating, ReplicatingConfig
+from moe.requests import Hosted
 from moe.uid import ExpertUid
 from swarm.errors import DeadlineExceeded, UsageError
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import hivemind  # type: ignore[import-not-found,unused-ignore]
 import torch
-from hivemind.moe.server import ModuleBackend, Server  # type: ignore[import-not-found,unused-ignore]
 from hivemind.moe.client.expert import create_remote_experts  # type: ignore[import-not-found,unused-ignore]
+from hivemind.moe.server import ModuleBackend, Server  # type: ignore[import-not-found,unused-ignore]
 from hivemind.moe.server.dht_handler import get_experts  # type: ignore[import-not-found,unused-ignore]
 from hivemind.utils.tensor_descr import BatchTensorDescriptor  # type: ignore[import-not-found,unused-ignore]
 

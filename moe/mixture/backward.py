@@ -94,4 +94,4 @@ class BackwardPass:
 
 def afresh(forwarded: Forwarded) -> Forwarded:
     """The same answer under another request id: its backward pass is applied beside the one under the first."""
-    return replace(forwarded, request_id=os.urandom(len(forwarded.request_id)))
+    return replace(forwarded, request_id=os.urandom(len(forwarded.request_id)), kept=False)

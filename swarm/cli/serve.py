@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _READ_TIMEOUT_S = 10.0
 _ANSWER_S = 6.0
 _LOOK_S = 0.5
+_ABANDON_S = 60.0  # for checkpoints of many experts on a slow disk; a second Ctrl-C ends it at once
 _LOAD_S = 2.0  # between load lines without a terminal
 _LOOPBACK = ("127.", "::1", "localhost")
 _NAMED_MAX = 4096
@@ -86,7 +87,7 @@ def serve_experts(choices: Choices) -> int:
     from moe.uid import Grid
 
     grids = [Grid.parse(text) for text in choices.experts]
-    with Leaving(exit_with_parent=choices.exit_with_parent) as leaving, make_view(as_json=choices.as_json) as view:
+    with Leaving(exit_with_parent=choices.exit_with_parent, abandon_s=_ABANDON_S) as leaving, make_view(as_json=choices.as_json) as view:
         own = open_identity(choices.identity, None)
         try:
             from swarm.node import Node

@@ -20,6 +20,7 @@ class ExpertStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EXPERT_REFUSED: _ClassVar[ExpertStatus]
     EXPERT_FAILED: _ClassVar[ExpertStatus]
     EXPERT_APPLIED: _ClassVar[ExpertStatus]
+    EXPERT_FORGOTTEN: _ClassVar[ExpertStatus]
 EXPERT_FORWARD: ExpertPass
 EXPERT_BACKWARD: ExpertPass
 EXPERT_OK: ExpertStatus
@@ -28,6 +29,7 @@ EXPERT_MISSING: ExpertStatus
 EXPERT_REFUSED: ExpertStatus
 EXPERT_FAILED: ExpertStatus
 EXPERT_APPLIED: ExpertStatus
+EXPERT_FORGOTTEN: ExpertStatus
 
 class DescribeRequest(_message.Message):
     __slots__ = ("uids",)
@@ -60,7 +62,7 @@ class ExpertDescription(_message.Message):
     def __init__(self, uid: _Optional[str] = ..., schema: _Optional[bytes] = ..., version: _Optional[int] = ..., batch_size_max: _Optional[int] = ..., frozen: _Optional[bool] = ..., wait_s: _Optional[float] = ..., samples_per_s: _Optional[float] = ...) -> None: ...
 
 class ExpertRequest(_message.Message):
-    __slots__ = ("kind", "uid", "schema_digest", "batch", "tensors", "payload", "payload_bytes", "request_id", "version", "keep", "reply_codec", "reply_codec_version")
+    __slots__ = ("kind", "uid", "schema_digest", "batch", "tensors", "payload", "payload_bytes", "request_id", "version", "keep", "reply_codec", "reply_codec_version", "inputs_kept")
     KIND_FIELD_NUMBER: _ClassVar[int]
     UID_FIELD_NUMBER: _ClassVar[int]
     SCHEMA_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +75,7 @@ class ExpertRequest(_message.Message):
     KEEP_FIELD_NUMBER: _ClassVar[int]
     REPLY_CODEC_FIELD_NUMBER: _ClassVar[int]
     REPLY_CODEC_VERSION_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_KEPT_FIELD_NUMBER: _ClassVar[int]
     kind: ExpertPass
     uid: str
     schema_digest: bytes
@@ -85,7 +88,8 @@ class ExpertRequest(_message.Message):
     keep: bool
     reply_codec: int
     reply_codec_version: int
-    def __init__(self, kind: _Optional[_Union[ExpertPass, str]] = ..., uid: _Optional[str] = ..., schema_digest: _Optional[bytes] = ..., batch: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ..., payload: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ..., request_id: _Optional[bytes] = ..., version: _Optional[int] = ..., keep: _Optional[bool] = ..., reply_codec: _Optional[int] = ..., reply_codec_version: _Optional[int] = ...) -> None: ...
+    inputs_kept: bool
+    def __init__(self, kind: _Optional[_Union[ExpertPass, str]] = ..., uid: _Optional[str] = ..., schema_digest: _Optional[bytes] = ..., batch: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ..., payload: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ..., request_id: _Optional[bytes] = ..., version: _Optional[int] = ..., keep: _Optional[bool] = ..., reply_codec: _Optional[int] = ..., reply_codec_version: _Optional[int] = ..., inputs_kept: _Optional[bool] = ...) -> None: ...
 
 class TensorHeader(_message.Message):
     __slots__ = ("codec", "codec_version", "payload_bytes", "absent")
@@ -100,7 +104,7 @@ class TensorHeader(_message.Message):
     def __init__(self, codec: _Optional[int] = ..., codec_version: _Optional[int] = ..., payload_bytes: _Optional[int] = ..., absent: _Optional[bool] = ...) -> None: ...
 
 class ExpertReply(_message.Message):
-    __slots__ = ("status", "reason", "queued", "version", "tensors", "payload", "payload_bytes", "wait_s")
+    __slots__ = ("status", "reason", "queued", "version", "tensors", "payload", "payload_bytes", "wait_s", "kept")
     STATUS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +113,7 @@ class ExpertReply(_message.Message):
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     status: ExpertStatus
     reason: str
     queued: int
@@ -117,4 +122,5 @@ class ExpertReply(_message.Message):
     payload: bytes
     payload_bytes: int
     wait_s: float
-    def __init__(self, status: _Optional[_Union[ExpertStatus, str]] = ..., reason: _Optional[str] = ..., queued: _Optional[int] = ..., version: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ..., payload: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ..., wait_s: _Optional[float] = ...) -> None: ...
+    kept: bool
+    def __init__(self, status: _Optional[_Union[ExpertStatus, str]] = ..., reason: _Optional[str] = ..., queued: _Optional[int] = ..., version: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorHeader, _Mapping]]] = ..., payload: _Optional[bytes] = ..., payload_bytes: _Optional[int] = ..., wait_s: _Optional[float] = ..., kept: _Optional[bool] = ...) -> None: ...

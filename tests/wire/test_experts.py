@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import torch
 import swarm
 from moe.asking import Asking
 from moe.batching import BatchingConfig
-from moe.calls import ExpertCalls, GradientPass
+from moe.calls import ExpertCalls, Forwarded, GradientPass
 from moe.declarations import Replica
 from moe.methods import CALL, EXCHANGE
 from moe.uid import ExpertUid
@@ -164,6 +165,33 @@ def test_a_repeated_backward_pass_is_applied_once() -> None:
         assert {answer.version for answer in answers} == {0}
 
 
+class Writing(torch.nn.Module):
+    """Overwrites what it is given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.clone() if torch.is_grad_enabled() else x).mul_(3.0).square()
+
+
+@pytest.mark.parametrize("forgets", ["nothing", "all", "what was written to"])
+def test_inputs_are_sent_again_only_when_the_server_has_them_no_more(forgets: str) -> None:
+    module = Writing() if forgets == "what was written to" else torch.nn.Tanh()
+    with pair({"ffn.0": expert(module)}) as two:
+        remote, x = two.remote(), torch.randn(4, 16, requires_grad=True)
+        mirror = x.detach().clone().requires_grad_()
+        y = remote(x)
+        if forgets == "all":
+            service = two.server._service
+            for name in list(service._inputs._entries):
+                service._inputs.drop(*name)
+        y.sum().backward()
+        module(mirror.clone()).sum().backward()
+        assert x.grad is not None
+        assert mirror.grad is not None
+        assert torch.equal(x.grad, mirror.grad)
+        assert two.server.statistics().experts["ffn.0"].refusals == ({} if forgets == "nothing" else {"EXPERT_FORGOTTEN": 1})
+        assert not two.server._service._inputs.size_bytes
+
+
 class Gated(torch.nn.Module):
     """Computes when it is let."""
 
@@ -260,6 +288,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"payload": bytes(256)}, "has 256 bytes"),
     ({"reply_codec": 77}, "codec 77"),
     ({"kind": 1}, "2 tensors are expected"),
+    ({"kind": 1, "inputs_kept": True}, "not kept here"),
     ({"kind": 1, "request_id": b"short"}, "16 bytes"),
 ]
 
@@ -297,7 +326,7 @@ def test_malformed_requests_are_told_what_is_wrong_and_cost_nothing(streamed: bo
             except (PeerError, NetworkError):  # a stream that ends before its bytes do, or is refused before it has sent them
                 assert streamed
                 continue
-            assert reply.status in (expert_pb2.EXPERT_REFUSED, expert_pb2.EXPERT_MISSING), (change, reply)
+            assert reply.status in (expert_pb2.EXPERT_REFUSED, expert_pb2.EXPERT_MISSING, expert_pb2.EXPERT_FORGOTTEN), (change, reply)
             assert any(part in reply.reason for part in said.split("|")) or streamed, (change, reply.reason)
         statistics = two.server.statistics().experts["ffn.0"]
         assert statistics.counts.forward_requests == statistics.counts.backward_requests == statistics.version == 0
@@ -319,6 +348,52 @@ def test_a_failing_computation_is_its_callers_alone() -> None:
         with pytest.raises(swarm.ExpertFailed, match="NaN or infinity"):
             remote(torch.full((1, 16), 14.0))
         assert torch.equal(remote(torch.ones(1, 16)), torch.ones(1, 16))
+
+
+class GatedUnlucky(Gated):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        assert not bool((x == 13).any()), "unlucky number"
+        return x * 2
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_poisonous_request_in_a_batch_is_its_callers_alone(backward: bool) -> None:
+    module = GatedUnlucky()
+    made = swarm.Expert(module, (torch.zeros(1, 16),))
+    with pair({"ffn.0": made}) as two:
+        calls = two.calls
+
+        async def one(value: float) -> Any:
+            x = torch.full((1, 16), value)
+            if not backward:
+                return (await calls.forward(two.replica, UID, [x], timeout_s=10.0)).outputs[0]
+            passed = GradientPass([x], [torch.ones(1, 16)])
+            forwarded = Forwarded(outputs=[x], version=0, request_id=os.urandom(16), wait_s=0.0)
+            return (await calls.backward(two.replica, UID, forwarded, passed, timeout_s=10.0)).gradients[0]
+
+        async def together() -> list[Any]:
+            await one(0.0)
+            module.entered.clear()
+            module.open.clear()
+            async with asyncio.TaskGroup() as tasks:
+                first = tasks.create_task(one(0.0))
+                await asyncio.get_running_loop().run_in_executor(None, module.entered.wait, 10.0)
+                rest = [tasks.create_task(outcome(one(value))) for value in (1.0, 13.0, 2.0)]
+                await until(lambda: two.server.statistics().queued == 3)
+                module.open.set()
+            return [first.result(), *(task.result() for task in rest)]
+
+        async def outcome(work: Coroutine[Any, Any, Any]) -> Any:
+            try:
+                return await work
+            except swarm.ExpertFailed as error:
+                return str(error)
+
+        _, good, bad, also_good = two.run(together())
+        assert torch.equal(good, torch.full((1, 16), 2.0))
+        assert torch.equal(also_good, torch.full((1, 16), 2.0 if backward else 4.0))
+        assert "unlucky number" in bad
 
 
 def test_nobody_hosts_it() -> None:
