@@ -29,6 +29,14 @@ def places_of(which_BS: torch.Tensor, experts: int) -> list[Places]:
     return [Places(part // width, part % width) for part in torch.split(order, counts[1:].tolist())]
 
 
+def not_among(which_BK: torch.Tensor, found_BKD: torch.Tensor, before_BSD: torch.Tensor, there_BS: torch.Tensor, k: int) -> torch.Tensor:
+    """For each sample the first `k` of `which_BK` (coordinates `found_BKD`) that are not among those it has already, then -1: [B, k]."""
+    same_BKS = (found_BKD.unsqueeze(2) == before_BSD.unsqueeze(1)).all(dim=-1) & there_BS.unsqueeze(1)
+    is_new_BK = (which_BK >= 0) & ~same_BKS.any(dim=-1)
+    first = is_new_BK.to(torch.int64).argsort(dim=1, descending=True, stable=True)[:, :k]
+    return torch.where(is_new_BK, which_BK, -1).gather(1, first)
+
+
 def spread(
     batch: int, width: int, places: Sequence[Places], answers: Sequence[Sequence[torch.Tensor]], empty: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:

@@ -13,8 +13,8 @@ from moe.mixture.beam import BeamConfig
 from moe.mixture.dispatch import mixed
 from moe.mixture.gate import ProductKeyGate, gate_input, logits_of, softmax_over
 from moe.mixture.gathering import Patience
-from moe.mixture.passes import PassReport, Terms
 from moe.mixture.session import Remote, Session, branches
+from moe.mixture.terms import PassReport, Terms
 from moe.uid import Grid
 from swarm.errors import UsageError
 

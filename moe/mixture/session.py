@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from moe.mixture.passes import BackwardPass, ForwardPass, Mixed, PassReport, Terms
+from moe.mixture.backward import BackwardPass
+from moe.mixture.forward import ForwardPass, Mixed
+from moe.mixture.terms import PassReport, Terms
 from moe.replicas.calling import ReplicaCalls
 from moe.tensors import finite
 from swarm.errors import UsageError

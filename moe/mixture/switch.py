@@ -10,8 +10,8 @@ from torch import nn
 
 from moe.mixture.gate import ProductKeyGate, balancing_loss, gate_input, switch_weights
 from moe.mixture.layer import MixtureConfig, RemoteMixtureOfExperts, check_batch, combined
-from moe.mixture.passes import PassReport
 from moe.mixture.session import Session, branches
+from moe.mixture.terms import PassReport
 from swarm.errors import UsageError
 
 if TYPE_CHECKING:

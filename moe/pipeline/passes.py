@@ -17,7 +17,7 @@ import torch
 
 from moe.calls import AS_THEY_ARE, GradientPass, Travel
 from moe.errors import ExpertRefused
-from moe.mixture.passes import afresh
+from moe.mixture.backward import afresh
 from moe.replicas.calling import ForwardCall, Made, ReplicaCalls
 from moe.uid import ExpertUid
 from swarm.errors import NetworkError, NotEnoughPeers, PeerError, SwarmError, UsageError

@@ -18,7 +18,7 @@ def rows(*numbers: int) -> torch.Tensor:
 def test_all_samples_need_k_min_before_patience_runs() -> None:
     gathering = Gathering(2, 1, EXACT, 0.0, 10.0)
     for expert, who in enumerate([rows(0), rows(0, 1), rows(1)]):
-        gathering.expect(expert, who)
+        gathering.expect(expert, who, 0.0)
     gathering.answered(0, 1.0)
     assert not gathering.over(9.9)
     assert gathering.lacking_rows.tolist() == [1]
@@ -31,8 +31,8 @@ def test_all_samples_need_k_min_before_patience_runs() -> None:
 
 def test_it_ends_when_everybody_is_heard_of() -> None:
     gathering = Gathering(1, 2, EXACT, 0.0, 10.0)
-    gathering.expect(0, rows(0))
-    gathering.expect(1, rows(0))
+    gathering.expect(0, rows(0), 0.0)
+    gathering.expect(1, rows(0), 0.0)
     gathering.answered(0, 0.1)
     gathering.failed(1, 0.2)
     assert gathering.over(0.2)
@@ -41,10 +41,10 @@ def test_it_ends_when_everybody_is_heard_of() -> None:
 
 def test_a_sample_that_can_get_no_more_holds_nobody_up() -> None:
     gathering = Gathering(2, 2, EXACT, 0.0, 10.0)
-    gathering.expect(0, rows(0))
-    gathering.expect(1, rows(0, 1))
-    gathering.expect(2, rows(1))
-    gathering.expect(3, rows(1))
+    gathering.expect(0, rows(0), 0.0)
+    gathering.expect(1, rows(0, 1), 0.0)
+    gathering.expect(2, rows(1), 0.0)
+    gathering.expect(3, rows(1), 0.0)
     gathering.failed(0, 1.0)
     assert gathering.short_rows.tolist() == [0], "said before the others have answered, so that a replacement can be asked"
     gathering.answered(1, 1.1)
@@ -54,11 +54,11 @@ def test_a_sample_that_can_get_no_more_holds_nobody_up() -> None:
 
 def test_a_replacement_starts_patience_anew() -> None:
     gathering = Gathering(1, 1, EXACT, 0.0, 10.0)
-    gathering.expect(0, rows(0))
-    gathering.expect(1, rows(0))
+    gathering.expect(0, rows(0), 0.0)
+    gathering.expect(1, rows(0), 0.0)
     gathering.failed(0, 1.0)
     gathering.answered(1, 1.0)
-    gathering.expect(2, rows(0))
+    gathering.expect(2, rows(0), 1.0)
     assert gathering.deadline_s() == 10.0
     gathering.failed(2, 4.0)
     assert gathering.over(4.0)
@@ -66,22 +66,56 @@ def test_a_replacement_starts_patience_anew() -> None:
 
 def test_the_deadline_ends_it_in_any_case() -> None:
     gathering = Gathering(1, 1, EXACT, 5.0, 8.0)
-    gathering.expect(0, rows(0))
+    gathering.expect(0, rows(0), 0.0)
     assert gathering.deadline_s() == 8.0
     assert not gathering.over(7.99)
     assert gathering.over(8.0)
 
 
-def test_without_k_min_the_first_answer_counts() -> None:
-    gathering = Gathering(1, 0, EXACT, 0.0, 10.0)
-    gathering.expect(0, rows(0))
-    assert not gathering.over(5.0)
+def test_without_k_min_nobody_holds_up_longer_than_the_others_took() -> None:
+    gathering = Gathering(2, 0, EXACT, 0.0, 10.0)
+    gathering.expect(0, rows(0), 0.0)
+    gathering.expect(1, rows(1), 0.0, usual_s=1.5)
+    assert not gathering.over(9.9), "nobody was heard of: all of them may be slow"
     assert not len(gathering.lacking_rows)
+    gathering.answered(0, 2.0)
+    assert gathering.deadline_s() == 3.5
+    assert not gathering.over(3.4)
+    assert gathering.over(3.5)
+
+
+def test_those_who_are_out_too_long_are_doubted_and_still_count_when_they_answer() -> None:
+    gathering = Gathering(2, 1, EXACT, 0.0, 10.0)
+    gathering.expect(0, rows(0), 0.0)
+    gathering.expect(1, rows(1), 0.0, usual_s=0.8)
+    assert gathering.stalled_s() == 0.8
+    gathering.answered(0, 0.6)
+    assert gathering.stalled_s() == 1.4
+    assert not len(gathering.short_rows)
+    assert gathering.doubt() == [1]
+    assert gathering.doubt() == []
+    assert gathering.stalled_s() is None
+    assert gathering.short_rows.tolist() == [1], "a replacement can be asked"
+    assert not gathering.over(9.9), "and should there be none, it is waited for"
+    gathering.expect(2, rows(1), 1.4)
+    assert not len(gathering.short_rows)
+    gathering.answered(1, 1.5)
+    assert not len(gathering.lacking_rows)
+    assert gathering.over(2.0)
+
+
+def test_who_was_doubted_and_failed_is_gone() -> None:
+    gathering = Gathering(1, 1, EXACT, 0.0, 10.0)
+    gathering.expect(0, rows(0), 0.0)
+    gathering.doubt()
+    gathering.failed(0, 1.0)
+    assert gathering.over(1.0)
+    assert gathering.short_rows.tolist() == [0]
 
 
 def test_unknown_and_repeated_events_change_nothing() -> None:
     gathering = Gathering(1, 1, EXACT, 0.0, 10.0)
-    gathering.expect(0, rows(0))
+    gathering.expect(0, rows(0), 0.0)
     gathering.answered(7, 0.1)
     gathering.answered(0, 0.2)
     gathering.failed(0, 0.3)

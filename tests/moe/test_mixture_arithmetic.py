@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from moe.mixture.dispatch import add_up, mixed, places_of, spread
+from moe.mixture.dispatch import add_up, mixed, not_among, places_of, spread
 from moe.mixture.gate import ProductKeyGate, balancing_loss, gate_input, logits_of, softmax_over, switch_weights
 from swarm.errors import UsageError
 
@@ -57,6 +57,20 @@ def test_spread_mix_and_add_up_equal_the_dense_mixture(seed: int) -> None:
     assert torch.allclose(by_weights, wanted_weights, atol=1e-5)
     assert by_x is not None
     assert torch.allclose(by_x, wanted_x, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_not_among_equals_a_loop_over_samples(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    which = torch.stack([torch.randperm(8, generator=generator)[:6] for _ in range(7)])
+    which[torch.rand(7, 6, generator=generator) < 0.2] = -1
+    before = torch.stack([torch.randperm(8, generator=generator)[:3] for _ in range(7)])
+    there = torch.rand(7, 3, generator=generator) < 0.7
+    found = not_among(which, which.unsqueeze(2), before.unsqueeze(2), there, 2)
+    for sample in range(7):
+        held = {place for place, is_there in zip(before[sample].tolist(), there[sample].tolist(), strict=True) if is_there}
+        left = [place for place in which[sample].tolist() if place >= 0 and place not in held]
+        assert found[sample].tolist() == [*left, -1, -1][:2]
 
 
 def test_gradients_that_nobody_gave() -> None:

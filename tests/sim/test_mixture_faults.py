@@ -112,6 +112,7 @@ def test_an_expert_that_answers_nonsense_is_dropped_and_blamed(swarm: ExpertSwar
     assert list(layer.last_backward.failed) == ["ffn.3.0"]
 
 
+@pytest.mark.parametrize("allowed", [False, True])
 def test_with_nobody_left_the_layer_does_what_it_was_told(swarm: ExpertSwarm, allowed: bool) -> None:
     servers = serve_rows(swarm)
     layer, x = layer_of(swarm, allow_zero_outputs=allowed), batch()
@@ -235,3 +236,40 @@ def test_a_step_that_is_given_up_leaves_nothing_behind(swarm: ExpertSwarm) -> No
         return [task.get_name() for task in asyncio.all_tasks() if "forward" in repr(task.get_coro()).lower()]
 
     assert swarm.run(tasks()) == []
+
+
+def test_a_frozen_server_that_holds_all_experts_of_a_sample_costs_no_timeout(swarm: ExpertSwarm) -> None:
+    """Found by killing processes: nothing fails when a server freezes, so that its samples waited for the whole `forward_timeout_s`."""
+    servers = serve_rows(swarm)
+    layer, x = layer_of(swarm, k_best=2), batch()
+    with torch.no_grad():
+        layer.gate.projection.bias[0] += 2.0  # most want row 0, some do not
+    output_of(layer, x)
+    servers[0].peer.frozen = True
+    begun_s = swarm.now_s
+    output = output_of(layer, x)
+    assert swarm.now_s - begun_s < 2.5
+    assert output.any(dim=1).all()
+    assert layer.last_forward is not None
+    assert layer.last_forward.short_samples == 0
+    assert {name for name in layer.last_forward.failed if name.startswith("ffn.0.")}
+
+
+def test_a_server_that_freezes_before_the_backward_pass_costs_no_timeout(swarm: ExpertSwarm) -> None:
+    servers = serve_rows(swarm)
+    layer, x = layer_of(swarm, k_best=2), batch()
+    with torch.no_grad():
+        layer.gate.projection.bias[0] += 2.0
+    output = output_of(layer, x)
+    servers[0].peer.frozen = True
+    begun_s = swarm.now_s
+    output.sum().backward()  # type: ignore[no-untyped-call]
+    assert swarm.now_s - begun_s < 2.5
+    assert layer.last_backward is not None
+    assert layer.last_backward.failed
+
+
+def test_slow_experts_are_waited_for_when_there_are_no_others(swarm: ExpertSwarm) -> None:
+    swarm.serve(MODULES, compute_s=0.5)  # one after the other: 8 seconds for all
+    layer, x = layer_of(swarm, timeout_after_k_min_s=30.0, k_min=4), batch()
+    assert torch.allclose(output_of(layer, x), local_mixture(layer, MODULES, x), atol=1e-5)

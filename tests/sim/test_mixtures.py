@@ -50,7 +50,6 @@ def test_one_call_for_each_expert_and_batch(swarm: ExpertSwarm) -> None:
     assert sum(server.rows.total() for server in servers) == 3 * 256 * 4
 
 
-@pytest.mark.parametrize("allowed", [False, True])
 def test_a_second_backward_pass_of_one_forward_counts_as_well(swarm: ExpertSwarm) -> None:
     servers = serve_rows(swarm, learning_rate=0.1)
     layer, x = layer_of(swarm), batch()

@@ -1,4 +1,4 @@
-"""One batch through a mixture of experts on other peers' machines: forward, and later backward. On the network loop.
+"""One batch forward through a mixture of experts on other peers' machines. On the network loop.
 
 Every expert is called once for all samples that chose it. Those that fail are replaced, for the samples that lack answers then, by the
 next best ones; those that dawdle are dropped once every sample has enough (`gathering`).
@@ -9,64 +9,28 @@ Shapes: B samples, S places for experts per sample (the first K as chosen, furth
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
-from moe.calls import AS_THEY_ARE, Forwarded, GradientPass, Travel
 from moe.declarations import Branch as Declared
 from moe.declarations import Replica
-from moe.mixture.beam import BeamConfig, BeamSearch, Chosen, compact
-from moe.mixture.dispatch import Places, add_up, places_of, spread
-from moe.mixture.gathering import Gathering, Patience
+from moe.mixture.beam import BeamSearch, Chosen, compact
+from moe.mixture.dispatch import Places, not_among, places_of, spread
+from moe.mixture.gathering import Gathering
+from moe.mixture.terms import PassReport, Terms
 from moe.replicas.calling import ForwardCall, Made, ReplicaCalls
-from moe.uid import ExpertUid, Grid
+from moe.uid import ExpertUid
 from swarm.errors import NetworkError, NotEnoughPeers, SwarmError, UsageError
+from swarm.ids import PeerId
 
 T = TypeVar("T")
 
 _INLINE_BYTES_MAX = 256 << 10  # larger tensors are cut up and put together in a thread of the pool
-_REASONS_SHOWN = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """What a pass may take, and what it must give."""
-
-    grid: Grid
-    k_best: int
-    k_min: int
-    backward_k_min: int
-    forward_timeout_s: float
-    backward_timeout_s: float
-    patience: Patience
-    allow_zero_outputs: bool
-    travel: Travel = AS_THEY_ARE
-    replacements_max: int = 4  # rounds of looking for others in the place of those that failed
-    beam: BeamConfig = field(default_factory=BeamConfig)
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.k_best <= self.grid.count:
-            raise UsageError(f"k_best is from 1 to the {self.grid.count} experts that {self.grid} may have, not {self.k_best}")
-        if not (0 <= self.k_min <= self.k_best and 0 <= self.backward_k_min <= self.k_best):
-            raise UsageError(f"k_min and backward_k_min are from 0 to k_best, {self.k_best}: not {self.k_min} and {self.backward_k_min}")
-        if not (0.0 < self.forward_timeout_s < float("inf") and 0.0 < self.backward_timeout_s < float("inf")):
-            raise UsageError("forward_timeout_s and backward_timeout_s are positive numbers of seconds")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassReport:
-    """What came of a pass: for users' logs, and for tests."""
-
-    asked: tuple[str, ...]  # experts, a name for each call
-    answered: tuple[str, ...]
-    failed: dict[str, str]  # name -> why, for those that were asked and did not answer
-    short_samples: int  # that had fewer than k_min answers
-    seconds: float
+REASONS_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -116,8 +80,9 @@ class ForwardPass:
         self._tasks: dict[asyncio.Task[Made | SwarmError], int] = {}
         self._hopeless: set[ExpertUid] = set()  # failed in this pass
         self._replicas: dict[ExpertUid, Sequence[Replica]] = {}
-        self._anew = self._desperate = False
+        self._anew = self._asked_anew = self._desperate = False
         self._lost = True  # some sample may have too few experts
+        self._silent: set[PeerId] = set()  # peers that were not heard of in this pass when others were
         self._replaced_B = torch.zeros(batch, dtype=torch.int64)  # how often others were looked for
         self._unread = ""  # why the DHT could not say which experts there are
 
@@ -129,10 +94,11 @@ class ForwardPass:
             self._ask(tasks, chosen, torch.arange(len(self._there_BS)))
             at_first = self._there_BS
             while True:
+                self._doubt_stalled()
                 await self._replace_lost(tasks)
                 if gathering.over(now_s := clock.monotonic_s()):
                     break
-                timeout_s = max(gathering.deadline_s() - now_s, 0.0)
+                timeout_s = max(min(gathering.deadline_s(), self._doubt_at_s()) - now_s, 0.0)
                 done, _ = await asyncio.wait(self._tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     self._note(self._tasks.pop(task), task.result())
@@ -163,7 +129,12 @@ class ForwardPass:
         usable = []
         for place, replicas in below.experts.items():
             expert = ExpertUid(self._terms.grid.block, (*prefix, place))
-            if expert not in self._hopeless and self._calls.available(expert, replicas, self._begun_s if self._desperate else None):
+            silent = not self._desperate and all(one.peer_id in self._silent for one in replicas)
+            if (
+                expert not in self._hopeless
+                and not silent
+                and self._calls.available(expert, replicas, self._begun_s if self._desperate else None)
+            ):
                 self._replicas[expert] = replicas
                 usable.append(place)
         return usable
@@ -171,12 +142,10 @@ class ForwardPass:
     def _ask(self, tasks: asyncio.TaskGroup, chosen: Chosen, rows: torch.Tensor) -> None:
         """Call the chosen experts; `chosen.which_BK` is for these rows of the batch."""
         batch, before = self._there_BS.shape
-        firsts = torch.tensor([dimension.start for dimension in self._terms.grid.dimensions])
-        table = torch.tensor([*chosen.experts, tuple(firsts.tolist())]) - firsts  # the last row is for those that are not there
-        width = chosen.which_BK.shape[1]
-        coordinates = torch.zeros(batch, width, len(firsts), dtype=torch.int64)
-        there = torch.zeros(batch, width, dtype=torch.bool)
-        coordinates[rows], there[rows] = table[chosen.which_BK], chosen.which_BK >= 0
+        found_BKD = self._from_zero(chosen.experts)[chosen.which_BK]
+        coordinates = torch.zeros(batch, *found_BKD.shape[1:], dtype=torch.int64)
+        there = torch.zeros(batch, found_BKD.shape[1], dtype=torch.bool)
+        coordinates[rows], there[rows] = found_BKD, chosen.which_BK >= 0
         self._coordinates = torch.cat([self._coordinates, coordinates], dim=1)
         self._there_BS = torch.cat([self._there_BS, there], dim=1)
         for prefix, places in zip(chosen.experts, places_of(chosen.which_BK, len(chosen.experts)), strict=True):
@@ -184,7 +153,8 @@ class ForwardPass:
             where = Places(rows[places.rows], places.columns + before)
             self._uids.append(uid)
             self._places.append(where)
-            self._gathering.expect(number, where.rows)
+            usual_s = max((self._calls.fleet.hedge_after_s(str(uid), one.peer_id) for one in self._replicas[uid]), default=0.0)
+            self._gathering.expect(number, where.rows, self._calls.clock.monotonic_s(), usual_s)
             self._tasks[tasks.create_task(self._call(uid, where.rows, self._desperate))] = number
 
     async def _call(self, uid: ExpertUid, rows: torch.Tensor, desperate: bool) -> Made | SwarmError:
@@ -206,6 +176,23 @@ class ForwardPass:
             self._lost = True
             self._gathering.failed(number, now_s)
 
+    def _doubt_at_s(self) -> float:
+        may_doubt = self._terms.replacements_max > 0 and len(self._gathering.lacking_rows)
+        stalled_s = self._gathering.stalled_s() if may_doubt else None
+        return stalled_s if stalled_s is not None else float("inf")
+
+    def _doubt_stalled(self) -> None:
+        """Should nobody be heard of any more while samples lack answers, others are asked for these: a frozen peer may hold all of
+        their experts.
+        """
+        if self._calls.clock.monotonic_s() < self._doubt_at_s():
+            return
+        doubted = [self._uids[number] for number in self._gathering.doubt()]
+        self._hopeless.update(doubted)
+        heard = {made.replica.peer_id for made in self._made.values()}
+        self._silent.update(one.peer_id for uid in doubted for one in self._replicas[uid] if one.peer_id not in heard)
+        self._lost = True
+
     async def _replace_lost(self, tasks: asyncio.TaskGroup) -> None:
         """For samples that lost too many experts ask others: from the second time on also those that are avoided."""
         times_max = self._terms.replacements_max if self._lost else 0
@@ -220,21 +207,25 @@ class ForwardPass:
         self._desperate = False
 
     async def _replace(self, tasks: asyncio.TaskGroup, short: torch.Tensor) -> None:
-        """The best that these samples have not chosen yet. The first time in a pass the DHT is asked anew who there is."""
-        first = torch.equal(self._replaced_B.bool().nonzero().flatten(), short)
-        self._anew = first and not self._desperate
-        width = self._there_BS.shape[1]
-        chosen = await self._search([score[short] for score in self._scores], min(width + self._terms.k_min, self._terms.grid.count))
-        firsts = torch.tensor([dimension.start for dimension in self._terms.grid.dimensions])
-        table = torch.tensor([*chosen.experts, tuple(firsts.tolist())]) - firsts
-        found = table[chosen.which_BK]  # [short, found, D]
-        before = self._coordinates[short]
-        same = (found.unsqueeze(2) == before.unsqueeze(1)).all(dim=-1) & self._there_BS[short].unsqueeze(1)
-        is_new = (chosen.which_BK >= 0) & ~same.any(dim=-1)
-        is_new &= is_new.cumsum(dim=1) <= self._terms.k_min
-        which = torch.where(is_new, chosen.which_BK, -1)
-        which = which.gather(1, is_new.to(torch.int64).argsort(dim=1, descending=True, stable=True)[:, : self._terms.k_min])
-        self._ask(tasks, compact(chosen.experts, which, chosen.certain), short)
+        """The best that these samples have not chosen yet. Should some find none, the DHT is asked anew who there is, once in a pass."""
+        chosen = await self._others(short)
+        if not self._asked_anew and bool((chosen.which_BK < 0).all(dim=1).any()):
+            self._asked_anew = self._anew = True
+            chosen = await self._others(short)
+            self._anew = False
+        self._ask(tasks, chosen, short)
+
+    async def _others(self, short: torch.Tensor) -> Chosen:
+        grid, k = self._terms.grid, self._terms.k_min
+        chosen = await self._search([score[short] for score in self._scores], min(self._there_BS.shape[1] + k, grid.count))
+        found_BKD = self._from_zero(chosen.experts)[chosen.which_BK]
+        which_BK = not_among(chosen.which_BK, found_BKD, self._coordinates[short], self._there_BS[short], k)
+        return compact(chosen.experts, which_BK, chosen.certain)
+
+    def _from_zero(self, experts: Sequence[tuple[int, ...]]) -> torch.Tensor:
+        """The experts' coordinates, counted from 0 in each dimension; one row more, of zeros, for the number -1."""
+        firsts = tuple(dimension.start for dimension in self._terms.grid.dimensions)
+        return torch.tensor([*experts, firsts]) - torch.tensor(firsts)
 
     async def _result(self, at_first: torch.Tensor, empty: Sequence[torch.Tensor]) -> Mixed:
         numbers = sorted(self._made)
@@ -271,7 +262,7 @@ class ForwardPass:
     def _too_few(self, count: int) -> SwarmError:
         terms = self._terms
         reasons = [f"{self._uids[number]}: {error}" for number, error in sorted(self._failed.items())]
-        told = "; ".join(reasons[:_REASONS_SHOWN]) or self._unread or f"no expert of {terms.grid} is known"
+        told = "; ".join(reasons[:REASONS_SHOWN]) or self._unread or f"no expert of {terms.grid} is known"
         seconds = self._calls.clock.monotonic_s() - self._begun_s
         text = (
             f"{count} of {len(self._there_BS)} samples got fewer than k_min = {terms.k_min} answers in {seconds:.2g} s: {told}; "
@@ -280,82 +271,6 @@ class ForwardPass:
         if self._failed and all(isinstance(error, UsageError) for error in self._failed.values()):
             return UsageError(text)
         return NotEnoughPeers(text)
-
-
-class BackwardPass:
-    """The gradients of a forward pass's inputs; each expert that answered makes a step. Use once."""
-
-    def __init__(self, calls: ReplicaCalls, pool: Executor | None, terms: Terms, mixed: Mixed, inputs: Sequence[torch.Tensor]) -> None:
-        self._calls, self._pool, self._terms, self._mixed, self._inputs = calls, pool, terms, mixed, inputs
-
-    async def run(self, gradients: Sequence[torch.Tensor | None], *, again: bool) -> tuple[list[torch.Tensor | None], PassReport]:
-        """`gradients`: [B, S, …] for every floating output, or None. `again`: another pass of the same forward, to be applied as well.
-
-        NotEnoughPeers when a sample got fewer than `backward_k_min` gradients.
-        """
-        terms, clock = self._terms, self._calls.clock
-        begun_s = clock.monotonic_s()
-        deadline_s = begun_s + terms.backward_timeout_s
-        gathering = Gathering(self._inputs[0].shape[0], terms.backward_k_min, terms.patience, begun_s, deadline_s)
-        branches = self._mixed.branches
-        found: dict[int, Sequence[torch.Tensor | None]] = {}
-        failed: dict[int, str] = {}
-        async with asyncio.TaskGroup() as tasks:
-            running = {}
-            for number, branch in enumerate(branches):
-                gathering.expect(number, branch.places.rows)
-                running[tasks.create_task(self._call(branch, gradients, deadline_s, again))] = number
-            while not gathering.over(now_s := clock.monotonic_s()):
-                timeout_s = max(gathering.deadline_s() - now_s, 0.0)
-                done, _ = await asyncio.wait(running, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    number, outcome = running.pop(task), task.result()
-                    if isinstance(outcome, SwarmError):
-                        failed[number] = str(outcome)
-                        gathering.failed(number, clock.monotonic_s())
-                    else:
-                        found[number] = outcome
-                        gathering.answered(number, clock.monotonic_s())
-            for task, number in running.items():
-                task.cancel()
-                failed[number] = "it was too late"
-                self._calls.late(branches[number].made)
-        lacking = len(gathering.lacking_rows)
-        names = [str(branch.made.uid) for branch in branches]
-        if lacking:
-            told = "; ".join(f"{names[number]}: {why}" for number, why in list(failed.items())[:_REASONS_SHOWN])
-            raise NotEnoughPeers(f"{lacking} samples got fewer than backward_k_min = {terms.backward_k_min} gradients: {told}")
-        parts = [(branches[number].places, found[number]) for number in sorted(found)]
-        size = sum(tensor.nbytes for tensor in self._inputs)
-        sums = await worked(self._pool, size, lambda: add_up(self._inputs, parts))
-        return sums, PassReport(
-            asked=tuple(names),
-            answered=tuple(names[number] for number in sorted(found)),
-            failed={names[number]: why for number, why in failed.items()},
-            short_samples=lacking,
-            seconds=clock.monotonic_s() - begun_s,
-        )
-
-    async def _call(
-        self, branch: Branch, gradients: Sequence[torch.Tensor | None], deadline_s: float, again: bool
-    ) -> Sequence[torch.Tensor | None] | SwarmError:
-        places, made = branch.places, branch.made
-        inputs = await rows_of(self._pool, self._inputs, places.rows)
-        size = sum(one.nbytes for one in gradients if one is not None)
-        cut = await worked(self._pool, size, lambda: [one[places.rows, places.columns] if one is not None else None for one in gradients])
-        if again:
-            made = replace(made, forwarded=afresh(made.forwarded))
-        try:
-            tensors = GradientPass(inputs, cut)
-            answer = await self._calls.backward(made, tensors, deadline_s=deadline_s, travel=self._terms.travel)
-        except SwarmError as error:
-            return error
-        return answer.gradients
-
-
-def afresh(forwarded: Forwarded) -> Forwarded:
-    """The same answer under another request id: its backward pass is applied beside the one under the first."""
-    return replace(forwarded, request_id=os.urandom(len(forwarded.request_id)))
 
 
 async def rows_of(pool: Executor | None, tensors: Sequence[torch.Tensor], rows: torch.Tensor) -> list[torch.Tensor]:

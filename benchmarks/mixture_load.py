@@ -1,0 +1,81 @@
+"""What a trainer with a mixture layer does in a round, for any library. Imports torch alone: it runs in hivemind's environment, too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.conversation import wait_until
+
+ROWS = COLUMNS = 4  # of the grid; a server holds a row
+SERVERS = ROWS
+WIDTH = 256
+BATCH = 64
+K_BEST = 4
+CLOSE = 1e-4  # of float32 sums that are taken in another order in a larger batch
+TIMEOUT_S = 60.0
+SEED = 11
+
+
+def module_of(row: int, column: int) -> torch.nn.Module:
+    """The same in every process."""
+    with torch.random.fork_rng():
+        torch.manual_seed(SEED + ROWS * row + column)
+        return torch.nn.Sequential(torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.GELU(), torch.nn.Linear(4 * WIDTH, WIDTH))
+
+
+def still(parameters: Any) -> torch.optim.Optimizer:
+    """An optimizer that does its work and changes nothing, so that every result can be checked."""
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+def set_gate(linear: torch.nn.Linear) -> None:
+    """Of every library the same."""
+    generator = torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        linear.weight.copy_(torch.randn(linear.weight.shape, generator=generator) / WIDTH**0.5)
+        linear.bias.copy_(torch.randn(linear.bias.shape, generator=generator) / 10.0)
+
+
+def perform(layer: Callable[[torch.Tensor], torch.Tensor], linear: torch.nn.Linear, order: dict[str, Any]) -> dict[str, Any]:
+    """So many steps, forward and backward, from the aligned start on; the last result is checked behind the time."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(BATCH, WIDTH, generator=generator).requires_grad_()
+    gradient = torch.randn(BATCH, WIDTH, generator=generator)
+    reasons: list[str] = []
+    forward_s, done, y = 0.0, 0, x
+    wait_until(order["at_s"])
+    for _ in range(order["count"]):
+        x.grad = linear.weight.grad = None
+        try:
+            before_s = time.monotonic()
+            y = layer(x)
+            forward_s += time.monotonic() - before_s
+            y.backward(gradient)  # type: ignore[no-untyped-call, unused-ignore]
+            done += 1
+        except Exception as error:  # noqa: BLE001  any library's
+            reasons.append(f"{type(error).__name__}: {error}"[:200])
+    end_s = time.monotonic()
+    if done:
+        reasons += _faults(x, y.detach(), linear, gradient)
+    return {"end_s": end_s, "performed": done, "reasons": sorted(set(reasons))[:3], "forward_s": forward_s}
+
+
+def _faults(x: torch.Tensor, y: torch.Tensor, linear: torch.nn.Linear, gradient: torch.Tensor) -> list[str]:
+    """Against the same mixture computed here."""
+    inputs = x.detach().clone().requires_grad_()
+    scores = torch.nn.functional.linear(inputs, linear.weight.detach(), linear.bias.detach())
+    logits = (scores[:, :ROWS, None] + scores[:, None, ROWS:]).flatten(1)
+    best = logits.topk(K_BEST, dim=1)
+    outputs = torch.stack([module_of(row, column)(inputs) for row in range(ROWS) for column in range(COLUMNS)], dim=1)
+    chosen = outputs.gather(1, best.indices.unsqueeze(-1).expand(-1, -1, WIDTH))
+    expected = (best.values.softmax(dim=1).unsqueeze(-1) * chosen).sum(dim=1)
+    if not torch.allclose(y, expected, atol=CLOSE):
+        return ["an output is wrong"]
+    expected.backward(gradient)  # type: ignore[no-untyped-call, unused-ignore]
+    if x.grad is None or inputs.grad is None or not torch.allclose(x.grad, inputs.grad, atol=CLOSE):
+        return ["a gradient is wrong"]
+    return []

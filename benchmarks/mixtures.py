@@ -1,0 +1,93 @@
+"""A mixture layer over sixteen experts on four servers, forward and backward, ours beside hivemind."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+from benchmarks.allreduce import HIVEMIND, Setting
+from benchmarks.contenders import Contender, Round
+from benchmarks.environments import OWN_PYTHON
+from benchmarks.launch import Launch
+from benchmarks.mixture_load import BATCH, COLUMNS, K_BEST, ROWS, SERVERS
+from benchmarks.results import Aim, Row
+from benchmarks.turns import Tally, take_turns
+
+TIMES_FASTER = 10.0
+STEPS = {"swarm": 10, "hivemind": 2}  # in a round: a step of hivemind's takes seconds
+START_AHEAD_S = 0.1
+READY_TIMEOUT_S = 90.0
+ROUND_TIMEOUT_S = 120.0
+WARM_UP = 2
+LIMIT = "the experts' own arithmetic, on cores that all processes share"
+
+
+class Trainer:
+    """A contender: four servers, and behind them a trainer that knows `steps`."""
+
+    def __init__(self, name: str, *, python: Path, module: str, steps: int) -> None:
+        self._name, self._steps = name, steps
+        self._launch = Launch(name, python=python, module=f"benchmarks.workers.{module}", configurations=[{}] * SERVERS)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def __enter__(self) -> Trainer:
+        self._launch.__enter__()
+        try:
+            self._launch.hear("ready", READY_TIMEOUT_S)
+            self._trainer = self._launch.add({})
+            self._trainer.hear("ready", time.monotonic() + READY_TIMEOUT_S)
+        except BaseException:
+            self._launch.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._launch.__exit__(kind, error, trace)
+
+    def round(self) -> Round:
+        before_s = self._launch.processor_s()
+        at_s = time.monotonic() + START_AHEAD_S
+        self._trainer.tell({"do": "steps", "count": self._steps, "at_s": at_s})
+        done = self._trainer.hear("done", at_s + ROUND_TIMEOUT_S)
+        reasons = list(done["reasons"])
+        if done["performed"] != self._steps:
+            reasons.append(f"{done['performed']} steps, not {self._steps}")
+        return Round(
+            ok=not reasons,
+            reason="; ".join(reasons),
+            wrong=any("wrong" in reason for reason in reasons),
+            whole_s=(done["end_s"] - at_s) / self._steps,
+            processor_s=(self._launch.processor_s() - before_s) / self._steps,
+            phases={"forward": done["forward_s"] / self._steps},
+        )
+
+
+def rows(setting: Setting) -> list[Row]:
+    """One row, and where its time goes."""
+    makers: list[Callable[[], Contender]] = [partial(Trainer, "swarm", python=OWN_PYTHON, module="swarm_mixture", steps=STEPS["swarm"])]
+    names = ["swarm"]
+    if setting.hivemind is not None:
+        names.append(HIVEMIND)
+        makers.append(partial(Trainer, HIVEMIND, python=setting.hivemind, module="hivemind_mixture", steps=STEPS["hivemind"]))
+    setting.say(f"mixture layer: {', '.join(names)}")
+    tallies = take_turns(makers, names, replace(setting.plan, warm_up=WARM_UP), setting.say)
+    peer: Tally | None = tallies[1] if len(tallies) == 2 else None
+    return [
+        Row(
+            identifier="expert-mixture",
+            workload=f"mixture layer, {ROWS * COLUMNS} experts of width 256 on {SERVERS} servers, batch {BATCH}, k_best {K_BEST}",
+            quantity="a step, forward and backward",
+            ours=tallies[0].series("", lambda outcome: outcome.whole_s),
+            peer=None if peer is None else peer.series("", lambda outcome: outcome.whole_s),
+            aim=None if peer is None else Aim(of="peer / ours", sense="at least", value=TIMES_FASTER),
+            limit=LIMIT,
+            notes=tuple(tally.spending() for tally in tallies),
+        )
+    ]

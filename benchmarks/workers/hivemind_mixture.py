@@ -1,0 +1,74 @@
+"""hivemind's servers of experts (ranks 0 to 3), and a trainer with a mixture layer over them. Runs in hivemind's environment."""
+
+from __future__ import annotations
+
+import hivemind  # type: ignore[import-not-found,unused-ignore]
+import torch
+from hivemind.moe.client.moe import RemoteMixtureOfExperts  # type: ignore[import-not-found,unused-ignore]
+from hivemind.moe.server import ModuleBackend, Server  # type: ignore[import-not-found,unused-ignore]
+from hivemind.utils.tensor_descr import BatchTensorDescriptor  # type: ignore[import-not-found,unused-ignore]
+
+from benchmarks.conversation import Conversation
+from benchmarks.mixture_load import BATCH, COLUMNS, K_BEST, ROWS, SERVERS, TIMEOUT_S, WIDTH, module_of, perform, set_gate, still
+
+HANDLERS = 2  # connection handlers of each server; more processes than cores are slower here
+
+
+def main() -> None:
+    talk = Conversation()
+    torch.set_num_threads(1)
+    rank = talk.configuration["rank"]
+    if rank == 0:
+        dht = hivemind.DHT(start=True)
+        talk.publish("address", str(dht.get_visible_maddrs()[0]))
+    else:
+        dht = hivemind.DHT(initial_peers=[talk.published("address")], start=True)
+    if rank < SERVERS:
+        serve(talk, dht, rank)
+    else:
+        train(talk, dht)
+
+
+def serve(talk: Conversation, dht: hivemind.DHT, row: int) -> None:
+    """Until the command is gone."""
+    backends = {}
+    for column in range(COLUMNS):
+        module = module_of(row, column)
+        backends[f"ffn.{row}.{column}"] = ModuleBackend(
+            name=f"ffn.{row}.{column}",
+            module=module,
+            optimizer=still(module.parameters()),
+            args_schema=(BatchTensorDescriptor(WIDTH),),
+            max_batch_size=16 * BATCH,
+        )
+    server = Server(dht, backends, num_connection_handlers=HANDLERS, device="cpu", start=False)
+    server.run_in_background(await_ready=True)
+    talk.say("ready")
+    while True:
+        talk.hear()
+
+
+def train(talk: Conversation, dht: hivemind.DHT) -> None:
+    """As told."""
+    layer = RemoteMixtureOfExperts(
+        in_features=WIDTH,
+        grid_size=(ROWS, COLUMNS),
+        dht=dht,
+        uid_prefix="ffn.",
+        k_best=K_BEST,
+        k_min=K_BEST,
+        forward_timeout=TIMEOUT_S,
+        timeout_after_k_min=TIMEOUT_S,
+        backward_k_min=K_BEST,
+        backward_timeout=TIMEOUT_S,
+    )
+    set_gate(layer.proj)
+    talk.say("ready")
+    while True:
+        order = talk.hear()
+        if order["do"] == "steps":
+            talk.say("done", **perform(layer, layer.proj, order))
+
+
+if __name__ == "__main__":
+    main()
