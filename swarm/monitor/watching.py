@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,9 @@ from swarm.run.directory import RunDirectory
 from swarm.run.specification import SignedSpecification
 from swarm.run.task import make_task
 
+_LOOK_S = 0.25
 _JOIN_S = 6.0
+_REFUSED_S = 1.5  # for a second attempt
 _FIND_S = 15.0
 _CALL_S = 10.0
 
@@ -50,7 +53,7 @@ class Watch:
         self._listeners: list[OnView] = []
         self._lock = threading.Lock()
         try:
-            if not self.node.wait_joined(_JOIN_S):
+            if not self._joined():
                 reasons = "; ".join(self.node.join_failures) or "no answer in time"
                 raise NetworkError(f"nobody answers: {reasons}. Ask for the address of another live peer")
             self._directory = RunDirectory(self.node.dht.service, self.node.peer_id, clock=self.node.clock)
@@ -74,6 +77,14 @@ class Watch:
             self.close()
             raise
         self.node.network.run(self._start(), _CALL_S)
+
+    def _joined(self) -> bool:
+        """Whether somebody answered; no longer than it takes when every address has refused."""
+        begun_s = time.monotonic()
+        while not self.node.wait_joined(_LOOK_S):
+            if time.monotonic() - begun_s > (_REFUSED_S if self.node.join_failures else _JOIN_S):
+                return False
+        return True
 
     @property
     def run(self) -> RunView:
