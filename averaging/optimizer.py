@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from averaging.reduction.robust import Aggregation
+from averaging.training.admission import Banned
 from averaging.training.averagers import Manner, Rounds, check_extras
 from averaging.training.catchup import CatchUp
 from averaging.training.config import OptimizerConfig
@@ -25,9 +26,10 @@ from averaging.training.reports import LoadResult, StepReport
 from averaging.training.runexchange import exchange_of
 from averaging.training.state import Scheduler, TrainingState
 from averaging.training.tracker import Tracker, TrackerServices
+from averaging.training.view import StateView
 from swarm.compression import resolve
 from swarm.errors import NetworkError, UsageError
-from swarm.ids import open_run_id
+from swarm.ids import Contact, PeerId, open_run_id
 from swarm.metrics.reporter import Reporter
 
 if TYPE_CHECKING:
@@ -108,12 +110,15 @@ class Optimizer(torch.optim.Optimizer):
         services = TrackerServices(
             own=lambda: node.contact, dht=node.dht.service, caller=node.channels, clock=node.clock, loop=network.loop
         )
-        self._tracker = Tracker(services, self.run_id, self.target_batch_size, config.progress)
+        self._banned = Banned()
+        self._tracker = Tracker(services, self.run_id, self.target_batch_size, config.progress, self._banned)
         giving = DonorServices(own=lambda: node.contact, dht=node.dht.service, clock=node.clock, loop=network.loop, pool=network.pool)
-        self._donor = Donor(giving, self.run_id, self._state, config.donor)
+        self._donor = Donor(giving, self.run_id, self._state, config.donor, self._banned)
+        self._tracker.on_full = self._donor.round_begins
         self._rounds = Rounds(node, self.run_id, self._training, self._state, manner, config)
         self._catch_up = CatchUp(node, self.run_id, self._state, self._training, self._tracker, self._rounds, config)
         parts = (self._state, self._training, self._tracker, self._donor, self._rounds, self._catch_up)
+        self._catch_up.banned = self._banned
         self._loop = EpochLoop(node, parts, state_sync_epochs, config)
         exchange_of(node).add(self.run_id, self._tracker, self._donor)
         self._meter = Meter(node.clock.swarm_s(), name=node.config.name, device=_device(self._state.parameters), agent=node.agent)
@@ -131,7 +136,7 @@ class Optimizer(torch.optim.Optimizer):
             node.supervisor.spawn(f"state of run {self.run_id}", self._donor.run, restart=True),
             node.supervisor.spawn(f"metrics of run {self.run_id}", self._reporter.run, restart=True),
         ]
-        node.at_close(self._close_on_loop)
+        self._forget = node.at_close(self._close_on_loop)
 
     # --- training
 
@@ -204,6 +209,43 @@ class Optimizer(torch.optim.Optimizer):
         """The epoch, and the digest of the state in it (hex): equal on peers whose states are equal bit for bit. Copies the state."""
         snapshot = self._state.snapshot()
         return snapshot.epoch, snapshot.digest.hex()
+
+    def state_view(self) -> StateView:
+        """The state of this moment, to be written while training goes on (`averaging.training.checkpoint`). Close it afterwards."""
+        return self._state.view()
+
+    def load_state(self, blob: bytearray) -> None:
+        """Go on from the state of a checkpoint; what was accumulated is dropped. PeerError, and nothing changed, when it does not fit."""
+        self._state.load(blob)
+        self._training.drop()
+        self._loop.resumed()
+
+    # --- what the run's owner may change while it is running
+
+    def set_target(self, target_batch_size: int) -> None:
+        """From now on an epoch is so many samples."""
+        self.target_batch_size = _samples(target_batch_size)
+        self._tracker.set_target(self.target_batch_size)
+
+    def ban(self, peers: Iterable[PeerId]) -> None:
+        """These, and nobody else, are refused from now on: in groups, in progress, as donors and as joiners."""
+        self._banned.own = self.node.peer_id in (banned := frozenset(peers))
+        self._banned.peers = banned - {self.node.peer_id}
+        self._rounds.ban(self._banned.peers)
+        self._tracker.forget(self._banned.peers)
+
+    def rest(self, resting: bool) -> None:
+        """Stay in the run without training, and give the state to who asks; or go on."""
+        self._tracker.rest(self._training.samples, resting)
+
+    def attend(self, timeout_s: float) -> StepReport | None:
+        """While resting: take part in the round of this epoch if others begin it, so that they need not wait. None: nobody did."""
+        self._check_open()
+        return self._loop.attend(timeout_s)
+
+    def contacts(self) -> list[Contact]:
+        """Of peers in this run that can be called."""
+        return self._tracker.contacts()
 
     # --- a torch optimizer
 
@@ -281,6 +323,7 @@ class Optimizer(torch.optim.Optimizer):
         with contextlib.suppress(NetworkError):  # records expire by themselves
             self.node.network.run(self._close_on_loop(), _CLOSE_S_MAX)
         self._rounds.close()
+        self._forget()
 
     async def _close_on_loop(self) -> None:
         if self._closed:

@@ -65,6 +65,17 @@ class Identity:
             raise
         return cls(key, path=file, lock=lock)
 
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Identity:
+        """Read the identity file without locking it: to sign as its owner, not to be a peer under this name. UsageError as in `load`."""
+        file = Path(path).expanduser()
+        if not file.exists():
+            raise UsageError(f"there is no identity file {file}")
+        try:
+            return cls(Ed25519PrivateKey.from_private_bytes(_decode(_read_or_create(file), file)), path=file)
+        except OSError as error:
+            raise UsageError(f"cannot use the identity file {file}: {error.strerror or error}") from error
+
     @property
     def private_key(self) -> Ed25519PrivateKey:
         """For issuing certificates; nothing else needs it."""

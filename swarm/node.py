@@ -156,9 +156,13 @@ class Node:
         """Why those who were asked last did not answer, one sentence each."""
         return list(self._joining.failures.values())
 
-    def at_close(self, callback: Callable[[], Awaitable[None]]) -> None:
-        """Run `callback` on the network loop when the node closes, before its connections do; the callback registered last goes first."""
+    def at_close(self, callback: Callable[[], Awaitable[None]]) -> Callable[[], None]:
+        """Run `callback` on the network loop when the node closes, before its connections do; the callback registered last goes first.
+
+        Returns what takes the callback back, for those who close before the node does.
+        """
         self._callbacks.append(callback)
+        return lambda: self._callbacks.remove(callback) if callback in self._callbacks else None
 
     def close(self) -> None:
         """Say goodbye, stop the services, free the port and the identity file. Idempotent; under two seconds, also when peers are dead.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,6 +25,17 @@ class Presence(Protocol):
     async def look(self, timeout_s: float) -> dict[PeerId, Holder]:
         """Every live holder, read afresh. NetworkError when the DHT cannot say."""
         ...
+
+
+class Permitted:
+    """Records without those of some peers: nobody looks for them or waits for them."""
+
+    def __init__(self, presence: Presence, banned: Callable[[], Container[PeerId]]) -> None:
+        self._presence, self._banned = presence, banned
+
+    async def look(self, timeout_s: float) -> dict[PeerId, Holder]:
+        banned = self._banned()
+        return {peer: holder for peer, holder in (await self._presence.look(timeout_s)).items() if peer not in banned}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from averaging.groups.cells import Background, Cells, CellsConfig, Neighbourhood
 from averaging.groups.grid import Place, key_at, split_key
 from averaging.groups.group import Group, Member
 from averaging.groups.matchmaking import Matchmaker, MatchmakingConfig
-from averaging.groups.presence import Presence
+from averaging.groups.presence import Permitted, Presence
 from averaging.groups.seeking import (
     AbandonJoin,
     Answer,
@@ -82,6 +82,7 @@ class GroupExchange:
         self.own = own
         self.clock = clock
         self._services: dict[AveragerName, GroupService] = {}
+        self.banned: dict[str, frozenset[PeerId]] = {}  # by run
         handlers.unary(SEEK, self._on_seek)
         handlers.unary(JOIN, self._on_join)
         handlers.unary(MEET, self._on_meet)
@@ -96,22 +97,32 @@ class GroupExchange:
         if self._services.get(service.name) is service:
             del self._services[service.name]
 
+    def ban(self, run: str, peers: frozenset[PeerId]) -> None:
+        """These, and nobody else, are in no group of this run any more."""
+        self.banned[run] = peers
+
+    def check(self, run: str, peer: PeerId) -> None:
+        """PeerError for a banned one."""
+        if peer in self.banned.get(run, ()):
+            raise PeerError("the owner of this run has banned this peer")
+
     async def _on_seek(self, caller: PeerId, request: group_pb2.Seek) -> group_pb2.SeekAnswer:
         now_s = self.clock.swarm_s()
         seek = decode_seek(request, caller, now_s)
-        answer = self._service(request).on_seek(seek, announced=request.announce)
+        answer = self._service(request, caller).on_seek(seek, announced=request.announce)
         return encode_answer(answer, now_s=now_s)
 
     async def _on_join(self, caller: PeerId, request: group_pb2.Join) -> group_pb2.JoinAnswer:
         join = decode_join(request, caller, self.clock.swarm_s())
-        answer = await self._service(request.seek).on_join(join)
+        answer = await self._service(request.seek, caller).on_join(join)
         return encode_join_answer(answer, now_s=self.clock.swarm_s())
 
     async def _on_meet(self, caller: PeerId, request: group_pb2.Meet) -> group_pb2.MeetAnswer:
         meet = decode_meet(request, caller)
-        return encode_met(self._service(request).on_meet(meet))
+        return encode_met(self._service(request, caller).on_meet(meet))
 
-    def _service(self, seek: group_pb2.Seek | group_pb2.Meet) -> GroupService:
+    def _service(self, seek: group_pb2.Seek | group_pb2.Meet, caller: PeerId) -> GroupService:
+        self.check(seek.run, caller)
         service = self._services.get(AveragerName(run=seek.run, averager=seek.averager))
         if service is None:
             raise PeerError(f"no averager {seek.averager[:100]!r} here")
@@ -135,7 +146,7 @@ class GroupService:
         self.name = name
         self.config = config or GroupServiceConfig()
         self._exchange, self._caller, self._clock = exchange, exchange.caller, exchange.clock
-        self._presence = presence
+        self._presence = presence = Permitted(presence, lambda: exchange.banned.get(name.run, ()))
         self._schema = schema
         self.machine = Matchmaker(
             own=exchange.own,
@@ -367,6 +378,7 @@ class GroupService:
         request = encode_join(join, name=self.name, now_s=sent_s)
         timeout_s = max(join.seek.deadline_s - sent_s, 0.0) + _ANSWER_SLACK_S
         try:
+            self._exchange.check(self.name.run, contact.peer_id)  # somebody who does not know of it yet may follow a banned peer
             reply = await self._caller.call(contact, JOIN, request, timeout_s=timeout_s)
             now_s = self._clock.swarm_s()
             answer = decode_join_answer(reply, now_s)

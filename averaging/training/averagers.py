@@ -15,11 +15,13 @@ import torch
 from averaging.averager import Averager
 from averaging.reduction.robust import MEAN, Aggregation
 from averaging.result import AveragingResult, PendingRound
+from averaging.service import AveragingService
 from averaging.training.config import OptimizerConfig
 from averaging.training.modes import Mode
 from averaging.training.state import TrainingState
 from swarm.compression import resolve
 from swarm.errors import UsageError
+from swarm.ids import PeerId
 
 if TYPE_CHECKING:
     from swarm.node import Node
@@ -63,6 +65,10 @@ class Rounds:
             self._epochs = self._averager(self._mode.tensors(), "epochs", "gradient", self._manner)
             if self._epochs.feedback is not None and self._feedback is not None:
                 self._epochs.feedback.load_state_dict(self._feedback)
+
+    def ban(self, peers: frozenset[PeerId]) -> None:
+        """Whom no group of this run has from now on."""
+        self._node.network.loop.call_soon_threadsafe(lambda: AveragingService.of(self._node).exchange.ban(self._run_id, peers))
 
     def feedback_state(self) -> dict[str, Any] | None:
         """What error feedback holds; None without."""

@@ -12,16 +12,17 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from averaging.training.admission import Banned
 from averaging.training.averagers import Rounds
 from averaging.training.config import OptimizerConfig
-from averaging.training.download import Download, Fetched
+from averaging.training.contacts import contact_of
+from averaging.training.download import Download, Fetched, Part
 from averaging.training.modes import Captured, Mode
 from averaging.training.reports import LoadResult
-from averaging.training.runexchange import contact_of
 from averaging.training.state import TrainingState
 from averaging.training.tracker import Tracker
 from swarm.errors import NetworkError, NotEnoughPeers, PeerError, SwarmError
@@ -34,6 +35,7 @@ _log = logging.getLogger(__name__)
 
 _LOOK_S = 0.05  # how often a newcomer looks whether its download is done, between rounds
 _READ_TIMEOUT_S = 5.0
+_DISTRUSTED_MAX = 1024  # remembered; of more, the first goes
 _REGISTER_S = 1.0  # the others are told that we are there; who does not answer by then reads it in the DHT
 
 
@@ -44,7 +46,7 @@ class _Attempt:
     deadline_s: float
     started_s: float
     failures: dict[PeerId, str] = field(default_factory=dict)
-    distrusted: set[PeerId] = field(default_factory=set)  # gave a state that does not fit, or chunks that are not what they declared
+    part: Part | None = None  # chunks of a state that was not downloaded to its end
     bytes_received: int = 0
     reason: str = ""
 
@@ -62,6 +64,9 @@ class CatchUp:
         self._node, self._run_id, self._state, self._mode = node, run_id, state, mode
         self._tracker, self._rounds, self._config = tracker, rounds, config
         self.on_progress: Callable[[int, int], None] | None = None  # bytes so far, of how many; called on the network thread
+        # gave a state that does not fit, or chunks that are not what they declared, and why: not asked again by this optimizer
+        self.distrusted: dict[PeerId, str] = {}
+        self.banned = Banned()
 
     def load(self, timeout_s: float) -> LoadResult:
         """Fetch the state until it is there, there is nobody to fetch it from, or the time is up. What was accumulated is dropped."""
@@ -69,6 +74,8 @@ class CatchUp:
         attempt = _Attempt(deadline_s=now_s + timeout_s, started_s=now_s)
         self._tracker.wait_look(min(self._config.first_look_s, timeout_s), first=True)
         while True:
+            if self.banned.own:
+                return self._ended(attempt, "the owner of this run has banned this peer")
             self._tracker.wait_look(min(self._config.first_look_s, max(attempt.left_s, 0.01)))
             donors = self._donors(attempt)
             if not donors:
@@ -110,8 +117,8 @@ class CatchUp:
             epoch_min=epoch,
             epoch_known=epoch,
             config=self._config.download,
-            failures={},
             on_progress=self.on_progress,
+            part=attempt.part,
         )
         future = self._node.network.submit(download.fetch(donors, max(attempt.left_s, 0.1)))
         try:
@@ -124,8 +131,9 @@ class CatchUp:
         finally:
             future.cancel()  # Ctrl-C: nothing may go on behind the caller's back
             attempt.failures.update(download.failures)
-            attempt.distrusted.update(peer for peer, reason in download.failures.items() if "digest is not what it had declared" in reason)
-        attempt.bytes_received += len(fetched.blob)
+            self._distrust({peer: download.failures[peer] for peer in download.liars})
+            attempt.bytes_received += download.received_bytes
+            attempt.part = download.part
         return self._install(attempt, fetched, captured, epoch)
 
     def _follow(self, download: Download, future: concurrent.futures.Future[Fetched], epoch: int) -> tuple[dict[int, Captured], int]:
@@ -167,7 +175,8 @@ class CatchUp:
         except PeerError as error:
             attempt.reason = str(error)
             attempt.failures.update(dict.fromkeys(fetched.donors, str(error)))
-            attempt.distrusted.update(fetched.donors)
+            attempt.part = None
+            self._distrust(dict.fromkeys(fetched.donors, str(error)))
             self._tracker.begin_epoch(self._state.epoch)
             return None
         replayed = range(fetched.epoch, epoch)
@@ -185,6 +194,11 @@ class CatchUp:
             bytes_received=attempt.bytes_received,
             seconds=time.monotonic() - attempt.started_s,
         )
+
+    def _distrust(self, peers: Mapping[PeerId, str]) -> None:
+        self.distrusted.update(peers)
+        while len(self.distrusted) > _DISTRUSTED_MAX:
+            del self.distrusted[next(iter(self.distrusted))]
 
     def _register(self, epoch: int) -> None:
         """Be in `epoch`, and tell the others directly: who reads of it only later may close the epoch meanwhile as if it were alone."""
@@ -216,7 +230,12 @@ class CatchUp:
         ranked: list[tuple[bool, bool, float, Contact]] = []
         for entry in found.values() if isinstance(found, dict) else ():
             value: Any = entry.value
-            if entry.writer == self._node.peer_id or entry.writer in attempt.distrusted or not isinstance(value, dict):
+            if (
+                entry.writer == self._node.peer_id
+                or entry.writer in self.distrusted
+                or entry.writer in self.banned
+                or not isinstance(value, dict)
+            ):
                 continue
             try:
                 contact = contact_of(entry.writer, value.get("addresses"))

@@ -1,7 +1,8 @@
 """Serves this peer's state to those who join: snapshots under leases, and the record that says so.
 
-A snapshot is copied only when somebody opens a lease, between two updates, in the pool: a donor that trains is not stalled. Those who come
-in the same epoch share it; it goes when its last lease is closed or has been idle for too long.
+A lease is on a view of the state (`averaging.training.view`), hashed in the pool when the first one is opened. It is copied only if a lease
+is still open when the state is about to change: ahead of that, while this peer's round is on the network, so that a donor that trains is
+not stalled. Those who come in the same epoch share a view; it goes when its last lease is closed or has been idle for too long.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from averaging.training.runexchange import ADDRESSES_MAX, pack_chunk, parse_chunks_request
-from averaging.training.snapshot import Snapshot
+from averaging.training.admission import Banned
+from averaging.training.contacts import ADDRESSES_MAX
+from averaging.training.runexchange import pack_chunk, parse_chunks_request
 from averaging.training.state import TrainingState
+from averaging.training.view import StateView
 from swarm.clock import Clock
 from swarm.dht.service import DhtService
 from swarm.errors import NetworkError, PeerError, SwarmError, UsageError
@@ -34,7 +37,7 @@ class DonorConfig:
 
     serve: bool = True  # False: this peer never gives its state
     leases_max: int = 16  # downloads at once
-    snapshots_max: int = 2  # copies of the state in memory at once; further joiners wait until one is free
+    snapshots_max: int = 2  # states of different epochs leased at once, each a copy in memory; further joiners wait until one is free
     lease_idle_s: float = 30.0  # a joiner that is silent for so long has gone
     record_ttl_s: float = 60.0  # a donor that died is asked in vain for so long
     record_renew_s: float = 15.0
@@ -60,18 +63,19 @@ class DonorServices:
 @dataclass(slots=True)
 class _Lease:
     peer: PeerId
-    snapshot: Snapshot
+    view: StateView
     used_s: float
 
 
 class Donor:
     """One per optimizer. Lives on the network thread; `changed` and `start` may be called from any."""
 
-    def __init__(self, services: DonorServices, run: str, state: TrainingState, config: DonorConfig) -> None:
+    def __init__(self, services: DonorServices, run: str, state: TrainingState, config: DonorConfig, banned: Banned | None = None) -> None:
+        self._banned = banned or Banned()
         self._services, self.run_id, self._state, self._config = services, run, state, config
         self._key = Key(f"run.{run}", "donors")
         self._leases: dict[bytes, _Lease] = {}
-        self._fresh: Snapshot | None = None  # the latest
+        self._fresh: StateView | None = None  # the latest
         self._copying = asyncio.Lock()
         self._wake = asyncio.Event()
         self._serving = self._stored = False
@@ -89,7 +93,16 @@ class Donor:
         if self._serving:
             self._services.loop.call_soon_threadsafe(self._wake.set)
 
+    def round_begins(self) -> None:
+        """The state is about to change: complete the copies of what is leased while the network is busy. May be called with locks held."""
+        if self._leases:
+            self._services.loop.call_soon_threadsafe(self._settle)
+
     # the network thread
+
+    def _settle(self) -> None:
+        for view in {id(lease.view): lease.view for lease in self._leases.values() if not lease.view.settled}.values():
+            self._services.loop.run_in_executor(self._services.pool, view.settle)
 
     async def run(self) -> None:
         """Keep the record fresh and drop idle leases, until cancelled."""
@@ -103,8 +116,9 @@ class Donor:
     async def close(self) -> None:
         """Withdraw the record and let all leases go."""
         self._serving = False
-        self._leases.clear()
-        self._fresh = None
+        for name in list(self._leases):
+            self._end(name)
+        self._let_go()
         if self._stored:
             try:
                 await self._services.dht.delete(self._key, subkey=str(self._services.own().peer_id), timeout_s=0.5)
@@ -113,28 +127,30 @@ class Donor:
 
     async def on_open(self, peer: PeerId, request: state_pb2.OpenRequest) -> state_pb2.OpenReply:
         """A peer wants the state: give it a lease on a snapshot of this moment."""
+        self._banned.check(peer)
         self._drop_idle()
         if not self._serving:
             raise PeerError("this peer has no state to give yet")
-        if self._state.epoch < request.epoch_min:
+        view = self._held(request.digest)
+        if view is None and self._state.epoch < request.epoch_min:
             raise PeerError(f"this peer is in epoch {self._state.epoch} only")
         if len(self._leases) >= self._config.leases_max:
             raise PeerError(f"busy: {self._config.leases_max} peers are downloading from this one already")
-        snapshot = await self._snapshot()
+        view = view or await self._view()
         lease = secrets.token_bytes(16)
-        self._leases[lease] = _Lease(peer, snapshot, self._services.clock.monotonic_s())
+        self._leases[lease] = _Lease(peer, view, self._services.clock.monotonic_s())
         return state_pb2.OpenReply(
             lease=lease,
-            epoch=snapshot.epoch,
-            canonical=snapshot.canonical,
-            total_bytes=len(snapshot.blob),
-            chunk_digests=b"".join(snapshot.chunk_digests),
+            epoch=view.epoch,
+            canonical=view.canonical,
+            total_bytes=view.total_bytes,
+            chunk_digests=b"".join(view.chunk_digests),
         )
 
     async def on_close(self, peer: PeerId, request: state_pb2.CloseRequest) -> state_pb2.CloseReply:
         lease = self._leases.get(request.lease)
         if lease is not None and lease.peer == peer:
-            del self._leases[request.lease]
+            self._end(request.lease)
         self._drop_idle()
         return state_pb2.CloseReply()
 
@@ -142,36 +158,69 @@ class Donor:
         """Send what is asked for, one request after another, until the other end finishes."""
         request = first
         while True:
+            self._banned.check(stream.peer_id)
             lease = self._leases.get(request.lease)
             if lease is None or lease.peer != stream.peer_id:
                 raise PeerError("this lease is over: open the state again")
             if len(request.indices) > self._config.indices_max:
                 raise PeerError(f"at most {self._config.indices_max} chunks in one request")
             for index in request.indices:
-                if index >= len(lease.snapshot.chunk_digests):
-                    raise PeerError(f"the state has {len(lease.snapshot.chunk_digests)} chunks; there is no number {index}")
-                await stream.send(pack_chunk(index, lease.snapshot.chunk(index)))
+                if index >= lease.view.chunks:
+                    raise PeerError(f"the state has {lease.view.chunks} chunks; there is no number {index}")
+                await stream.send(pack_chunk(index, await self._chunk(lease.view, index)))
                 lease.used_s = self._services.clock.monotonic_s()
             message = await stream.receive()
             if message is None:
                 return
             request = parse_chunks_request(message)
 
-    async def _snapshot(self) -> Snapshot:
-        async with self._copying:  # one copy at a time; who waited shares it
-            if self._fresh is not None and self._fresh.version == self._state.version:
-                return self._fresh
-            held = {id(lease.snapshot) for lease in self._leases.values()}
+    async def _chunk(self, view: StateView, index: int) -> memoryview:
+        chunk = view.chunk_at_once(index)
+        if chunk is None:  # out of live tensors: in the pool, since it waits while they change
+            chunk = await asyncio.get_running_loop().run_in_executor(self._services.pool, view.chunk, index)
+        return chunk
+
+    def _held(self, digest: bytes) -> StateView | None:
+        """A state that is leased already, by its digest."""
+        held = [lease.view for lease in self._leases.values() if digest and not lease.view.closed]
+        return next((view for view in held if view.digest == digest), None)
+
+    async def _view(self) -> StateView:
+        async with self._copying:  # one at a time; who waited shares it
+            fresh = self._fresh
+            if fresh is not None and fresh.version == self._state.version and not fresh.closed:
+                return fresh
+            held = {id(lease.view) for lease in self._leases.values()}
             if len(held) >= self._config.snapshots_max:
                 raise PeerError("busy: other peers are downloading states of earlier epochs from this one")
-            self._fresh = await asyncio.get_running_loop().run_in_executor(self._services.pool, self._state.snapshot)
+            self._let_go()
+            self._fresh = await asyncio.get_running_loop().run_in_executor(self._services.pool, self._hashed)
             return self._fresh
+
+    def _hashed(self) -> StateView:
+        view = self._state.view()
+        view.hash()
+        return view
 
     def _drop_idle(self) -> None:
         oldest_s = self._services.clock.monotonic_s() - self._config.lease_idle_s
-        self._leases = {name: lease for name, lease in self._leases.items() if lease.used_s >= oldest_s}
+        gone = [name for name, lease in self._leases.items() if lease.used_s < oldest_s]
+        for name in gone:
+            self._end(name)
         if not self._leases and not self._copying.locked():
-            self._fresh = None
+            self._let_go()
+
+    def _end(self, name: bytes) -> None:
+        """Forget a lease, and the view that it was the last one on."""
+        view = self._leases.pop(name).view
+        if view is not self._fresh and all(lease.view is not view for lease in self._leases.values()):
+            view.close()
+
+    def _let_go(self) -> None:
+        """The latest view is not handed out any more."""
+        view, self._fresh = self._fresh, None
+        if view is not None and all(lease.view is not view for lease in self._leases.values()):
+            view.close()
 
     async def _declare(self) -> None:
         contact = self._services.own()
@@ -180,7 +229,7 @@ class Donor:
         value = {
             "epoch": self._state.epoch,
             "canonical": self._state.canonical,
-            "digest": self._fresh.digest if self._fresh is not None else b"",
+            "digest": self._fresh.digest if self._fresh is not None and self._fresh.chunk_digests else b"",
             "bytes": self._state.bytes_about,
             "addresses": [address.multiaddr for address in contact.addresses[:ADDRESSES_MAX]],
         }

@@ -1,7 +1,9 @@
-"""Fetching the state from those who have it: several donors at once, every chunk checked, what was received kept when a donor fails.
+"""Fetching the state from those who have it: several donors at once, every chunk checked, what was received kept when donors fail.
 
 What most donors hold is taken, of the highest epoch that the swarm is known to have reached. The digest commits to every chunk, so that a
-donor that sends something else is found out at that chunk, by name, and the others go on.
+donor that sends something else is found out at that chunk, by name, and the others go on; one that was not asked before takes its place.
+When all have failed, a cut cable for instance, the same state is asked for again for a while, and only what is missing is fetched. What a
+download in vain has received serves the next one, chunk by chunk, where the states have chunks in common.
 """
 
 from __future__ import annotations
@@ -9,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,6 +29,7 @@ _log = logging.getLogger(__name__)
 _LANE = 7  # a connection of its own: a download must not hold up rounds and heartbeats
 _EPOCH_AHEAD_MAX = 2  # donors may be this far ahead of what the swarm was last known to have reached
 _DIGEST_BYTES = 32
+_LATE_S_MIN = 0.05
 
 
 class StreamCaller(Caller, Protocol):
@@ -46,6 +49,10 @@ class DownloadConfig:
     # a donor that sends nothing for so long is given up; small enough to try the next, large enough for 50 kB/s
     chunk_timeout_s: float = 20.0
     batch: int = 8  # chunks asked for ahead, per donor: covers 1 MiB/s at 8 s of delay
+    # after all donors of a state have failed it is asked for again for so long. Beyond what donors keep an idle lease it is in vain
+    resume_s: float = 25.0
+    resume_pause_s: float = 0.5  # before the first time; doubled with each
+    reopen_timeout_s: float = 3.0  # then there is nothing to be hashed
 
 
 @dataclass(slots=True)
@@ -58,6 +65,67 @@ class Fetched:
     blob: bytearray
     donors: dict[PeerId, int]  # bytes that each gave
     failures: dict[PeerId, str]
+
+
+@dataclass(slots=True)
+class Part:
+    """A state that is being downloaded: what of it is there."""
+
+    digests: tuple[bytes, ...]
+    blob: bytearray
+    missing: deque[int]  # chunks that nobody was asked for
+    asked: Counter[int] = field(default_factory=Counter)  # chunks that donors were asked for, and by how many of us
+    have: set[int] = field(default_factory=set)
+    given: dict[PeerId, int] = field(default_factory=dict)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @classmethod
+    def begin(cls, digests: tuple[bytes, ...], total_bytes: int, earlier: Part | None) -> Part:
+        """Chunks that an earlier download received are not fetched again, whatever state they were of."""
+        part = cls(digests, bytearray(total_bytes), deque())
+        known = {} if earlier is None else {earlier.digests[index]: earlier.chunk(index) for index in earlier.have}
+        for index, digest in enumerate(digests):
+            if digest in known and len(known[digest]) == len(part.chunk(index)):
+                part.chunk(index)[:] = known[digest]
+                part.have.add(index)
+            else:
+                part.missing.append(index)
+        return part
+
+    @property
+    def complete(self) -> bool:
+        return len(self.have) == len(self.digests)
+
+    def chunk(self, index: int) -> memoryview:
+        return memoryview(self.blob)[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+
+    def take(self, count: int) -> list[int]:
+        """The next chunks to ask for."""
+        taken = [self.missing.popleft() for _ in range(min(count, len(self.missing)))]
+        self.asked.update(taken)
+        return taken
+
+    def late(self, own: Container[int]) -> int | None:
+        """A chunk that one other donor was asked for and has not given yet."""
+        return next((index for index, times in self.asked.items() if times == 1 and index not in self.have and index not in own), None)
+
+    def put(self, index: int, payload: memoryview, peer: PeerId) -> None:
+        """A chunk that was checked; the last one ends the work of donors who are still at it."""
+        if index not in self.have:
+            self.chunk(index)[:] = payload
+            self.have.add(index)
+            self.given[peer] = self.given.get(peer, 0) + len(payload)
+        self.asked[index] -= 1
+        if self.complete:
+            for task in self.tasks - {asyncio.current_task()}:
+                task.cancel()
+
+    def give_back(self, indices: Iterable[int]) -> None:
+        """Chunks that a donor did not give."""
+        for index in indices:
+            self.asked[index] -= 1
+            if not self.asked[index] and index not in self.have:
+                self.missing.append(index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +149,26 @@ class Download:
     epoch_min: int
     epoch_known: int  # what the swarm is known to have reached
     config: DownloadConfig
-    failures: dict[PeerId, str] = field(default_factory=dict)
+    failures: dict[PeerId, str] = field(default_factory=dict)  # who did not do its part, and why
+    liars: set[PeerId] = field(default_factory=set)  # of these, who sent what it had not declared
     on_progress: Callable[[int, int], None] | None = None  # bytes so far, of how many
     epoch: int | None = None  # of the state that is being downloaded, once that is known
+    part: Part | None = None  # what there is of it; of an earlier download before that
+    _received_bytes: int = 0
+
+    @property
+    def received_bytes(self) -> int:
+        """Of chunks that were good and not there before."""
+        return self._received_bytes
 
     async def fetch(self, donors: Sequence[Contact], timeout_s: float) -> Fetched:
         """NotEnoughPeers when no donor could serve; DeadlineExceeded; both say who was asked and what each answered."""
         offers: list[_Offer] = []
         try:
             async with asyncio.timeout(timeout_s):
-                offers += await self._open_all(donors)
+                offers += await self._open_all(donors[: self.config.donors_max])
                 for candidates in self._by_preference(offers):
-                    fetched = await self._fetch_from(candidates)
+                    fetched = await self._fetch_from(candidates, donors, offers)
                     if fetched is not None:
                         return fetched
         except TimeoutError:
@@ -105,15 +181,17 @@ class Download:
         told = "; ".join(f"{peer}: {reason}" for peer, reason in itertools.islice(self.failures.items(), 8))
         return f" ({told})" if told else " (nobody declares that it has it)"
 
-    async def _open_all(self, donors: Sequence[Contact]) -> list[_Offer]:
+    async def _open_all(self, donors: Sequence[Contact], digest: bytes = b"") -> list[_Offer]:
+        """Ask for the newest state, or for that of a digest."""
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._open(contact)) for contact in donors[: self.config.donors_max]]
+            tasks = [group.create_task(self._open(contact, digest)) for contact in donors]
         return [offer for offer in (task.result() for task in tasks) if offer is not None]
 
-    async def _open(self, contact: Contact) -> _Offer | None:
-        request = state_pb2.OpenRequest(run=self.run, epoch_min=self.epoch_min)
+    async def _open(self, contact: Contact, digest: bytes) -> _Offer | None:
+        request = state_pb2.OpenRequest(run=self.run, epoch_min=self.epoch_min, digest=digest)
         try:
-            reply = await self.caller.call(contact, OPEN, request, timeout_s=self.config.open_timeout_s)
+            timeout_s = self.config.reopen_timeout_s if digest else self.config.open_timeout_s
+            reply = await self.caller.call(contact, OPEN, request, timeout_s=timeout_s)
             return self._check_offer(contact, reply)
         except SwarmError as error:
             self.failures[contact.peer_id] = str(error)
@@ -138,46 +216,87 @@ class Download:
             groups.setdefault(offer.digest, []).append(offer)
         return sorted(groups.values(), key=lambda g: (g[0].epoch, len(g), any(o.canonical for o in g), g[0].digest), reverse=True)
 
-    async def _fetch_from(self, offers: Sequence[_Offer]) -> Fetched | None:
-        """Download one state from all who hold it; None when they failed before it was complete."""
-        first = offers[0]
-        self.epoch = first.epoch
-        blob = bytearray(first.total_bytes)
-        missing = deque(range(len(first.chunk_digests)))
-        given: dict[PeerId, int] = {}
-        live = [offer for offer in offers if offer.contact.peer_id not in self.failures]
-        while missing and live:  # once more for the chunks that a donor did not deliver, with those who did
-            batch = max(1, min(self.config.batch, len(missing) // (2 * len(live))))  # so that no donor takes what others could give
-            async with asyncio.TaskGroup() as group:
-                for offer in live:
-                    group.create_task(self._take(offer, blob, missing, given, batch))
-            live = [offer for offer in live if offer.contact.peer_id not in self.failures]
-        if missing:
-            return None
-        return Fetched(first.epoch, any(o.canonical for o in offers), first.digest, blob, given, dict(self.failures))
+    async def _fetch_from(self, candidates: list[_Offer], donors: Sequence[Contact], offers: list[_Offer]) -> Fetched | None:
+        """Download one state from all who hold it; None when they failed before it was complete, and for some time after.
 
-    async def _take(self, offer: _Offer, blob: bytearray, missing: deque[int], given: dict[PeerId, int], ahead: int) -> None:
-        """Take chunks off the queue and fetch them from one donor until none is left; what it fails to give goes back."""
+        `offers` takes up every lease that is opened, so that it is closed in the end.
+        """
+        first = candidates[0]
+        self.epoch = first.epoch
+        part = self.part = Part.begin(first.chunk_digests, first.total_bytes, self.part)
+        known = {offer.contact.peer_id for offer in offers} | self.failures.keys()
+        spares = deque(contact for contact in donors if contact.peer_id not in known)
+        live = [offer for offer in candidates if offer.contact.peer_id not in self.liars]
+        while not part.complete and live:
+            async with asyncio.TaskGroup() as group:
+                ahead = max(1, min(self.config.batch, len(part.missing) // (2 * len(live))))  # no donor takes what others could give
+                for offer in live:
+                    task = group.create_task(self._serve(offer, part, spares, offers, ahead))
+                    part.tasks.add(task)
+            part.tasks.clear()
+            live = [] if part.complete else await self._again(first, donors, offers)
+        if not part.complete:
+            return None
+        return Fetched(first.epoch, any(o.canonical for o in candidates), first.digest, part.blob, part.given, dict(self.failures))
+
+    async def _again(self, wanted: _Offer, donors: Sequence[Contact], offers: list[_Offer]) -> list[_Offer]:
+        """Everybody failed. Whoever lied is not asked again, the others are: they keep what was leased for a while."""
+        loop, pause_s = asyncio.get_running_loop(), self.config.resume_pause_s
+        until_s = loop.time() + self.config.resume_s
+        while loop.time() < until_s:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, self.config.reopen_timeout_s)
+            asked = [contact for contact in donors if contact.peer_id not in self.liars][: self.config.donors_max]
+            if not asked:
+                break
+            opened = await self._open_all(asked, wanted.digest)
+            offers += opened
+            if opened:  # somebody is there again: it has that state, or nobody is going to have it
+                return [offer for offer in opened if offer.digest == wanted.digest]
+        return []
+
+    async def _serve(self, offer: _Offer, part: Part, spares: deque[Contact], offers: list[_Offer], ahead: int) -> None:
+        """Fetch chunks from one donor, and when it fails from one that was not asked yet."""
+        serving: _Offer | None = offer
+        while serving is not None and not await self._take(serving, part, ahead):
+            serving = None
+            while spares and serving is None and not part.complete:
+                opened = await self._open(spares.popleft(), offer.digest)
+                if opened is not None:
+                    offers.append(opened)
+                    serving = opened if opened.digest == offer.digest else None
+
+    async def _take(self, offer: _Offer, part: Part, ahead: int) -> bool:
+        """Fetch chunks from one donor until there are none left, its own or those that others are late with; False when it failed."""
         asked: deque[int] = deque()
-        peer = offer.contact.peer_id
+        peer, loop = offer.contact.peer_id, asyncio.get_running_loop()
         try:
             async with AsyncExitStack() as stack:
                 stream = await self._opened(stack, offer)
-                while asked or missing:
-                    batch = [missing.popleft() for _ in range(min(len(missing), ahead - len(asked)))]
+                took_s, before_s = 0.0, loop.time()
+                while not part.complete:
+                    batch = part.take(ahead - len(asked))
+                    if not batch and not asked:
+                        await asyncio.sleep(max(took_s, _LATE_S_MIN))  # as long as a chunk takes here: then another is late with it
+                        late = part.late(asked)
+                        batch = part.take(1) if late is None else [late]
+                        part.asked.update(batch if late is not None else ())
+                        before_s = loop.time()
                     if batch:
                         asked.extend(batch)
                         request = state_pb2.ChunksRequest(run=self.run, lease=offer.lease, indices=batch)
                         await stream.send(request.SerializeToString())
-                    given[peer] = given.get(peer, 0) + await self._receive(stream, offer, asked, blob)
-                    if self.on_progress is not None:
-                        self.on_progress(sum(given.values()), len(blob))
+                    if asked:
+                        await self._receive(stream, offer, asked, part)
+                        took_s, before_s = loop.time() - before_s, loop.time()
                 await stream.finish()
         except (PeerError, NetworkError) as error:
             self.failures[peer] = str(error)
             _log.warning("peer %s failed as a donor of run %s: %s", peer, self.run, error)
+            return False
         finally:
-            missing.extend(asked)
+            part.give_back(asked)
+        return True
 
     async def _opened(self, stack: AsyncExitStack, offer: _Offer) -> Stream:
         try:
@@ -186,8 +305,8 @@ class Download:
         except TimeoutError:
             raise DeadlineExceeded(f"did not answer for {self.config.chunk_timeout_s:g} s") from None
 
-    async def _receive(self, stream: Stream, offer: _Offer, asked: deque[int], blob: bytearray) -> int:
-        """The next chunk, into its place; returns its length."""
+    async def _receive(self, stream: Stream, offer: _Offer, asked: deque[int], part: Part) -> None:
+        """The next chunk, into its place."""
         try:
             async with asyncio.timeout(self.config.chunk_timeout_s):
                 message = await stream.receive()
@@ -198,12 +317,14 @@ class Download:
         index, payload = unpack_chunk(message)
         if index != asked[0]:
             raise PeerError(f"sent chunk {index} where {asked[0]} was asked for")
-        start = index * CHUNK_BYTES
-        if len(payload) != min(CHUNK_BYTES, len(blob) - start) or chunk_digest(payload) != offer.chunk_digests[index]:
+        if len(payload) != len(part.chunk(index)) or chunk_digest(payload) != offer.chunk_digests[index]:
+            self.liars.add(offer.contact.peer_id)
             raise PeerError(f"sent a chunk {index} whose digest is not what it had declared: it lies, or its memory is broken")
-        blob[start : start + len(payload)] = payload
         asked.popleft()
-        return len(payload)
+        self._received_bytes += 0 if index in part.have else len(payload)
+        part.put(index, payload, offer.contact.peer_id)
+        if self.on_progress is not None:
+            self.on_progress(min(len(part.have) * CHUNK_BYTES, len(part.blob)), len(part.blob))
 
     async def _close_all(self, offers: Sequence[_Offer]) -> None:
         async with asyncio.TaskGroup() as group:

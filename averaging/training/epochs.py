@@ -96,6 +96,15 @@ class EpochLoop:
             self._donor.start()
         return result
 
+    def attend(self, timeout_s: float) -> StepReport | None:
+        """Without a step of our own: the round of this epoch, if it begins within the time. None: it does not."""
+        epoch = self._state.epoch
+        if not self._started or not self._tracker.wait_begun(epoch, timeout_s):
+            return None
+        if self._tracker.swarm_epoch() > epoch:
+            return self._resynchronise("the swarm is ahead", 0)
+        return self._close(StepReport(epoch=epoch, stepped=False, samples=0, accumulated=self._mode.samples))
+
     def resumed(self) -> None:
         """The state was set from outside: a checkpoint."""
         self._tracker.begin_epoch(self._state.epoch)

@@ -192,6 +192,11 @@ class Progress:
         if peer in self._others:
             self._others[peer].suspect = True
 
+    def on_resumed(self, now_s: float) -> None:
+        """The run's owner had stopped everybody: nobody's trainer was hanging."""
+        for entry in self._others.values():
+            entry.moved_s = now_s
+
     # what follows from it
 
     def others(self, now_s: float) -> dict[PeerId, Claim]:

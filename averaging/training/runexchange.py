@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 
 from averaging.training.snapshot import CHUNK_BYTES
 from swarm.errors import PeerError, UsageError
-from swarm.ids import Address, Contact, PeerId
+from swarm.ids import PeerId
 from swarm.net.rpc import Method, Stream, StreamMethod
 from swarm.wire import state_pb2
 
@@ -32,7 +32,6 @@ CLOSE = Method(
 CHUNKS = StreamMethod(name="/swarm.State/Chunks", message_bytes_max=CHUNK_BYTES + 4096)
 
 _LENGTH = struct.Struct("<I")
-ADDRESSES_MAX = 8  # of a peer, in a record of a run
 
 
 class ProgressHandler(Protocol):
@@ -135,13 +134,3 @@ def unpack_chunk(message: bytes) -> tuple[int, memoryview]:
     except DecodeError as error:
         raise PeerError(f"a chunk of the state has a broken header: {error}") from None
     return header.index, memoryview(message)[start:]
-
-
-def contact_of(writer: PeerId, addresses: Any) -> Contact:
-    """A contact from a record of `writer`; PeerError when it is malformed."""
-    if not isinstance(addresses, list) or len(addresses) > ADDRESSES_MAX or not all(isinstance(one, str) for one in addresses):
-        raise PeerError("addresses are a short list of multiaddrs")
-    try:
-        return Contact(writer, tuple(Address.parse(one) for one in addresses))
-    except UsageError as error:
-        raise PeerError(str(error)) from None

@@ -63,16 +63,27 @@ def chunk_digest(chunk: bytes | memoryview) -> bytes:
 
 def encode_snapshot(epoch: int, header: Mapping[str, Any], named: Sequence[tuple[str, torch.Tensor]]) -> bytearray:
     """The blob of `named` tensors and a header of plain values (`plain`)."""
-    described = [[name, DTYPE_NAMES[t.dtype], list(t.shape)] for name, t in named]
-    packed = pack({**header, "format": _FORMAT, "epoch": epoch, "tensors": described})
-    places, total_bytes = _places(4 + len(packed), [t for _, t in named])
+    prefix, places, total_bytes = plan_snapshot(epoch, header, named)
     blob = bytearray(total_bytes)
-    blob[: 4 + len(packed)] = struct.pack("<I", len(packed)) + packed
+    blob[: len(prefix)] = prefix
     flat = torch.frombuffer(blob, dtype=torch.uint8)
     for (_, tensor), start in zip(named, places, strict=True):
         if tensor.numel():
-            flat[start : start + tensor.nbytes].copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+            flat[start : start + tensor.nbytes].copy_(flat_bytes(tensor))
     return blob
+
+
+def plan_snapshot(epoch: int, header: Mapping[str, Any], named: Sequence[tuple[str, torch.Tensor]]) -> tuple[bytes, list[int], int]:
+    """What a blob begins with, where each tensor's bytes go, and the length of the whole."""
+    described = [[name, DTYPE_NAMES[t.dtype], list(t.shape)] for name, t in named]
+    packed = pack({**header, "format": _FORMAT, "epoch": epoch, "tensors": described})
+    places, total_bytes = _places(4 + len(packed), [t for _, t in named])
+    return struct.pack("<I", len(packed)) + packed, places, total_bytes
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's values as bytes, on its device: its own memory where that is contiguous, else a copy."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def digests_of(blob: bytearray) -> tuple[bytes, ...]:

@@ -19,7 +19,6 @@ from averaging.training.snapshot import (
     DTYPE_NAMES,
     Snapshot,
     digests_of,
-    encode_snapshot,
     mapping,
     merge,
     pack,
@@ -27,6 +26,7 @@ from averaging.training.snapshot import (
     read_header,
     read_tensors,
 )
+from averaging.training.view import StateView, WriteLock
 from swarm.errors import PeerError, UsageError
 
 
@@ -39,14 +39,17 @@ class Scheduler(Protocol):
 
 
 class TrainingState:
-    """The one owner of what training changes. Parameters change only while `lock` is held, so that a snapshot is of one moment."""
+    """The one owner of what training changes. Parameters change only while `lock` is held, so that a view of it is of one moment."""
 
     def __init__(
         self, inner: torch.optim.Optimizer, extra_tensors: Sequence[torch.Tensor] = (), scheduler: Scheduler | None = None
     ) -> None:
         self.inner, self.scheduler, self.extras = inner, scheduler, tuple(extra_tensors)
         self.parameters = _parameters(inner)
-        self.lock = threading.RLock()
+        self._reading = threading.RLock()
+        self._views: list[StateView] = []  # somebody reads the state of a moment
+        # to be held by whoever changes the state: views that are open are copied before that
+        self.lock = WriteLock(self._reading, self._views)
         self.epoch = 0
         self.version = 0  # changes whenever the state does
         self.canonical = False  # the state is the output of an averaging round, equal on all peers whatever their processors
@@ -92,12 +95,19 @@ class TrainingState:
 
     # out
 
+    def view(self) -> StateView:
+        """The state of this moment, to be read while training goes on: copied when it is about to change, and not before. `close` it."""
+        with self._reading, torch.no_grad():
+            view = StateView((self.epoch, self.version, self.canonical), self._scalars(), self._named(), self._reading)
+            self._views[:] = [*(other for other in self._views if not other.closed), view]
+            return view
+
     def snapshot(self) -> Snapshot:
-        """Copy the state, then hash it. Takes the lock for the copy only; fit for any thread."""
-        with self.lock, torch.no_grad():
-            epoch, version, canonical = self.epoch, self.version, self.canonical
-            blob = encode_snapshot(epoch, self._scalars(), self._named())
-        return Snapshot(epoch, version, canonical, blob, digests_of(blob))
+        """A copy of the state, hashed. Fit for any thread."""
+        view = self.view()
+        view.settle()
+        view.close()
+        return Snapshot(view.epoch, view.version, view.canonical, view.blob, digests_of(view.blob))
 
     @property
     def bytes_about(self) -> int:

@@ -14,8 +14,10 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from averaging.training.admission import Banned
+from averaging.training.contacts import ADDRESSES_MAX, contact_of
 from averaging.training.progress import Claim, Progress, ProgressConfig, ProgressView
-from averaging.training.runexchange import ADDRESSES_MAX, REPORT, contact_of
+from averaging.training.runexchange import REPORT
 from swarm.clock import Clock
 from swarm.dht.service import DhtService, Entry
 from swarm.errors import NetworkError, PeerError, SwarmError, UsageError
@@ -47,7 +49,8 @@ class TrackerServices:
 class Tracker:
     """One per optimizer."""
 
-    def __init__(self, services: TrackerServices, run: str, target: int, config: ProgressConfig) -> None:
+    def __init__(self, services: TrackerServices, run: str, target: int, config: ProgressConfig, banned: Banned | None = None) -> None:
+        self._banned = banned or Banned()
         self._services, self.run_id, self._config = services, run, config
         self._key = Key(f"run.{run}", "progress")
         self._own = services.own().peer_id
@@ -65,6 +68,7 @@ class Tracker:
         self._herald = asyncio.Event()  # tell the others now
         self._published: tuple[Claim, float] | None = None
         self._closed = False
+        self.on_full: Callable[[], None] = _nothing  # our epoch is full, its round begins; called with the lock held
 
     # the trainer's thread
 
@@ -87,6 +91,7 @@ class Tracker:
         if self._begun < epoch and (self._progress.is_full(now_s) or (self._called == epoch and self._progress.believes(epoch, now_s))):
             self._begun = epoch
             self._news.notify_all()
+            self.on_full()
 
     def begin_epoch(self, epoch: int, *, joining: bool = False, members: Iterable[PeerId] = ()) -> None:
         """This peer is in `epoch` now, and so are the `members` of the round that began it."""
@@ -109,6 +114,34 @@ class Tracker:
     def view(self) -> ProgressView:
         with self._lock:
             return self._progress.view(self._services.clock.swarm_s())
+
+    def set_target(self, target: int) -> None:
+        """An epoch is so many samples from now on: who learns of it later closes at most one epoch by the old number."""
+        with self._lock:
+            self._progress.target = target
+        self._poke()
+
+    def rest(self, samples: int, resting: bool) -> None:
+        """This peer does not train for a while, and nor does anybody else; or all go on, and nobody's rest counts as being stuck."""
+        with self._lock:
+            now_s = self._services.clock.swarm_s()
+            if resting:
+                self._progress.report(samples, 0.0, now_s)
+            else:
+                self._progress.on_resumed(now_s)
+        self._poke()
+
+    def forget(self, peers: Iterable[PeerId]) -> None:
+        """These are not there any more, as far as this peer is concerned."""
+        with self._news:
+            for peer in peers:
+                self._progress.on_goodbye(peer)
+                self._contacts.pop(peer, None)
+            self._news.notify_all()
+
+    def contacts(self) -> list[Contact]:
+        """Of peers that can be called."""
+        return [contact for contact in list(self._contacts.values()) if contact.addresses]
 
     def contact(self, peer: PeerId) -> Contact | None:
         return self._contacts.get(peer)
@@ -188,6 +221,7 @@ class Tracker:
 
     async def on_report(self, peer: PeerId, request: state_pb2.ReportRequest) -> state_pb2.ReportReply:
         """Another peer tells its progress, and perhaps that the epoch is full."""
+        self._banned.check(peer)
         claim = self._hear(peer, request.claim)
         if request.goodbye:
             with self._news:
@@ -313,7 +347,7 @@ class Tracker:
         """The claims of the records, and whose contacts were not known yet."""
         heard, newcomers, now_s = [], [], self._services.clock.swarm_s()
         for entry in entries:
-            if entry.writer == self._own:
+            if entry.writer == self._own or entry.writer in self._banned:
                 continue
             try:
                 claim = Claim.decode(entry.value, now_s, self._config)
@@ -329,6 +363,10 @@ class Tracker:
         for peer in [peer for peer in self._contacts if peer not in writers and len(self._contacts) > self._config.peers_max]:
             del self._contacts[peer]
         return heard, newcomers
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""
 
 
 def _to_wire(claim: Claim) -> state_pb2.Claim:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -16,6 +17,15 @@ _data = click.option("--data", metavar="DIR", type=click.Path(path_type=Path), d
 _name = click.option("--name", default="", help="What those who watch the run may call this machine; at most 40 characters.")
 _yes = click.option("--yes", "-y", is_flag=True, help="Do not ask before training begins.")
 _parent = click.option("--exit-with-parent", is_flag=True, hidden=True, help="Leave when standard input ends.")
+_hours = click.option("--hours", metavar="FROM-TO", multiple=True, help="Train in these hours only (local time): 22-7. Repeatable.")
+_memory = click.option("--memory", metavar="SIZE", default=None, help="Take no more memory than this: 4G. Leaves before it takes more.")
+_resume = click.option("--resume", is_flag=True, help="Go on from the newest good checkpoint on this machine.")
+_from = click.option("--from", "addresses", metavar="ADDRESS", multiple=True, help="A peer of the run; may be given several times.")
+
+
+def _every(default: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    text = "Save the state so often: 90s, 10m, 2h; 0 for never."
+    return click.option("--checkpoint-every", metavar="TIME", default=default, show_default=True, help=text)
 
 
 @click.group(context_settings=_CONTEXT)
@@ -61,6 +71,10 @@ def demo(volunteers: int, seconds: int, web: str | None, as_json: bool, exit_wit
 @click.option(
     "--identity", metavar="FILE", default=None, help="The owner's identity; `new` for one that is forgotten. [default: this user's]"
 )
+@_every("10m")
+@_resume
+@_hours
+@_memory
 @_listen
 @_device
 @_data
@@ -77,6 +91,7 @@ def start(file: Path, bootstrap: tuple[str, ...], identity: str | None, listen: 
     Examples:
       swarm start examples/bytelm.toml
       swarm start examples/bytelm.toml --listen 0.0.0.0:4000
+      swarm start examples/bytelm.toml --resume
       swarm start RUN.toml --bootstrap /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
     """
     from swarm.cli.taking_part import Choices, found_and_train
@@ -89,6 +104,10 @@ def start(file: Path, bootstrap: tuple[str, ...], identity: str | None, listen: 
 @click.option("--run", "run", metavar="NAME", default=None, help="Which run, where the swarm has several: NAME, NAME@ID or ID.")
 @click.option("--identity", metavar="FILE", default=None, help="An identity to keep; without it, a new one each time.")
 @_yes
+@_every("0")
+@_resume
+@_hours
+@_memory
 @_listen
 @_device
 @_data
@@ -105,10 +124,94 @@ def join(address: str, run: str | None, identity: str | None, listen: str | None
       swarm join /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
       swarm join ADDRESS --run bytelm --yes
       swarm join ADDRESS --device cpu --data ~/texts
+      swarm join ADDRESS --hours 22-7 --memory 4G
     """
     from swarm.cli.taking_part import Choices, join_and_train
 
     return join_and_train(run, Choices.of(bootstrap=(address,), identity=identity, listen=listen, **options))
+
+
+@swarm.command(context_settings=_CONTEXT, short_help="Let what trains on this machine pause.")
+@click.argument("run", metavar="[RUN]", required=False)
+@_json
+def pause(run: str | None, as_json: bool) -> int:
+    """Let the volunteers of this user on this machine pause: all, or those of RUN (a name, an id, a PeerID or a process id).
+
+    A volunteer that pauses leaves the run's rounds at once, so that nobody waits for it, and keeps the model in memory.
+
+    \b
+    Examples:
+      swarm pause
+      swarm pause bytelm
+    """
+    from swarm.cli.owning import pause as work
+
+    return work(run, paused=True, as_json=as_json)
+
+
+@swarm.command(context_settings=_CONTEXT, short_help="Let what was paused train again.")
+@click.argument("run", metavar="[RUN]", required=False)
+@_json
+def resume(run: str | None, as_json: bool) -> int:
+    """Let volunteers go on after `swarm pause`. They fetch what the swarm has reached meanwhile.
+
+    \b
+    Examples:
+      swarm resume
+      swarm resume bytelm
+    """
+    from swarm.cli.owning import pause as work
+
+    return work(run, paused=False, as_json=as_json)
+
+
+@swarm.command(context_settings=_CONTEXT, short_help="Change a run that you own while others train it.")
+@click.argument("run", metavar="RUN")
+@_from
+@click.option("--identity", metavar="FILE", default=None, help="The owner's identity. [default: this user's]")
+@click.option("--target-batch-size", type=click.IntRange(1), default=None, help="Samples of the whole swarm in one epoch.")
+@click.option("--pause/--resume", "paused", default=None, help="Let nobody train for a while; members stay and keep the state.")
+@click.option("--end/--reopen", "ended", default=None, help="The run is over for everybody.")
+@click.option("--ban", metavar="PEERID", multiple=True, help="Let nobody deal with this peer; may be given several times.")
+@click.option("--pardon", metavar="PEERID", multiple=True, help="Let a banned peer in again.")
+@_json
+def change(run: str, addresses: tuple[str, ...], identity: str | None, as_json: bool, **asked: object) -> int:
+    """Change a run that you own: publishes the next version of its signed specification, which those who train follow within seconds.
+
+    RUN is a name, NAME@ID or an id. Without --from it is reached through a volunteer of this user on this machine.
+
+    \b
+    Examples:
+      swarm change bytelm --target-batch-size 4096
+      swarm change bytelm --pause
+      swarm change bytelm --ban 12D3KooW... --from /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
+    """
+    from swarm.cli.owning import Where
+    from swarm.cli.owning import change as work
+
+    return work(Where(run=run, addresses=addresses, identity=identity), asked, as_json=as_json)
+
+
+@swarm.command(context_settings=_CONTEXT, short_help="Write a run's model to a file.")
+@click.argument("run", metavar="RUN")
+@_from
+@click.option("--output", "-o", metavar="FILE", type=click.Path(path_type=Path), required=True, help="The safetensors file to write.")
+@click.option("--optimizer", is_flag=True, help="With the optimizer's statistics, as `optimizer.NAME.STATISTIC`.")
+@_json
+def export(run: str, addresses: tuple[str, ...], output: Path, optimizer: bool, as_json: bool) -> int:
+    """Write a run's model to a safetensors file: what torch's load_state_dict takes.
+
+    From the newest good checkpoint on this machine, or with --from as the run's peers have it now.
+
+    \b
+    Examples:
+      swarm export bytelm -o bytelm.safetensors
+      swarm export bytelm -o bytelm.safetensors --from /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
+    """
+    from swarm.cli.owning import Where
+    from swarm.cli.owning import export as work
+
+    return work(Where(run=run, addresses=addresses), output, optimizer=optimizer, as_json=as_json)
 
 
 @swarm.command(context_settings=_CONTEXT, short_help="Be a long-lived entry point that trains nothing.")

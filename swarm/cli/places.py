@@ -42,6 +42,16 @@ def kept_runs() -> Path:
     return home() / "runs"
 
 
+def saved_states() -> Path:
+    """Checkpoints: a folder a run."""
+    return home() / "checkpoints"
+
+
+def control_folder() -> Path:
+    """Where commands that train say that they are there, and are asked to pause."""
+    return home() / "live"
+
+
 def monitor_history(run_id: str) -> Path:
     """Where `swarm monitor` keeps what it has seen of a run."""
     return home() / "monitor" / f"{run_id}.sqlite"

@@ -49,7 +49,17 @@ def sentence(event: events.Event) -> str:
             return f"training on {event.device}, data: {event.data}\nothers join with: {event.join_line}"
         case events.StateDownloaded():
             donors = f"{event.donors} peer{'s' if event.donors != 1 else ''}"
-            return f"state of epoch {event.epoch}: {size(event.received_bytes)} from {donors} in {event.seconds:.2f} s"
+            avoided = "".join(f"\navoided {peer}: {why}" for peer, why in event.avoided.items())
+            return f"state of epoch {event.epoch}: {size(event.received_bytes)} from {donors} in {event.seconds:.2f} s{avoided}"
+        case events.Saved():
+            return f"epoch {event.epoch} is saved in {event.path} ({event.seconds:.1f} s)"
+        case events.Paused():
+            return f"paused{', still giving the state to others' if event.member else ''}: {event.reason}"
+        case events.Resumed():
+            return f"training again after {event.seconds:.0f} s"
+        case events.RunChanged():
+            restart = "; start again to follow the rest" if event.restart else ""
+            return f"the owner changed the run (version {event.version}): {', '.join(event.changes) or 'settings of its training'}{restart}"
         case events.Contributed():
             return f"contributing since {event.start_s:.1f} s after the start (epoch {event.epoch})"
         case events.EpochDone():

@@ -11,15 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swarm.cli.control import Control
 from swarm.cli.identity import open_identity
 from swarm.cli.leaving import Leaving
 from swarm.cli.output import Output, make_output
-from swarm.cli.places import default_identity, kept_runs
+from swarm.cli.places import control_folder, default_identity, kept_runs, saved_states
 from swarm.errors import DeadlineExceeded, NetworkError, UsageError
 from swarm.identity import Identity
 from swarm.ids import Contact
 from swarm.metrics.record import NAME_CHARACTERS_MAX
 from swarm.run.events import Event, Finished, Listening, Notice
+from swarm.run.hours import Hours
+from swarm.run.limits import Limits, parse_duration_s, parse_size
+from swarm.run.saving import SavingConfig
 from swarm.run.specification import RunSpecification
 
 _LOOK_S = 0.5
@@ -39,6 +43,10 @@ class Choices:
     data: Path | None
     as_json: bool
     exit_with_parent: bool
+    checkpoint_every: str
+    resume: bool
+    hours: tuple[str, ...]
+    memory: str | None
     yes: bool = True
     name: str = ""
 
@@ -47,11 +55,23 @@ class Choices:
         """From click's values; checks at once what can be checked before anything is started."""
         choices = cls(**options)
         choices.contacts()
+        choices.limits()
+        parse_duration_s(choices.checkpoint_every)
         if len(choices.name) > NAME_CHARACTERS_MAX:
             raise UsageError(f"--name has at most {NAME_CHARACTERS_MAX} characters")
         if choices.data is not None and not choices.data.expanduser().is_dir():
             raise UsageError(f"--data {choices.data}: there is no such folder")
         return choices
+
+    def limits(self) -> Limits:
+        """What the volunteer allows its machine to be used for; bandwidth is the node's business."""
+        memory_bytes_max = parse_size(self.memory) if self.memory is not None else None
+        return Limits(hours=Hours.parse(self.hours), memory_bytes_max=memory_bytes_max)
+
+    def saving(self, run_id: str) -> SavingConfig | None:
+        """Whether and where checkpoints are kept."""
+        every_s = parse_duration_s(self.checkpoint_every)
+        return SavingConfig(folder=saved_states() / run_id, every_s=every_s, resume=self.resume) if every_s or self.resume else None
 
     def contacts(self) -> list[Contact]:
         return [Contact.parse(address) for address in self.bootstrap]
@@ -117,7 +137,14 @@ class _Session:
         """Say what it is about, ask, and train until the end."""
         from swarm.run.volunteer import Volunteer, VolunteerConfig
 
-        config = VolunteerConfig(device=self.choices.device, data=self.choices.data)
+        control = Control(control_folder())
+        config = VolunteerConfig(
+            device=self.choices.device,
+            data=self.choices.data,
+            limits=self.choices.limits(),
+            asked_to_pause=control.asked_to_pause,
+            saving=self.choices.saving(signed.run_id),
+        )
         volunteer = Volunteer(self.node, signed, self.directory, config, self.emit, self.leaving.requested)
         self.emit(volunteer.introduce(founded=founded))
         if self.node.dht.clock_problem:
@@ -129,7 +156,8 @@ class _Session:
             self.emit(Notice(text="nothing was trained"))
             return
         if not self.leaving.requested.is_set():
-            volunteer.train(device, new=founded, why=lambda: self.leaving.why)
+            with control.announced(signed.name, signed.run_id, str(self.node.peer_id), self.node.addresses):
+                volunteer.train(device, new=founded, why=lambda: self.leaving.why)
 
 
 @contextlib.contextmanager

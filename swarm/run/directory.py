@@ -116,18 +116,23 @@ class RunDirectory:
             listings += [RunListing(signed.name, signed.run_id) for signed in await self.kept(wanted)]
         return await self.specification(choose(listings, wanted).run_id, timeout_s=timeout_s)
 
-    async def keep(self, signed: SignedSpecification, on_newer: Callable[[SignedSpecification], Awaitable[None]]) -> None:
+    async def keep(
+        self,
+        signed: SignedSpecification,
+        on_newer: Callable[[SignedSpecification], Awaitable[None]],
+        told: Callable[[], SignedSpecification] | None = None,
+    ) -> None:
         """Keep the specification in the DHT for as long as this runs, and take over newer versions of the owner's as they appear. What
-        is kept there is kept on disk, too.
+        is kept there is kept on disk, too. `told`: the newest that came another way.
         """
-        await self._save(signed)
+        await self.save(signed)
         while True:
             try:
                 genuine, _ = await self._copies(signed.run_id, 10.0)
-                latest = newest([signed, *(copy for _, copy in genuine)])
+                latest = newest([signed, *([told()] if told is not None else []), *(copy for _, copy in genuine)])
                 if latest is not None and latest.version > signed.version:
                     signed = latest
-                    await self._save(signed)
+                    await self.save(signed)
                     await on_newer(signed)
                 if not self._is_kept([entry for entry, copy in genuine if copy.version >= signed.version]):
                     await self.publish(signed)
@@ -135,7 +140,8 @@ class RunDirectory:
                 _log.info("the specification of %s was not refreshed, tried again later: %s", signed.full_name, error)
             await asyncio.sleep(_REFRESH_S * self._rng.uniform(0.7, 1.3))
 
-    async def _save(self, signed: SignedSpecification) -> None:
+    async def save(self, signed: SignedSpecification) -> None:
+        """Keep it on disk."""
         await self._on_disk(lambda kept: kept.save(signed))
 
     async def _on_disk(self, work: Callable[[KeptSpecifications], T]) -> T | None:

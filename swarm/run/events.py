@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 
@@ -74,6 +74,44 @@ class StateDownloaded(Event):
     received_bytes: int
     donors: int
     digest: str | None
+    avoided: dict[str, str] = field(default_factory=dict)  # donors that lied or failed, by PeerID, and why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved(Event):
+    """A checkpoint lies on the disk."""
+
+    kind: ClassVar[str] = "checkpoint"
+    epoch: int
+    path: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paused(Event):
+    """This volunteer does not train for a while."""
+
+    kind: ClassVar[str] = "paused"
+    reason: str
+    member: bool  # True: it stays in the run and gives the state; False: it has left the rounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed(Event):
+    """It trains again."""
+
+    kind: ClassVar[str] = "resumed"
+    seconds: float  # of pause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunChanged(Event):
+    """The run's owner published a newer version of its specification."""
+
+    kind: ClassVar[str] = "changed"
+    version: int
+    changes: list[str]
+    restart: bool  # something else is different, too, which needs a new start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,9 @@ async def found(
         signed, new = sign(specification, owner, version=version, founded_s=clock.swarm_s()), True
     else:
         new = False
+        # what the owner said since by `swarm change` is in no file; it holds until it is taken back in the same way
+        told = {key: getattr(known.specification, key) for key in ("paused", "ended", "banned")}
+        specification = specification.model_copy(update=told)
         if known.specification == specification:
             signed = known
         else:

@@ -62,6 +62,19 @@ def needed_bytes(specification: RunSpecification, task_bytes: int) -> int:
     return max(task_bytes + PROCESS_BYTES, specification.requirements.memory_mb * 1_000_000)
 
 
+def taken_bytes() -> int:
+    """Memory that this process takes (resident set)."""
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
+
+
+def second_of_day() -> float:
+    """Of this machine's local time."""
+    now = time.localtime()
+    return now.tm_hour * 3600.0 + now.tm_min * 60.0 + now.tm_sec
+
+
 def process_age_s() -> float:
     """Seconds since this process was started, Python's own start included."""
     import psutil

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from averaging.training.contacts import contact_of
 from averaging.training.progress import Claim, ProgressConfig
 from swarm.clock import Clock
 from swarm.compression import resolve
 from swarm.dht.service import Entry
 from swarm.errors import PeerError
-from swarm.ids import Key, PeerId
+from swarm.ids import Contact, Key, PeerId
 from swarm.run.specification import RunSpecification
 
 if TYPE_CHECKING:
@@ -39,6 +41,17 @@ async def look(dht: DhtService, run_id: str, own: PeerId, clock: Clock, *, timeo
             except PeerError:
                 continue
     return Outlook(len(claims), sum(claim.rate for claim in claims), max((claim.epoch for claim in claims), default=0))
+
+
+async def members(dht: DhtService, run_id: str, *, timeout_s: float = 5.0) -> list[Contact]:
+    """Peers that train a run and can be called."""
+    found = await dht.get(Key(f"run.{run_id}", "progress"), latest=True, timeout_s=timeout_s)
+    contacts = []
+    for entry in found.values() if isinstance(found, dict) else ():
+        if isinstance(entry.value, dict):
+            with contextlib.suppress(PeerError):
+                contacts.append(contact_of(entry.writer, entry.value.get("addresses")))
+    return [contact for contact in contacts if contact.addresses]
 
 
 def round_bytes(specification: RunSpecification, parameters: int, peers: int) -> int:

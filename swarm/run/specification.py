@@ -24,6 +24,7 @@ from swarm.ids import Key, PeerId
 
 SPECIFICATION_BYTES_MAX = 60 << 10  # signed and packed; a DHT record takes 64 KiB with its envelope
 TOML_BYTES_MAX = 256 << 10
+BANNED_MAX = 500  # each takes 54 bytes of the specification
 __all__ = ["VERSION_MAX", "RunSpecification", "SignedSpecification", "newest", "run_id_of", "sign", "specification_key", "verified"]
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
@@ -98,6 +99,10 @@ class RunSpecification(_Table):
     optimizer: OptimizerChoice = OptimizerChoice()
     end: End = End()
     requirements: Requirements = Requirements()
+    # what the owner says while the run is going on: `swarm change`
+    paused: bool = False  # nobody trains; members stay, and keep the state
+    ended: bool = False  # over, whatever `end` says
+    banned: tuple[str, ...] = Field(default=(), max_length=BANNED_MAX)  # PeerIDs that no member deals with
 
     @field_validator("name")
     @classmethod
@@ -106,6 +111,16 @@ class RunSpecification(_Table):
             raise ValueError("1 to 63 of a-z, 0-9, '.', '_' and '-', beginning with a letter or digit")
         return value
 
+    @field_validator("banned")
+    @classmethod
+    def _banned_are_peers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for text in value:
+            try:
+                PeerId.parse(text)
+            except UsageError as error:
+                raise ValueError(str(error)) from error
+        return tuple(sorted(set(value)))
+
     @field_validator("optimizer")
     @classmethod
     def _cosine_knows_its_end(cls, value: OptimizerChoice) -> OptimizerChoice:
@@ -113,6 +128,11 @@ class RunSpecification(_Table):
         if schedule.name == "cosine" and (schedule.total_epochs is None or schedule.total_epochs <= schedule.warmup_epochs):
             raise ValueError("schedule.total_epochs must be given for a cosine, and be more than warmup_epochs")
         return value
+
+    @property
+    def banned_peers(self) -> frozenset[PeerId]:
+        """Whom the owner wants nobody to deal with."""
+        return frozenset(PeerId.parse(text) for text in self.banned)
 
     @classmethod
     def from_toml(cls, text: str, where: str) -> RunSpecification:

@@ -41,6 +41,8 @@ class Training:
     def over(self) -> str:
         """Why the run has ended, by its specification; empty while it goes on."""
         end = self.signed.specification.end
+        if self.signed.specification.ended:
+            return "the run's owner ended it"
         if end.epochs is not None and self.optimizer.epoch >= end.epochs:
             return f"the run ended at epoch {end.epochs}"
         if end.seconds is not None and self.swarm_s() >= self.signed.founded_s + end.seconds:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarm.errors import NotEnoughPeers
+from swarm.ids import Contact
 from swarm.run import machine, outlook
 from swarm.run.accounts import Accounts, Pacing
 from swarm.run.directory import RunDirectory
-from swarm.run.events import Emit, Finished, Found, Joined, Notice, StateDownloaded
+from swarm.run.events import Emit, Finished, Found, Joined, Notice, Paused, Resumed, RunChanged, StateDownloaded
+from swarm.run.following import FANOUT, Follower, FollowerServices, differences, restart_needed
+from swarm.run.limits import Limits, Moment, Say, decide
+from swarm.run.saving import Saver, SavingConfig
 from swarm.run.specification import RunSpecification, SignedSpecification
 from swarm.run.task import make_task
 
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
     from swarm.run.training import Training
 
 _STATE_TIMEOUT_S = 600.0
+_LOOK_S = 0.5  # how often limits and wishes are looked at
+_STRANGERS_MAX = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +43,9 @@ class VolunteerConfig:
     data: Path | None = None  # a folder of its own instead of the task's default data
     validation_share: float = 0.05  # of the time may go into measuring the loss on the held-out part
     validation_s_min: float = 2.0  # between two measurements at least
+    limits: Limits = field(default_factory=Limits)
+    asked_to_pause: Callable[[], bool] = lambda: False  # is asked about twice a second
+    saving: SavingConfig | None = None  # None: no checkpoints
 
 
 class Volunteer:
@@ -50,6 +59,7 @@ class Volunteer:
         self._node, self._directory, self._config, self._emit, self._stop = node, directory, config, emit, stop
         self._task = make_task(self.specification.task.name, self.specification.task.settings)
         self._description = self._task.describe(self.specification.batch_size)
+        self._training: Training | None = None
 
     @property
     def specification(self) -> RunSpecification:
@@ -88,25 +98,62 @@ class Volunteer:
         return device
 
     def check_memory(self) -> None:
-        """SwarmError when this machine has too little."""
-        machine.check_memory(
-            machine.needed_bytes(self.specification, self._description.memory_bytes), machine.free_bytes(), self.signed.name
-        )
+        """SwarmError when this machine has too little, or the volunteer allows too little."""
+        needed_bytes = machine.needed_bytes(self.specification, self._description.memory_bytes)
+        machine.check_memory(needed_bytes, machine.free_bytes(), self.signed.name)
+        self._config.limits.check(needed_bytes, self.signed.name)
 
     def train(self, device: torch.device, *, new: bool = False, why: Callable[[], str] = str) -> Finished:
         """Build, fetch the state (there is none if the run is `new`), train; returns when the run is over or `stop` is set.
 
         `why` says what set it. NotEnoughPeers: there are peers, but none could give the state.
         """
-        from averaging.optimizer import Optimizer, OptimizerConfig
-        from swarm.run.inner import build_optimizer, schedule_factory
+        from swarm.run.inner import build_optimizer
         from swarm.run.training import Training
 
         specification = self.specification
         model = self._task.build_model(specification.seed).to(device)
         data = self._task.load_data(self._config.data, device)
+        inner = build_optimizer(model, specification.optimizer)
+        started_s = time.monotonic()
+        training = Training(
+            model=model,
+            data=data,
+            optimizer=self._open(inner),
+            signed=self.signed,
+            own=self._node.peer_id,
+            emit=self._emit,
+            swarm_s=self._node.clock.swarm_s,
+            accounts=Accounts(),
+            pacing=Pacing(self._config.validation_share, self._config.validation_s_min),
+        )
+        self._training = training
+        saver = self._saver(model, inner)
+        reason = ""
+        try:
+            self._node.network.run(self._follow(training), 5.0)
+            try:
+                self._begin(training, saver, new=new)
+                self._joined(device, data.summary)
+                reason = self._loop(training, saver)
+            except KeyboardInterrupt:
+                if not self._stop.is_set():
+                    raise
+            finished = self._finished(training, reason or why() or "it was asked to stop", time.monotonic() - started_s)
+            if saver is not None:
+                saver.close(training.optimizer)
+            return finished
+        finally:
+            training.optimizer.close()
+
+    def _open(self, inner: torch.optim.Optimizer) -> Optimizer:
+        """Take part in the run, by the specification as it is now."""
+        from averaging.optimizer import Optimizer, OptimizerConfig
+        from swarm.run.inner import schedule_factory
+
+        specification = self.specification
         optimizer = Optimizer(
-            build_optimizer(model, specification.optimizer),
+            inner,
             node=self._node,
             run=self.signed.run_id,
             target_batch_size=specification.target_batch_size,
@@ -117,41 +164,111 @@ class Volunteer:
             state_sync_epochs=specification.state_sync_epochs,
             config=OptimizerConfig(group_size_max=specification.target_group_size),
         )
-        started_s = time.monotonic()
-        with contextlib.closing(optimizer):
-            training = Training(
-                model=model,
-                data=data,
-                optimizer=optimizer,
-                signed=self.signed,
-                own=self._node.peer_id,
-                emit=self._emit,
-                swarm_s=self._node.clock.swarm_s,
-                accounts=Accounts(),
-                pacing=Pacing(self._config.validation_share, self._config.validation_s_min),
-            )
-            self._node.network.run(self._keep_specification(training), 5.0)
-            reason = ""
-            try:
-                if not new:
-                    self._load_state(optimizer)
-                self._joined(device, data.summary)
-                reason = self._loop(training)
-            except KeyboardInterrupt:
-                if not self._stop.is_set():
-                    raise
-            return self._finished(training, reason or why() or "it was asked to stop", time.monotonic() - started_s)
+        optimizer.ban(specification.banned_peers)
+        return optimizer
 
-    def _loop(self, training: Training) -> str:
+    def fetch_state(self, path: Path) -> Path:
+        """Only download the swarm's present state, into a checkpoint. NotEnoughPeers when nobody can give it."""
+        from averaging.training.checkpoint import names_of, write
+        from swarm.run.inner import build_optimizer
+
+        model = self._task.build_model(self.specification.seed)
+        inner = build_optimizer(model, self.specification.optimizer)
+        with contextlib.closing(self._open(inner)) as optimizer:
+            result = optimizer.load_state_from_peers(timeout_s=_STATE_TIMEOUT_S)
+            if not result.loaded:
+                raise NotEnoughPeers(f"the state of {self.signed.full_name} could not be downloaded: {result.reason}")
+            view = optimizer.state_view()
+            try:
+                write(view, path, names_of(model, inner))
+            finally:
+                view.close()
+        return path
+
+    def _saver(self, model: torch.nn.Module, inner: torch.optim.Optimizer) -> Saver | None:
+        if self._config.saving is None:
+            return None
+        from averaging.training.checkpoint import names_of
+
+        about = {"run": self.signed.full_name, "task": self.specification.task.name}
+        return Saver(self._config.saving, names_of(model, inner), about, self._emit)
+
+    def _begin(self, training: Training, saver: Saver | None, *, new: bool) -> None:
+        """From a checkpoint, from the swarm, or from the first parameters."""
+        saving = self._config.saving
+        if saver is not None and saving is not None and saving.resume and saver.resume(training.optimizer):
+            return  # if the swarm is further, the first step fetches its state
+        if (new or self._load_state(training.optimizer)) and saver is not None:
+            saver.begins_anew()
+
+    def _loop(self, training: Training, saver: Saver | None) -> str:
         """Steps until there is a reason to end; empty when `stop` was it. The end is looked at between epochs, so that all end alike."""
         over = training.over()
+        looked_s = float("-inf")
         while not over and not self._stop.is_set():
+            if time.monotonic() - looked_s >= _LOOK_S:
+                say, why = self._decide()
+                if say is Say.LEAVE:
+                    return why
+                if say is not Say.TRAIN:
+                    over = self._pause(training, say, why)
+                    continue
+                looked_s = time.monotonic()
             if training.step():
+                over = training.over()
+                if saver is not None:
+                    saver.after_epoch(training.optimizer)
+            elif self.specification.ended:
                 over = training.over()
         return over
 
-    def _load_state(self, optimizer: Optimizer) -> None:
-        """The swarm's present state, if there is a swarm."""
+    def _decide(self) -> tuple[Say, str]:
+        """What the volunteer's limits and the run's owner want at this moment."""
+        limits = self._config.limits
+        moment = Moment(
+            second_of_day=machine.second_of_day(),
+            memory_bytes=machine.taken_bytes() if limits.memory_bytes_max is not None else 0,
+            asked_to_pause=self._config.asked_to_pause(),
+            run_paused=self.specification.paused,
+            banned=self._node.peer_id in self.specification.banned_peers,
+        )
+        return decide(limits, moment)
+
+    def _pause(self, training: Training, say: Say, why: str) -> str:
+        """Wait until training goes on; why the run is over, if that comes first.
+
+        Who rests stays a member. Who pauses says goodbye to the others, so that nobody waits for it, and keeps the model in memory: when it
+        comes back, it fetches what the swarm has reached meanwhile.
+        """
+        began_s, member = time.monotonic(), say is Say.REST
+        self._emit(Paused(reason=why, member=member))
+        kept = None
+        if member:
+            training.optimizer.rest(True)
+        else:
+            kept = training.optimizer.state_dict()
+            training.optimizer.close()
+        over = training.over()
+        while not over and not self._stop.wait(0.0 if member else _LOOK_S):
+            report = training.optimizer.attend(_LOOK_S) if member else None
+            if report is not None:  # others were at the end of an epoch when the pause reached them
+                training.after(report)
+            now, _ = self._decide()
+            if now is Say.TRAIN or now is Say.LEAVE or (member and now is Say.PAUSE) or (not member and now is Say.REST):
+                break
+            over = training.over()
+        if over or self._stop.is_set():
+            return over
+        if kept is None:
+            training.optimizer.rest(False)
+        else:
+            training.optimizer = self._open(training.optimizer.inner)
+            training.optimizer.load_state_dict(kept)
+        self._emit(Resumed(seconds=time.monotonic() - began_s))
+        return ""
+
+    def _load_state(self, optimizer: Optimizer) -> bool:
+        """The swarm's present state, if there is a swarm; True when there is none, and the run begins anew."""
         result = optimizer.load_state_from_peers(timeout_s=_STATE_TIMEOUT_S)
         if result.loaded:
             self._emit(
@@ -161,6 +278,7 @@ class Volunteer:
                     received_bytes=result.bytes_received,
                     donors=len(result.donors),
                     digest=result.digest or None,
+                    avoided={str(peer): why for peer, why in result.failures.items()},
                 )
             )
         elif result.alone:
@@ -169,6 +287,7 @@ class Volunteer:
             )
         else:
             raise NotEnoughPeers(f"the state of {self.signed.full_name} could not be downloaded: {result.reason}. Try again in a while")
+        return result.alone
 
     def _joined(self, device: torch.device, data: str) -> None:
         addresses = self._node.addresses
@@ -183,18 +302,32 @@ class Volunteer:
             )
         )
 
-    async def _keep_specification(self, training: Training) -> None:
+    async def _follow(self, training: Training) -> None:
         """In the background, for as long as the node lives: members keep the specification, and follow the owner's newer versions."""
+        services = FollowerServices(
+            handlers=self._node.handlers, caller=self._node.channels, directory=self._directory, rng=random.Random()
+        )
+        follower = Follower(services, self.signed, self._others, self._take_over)
+        self._node.supervisor.spawn(f"keeping the specification of {self.signed.full_name}", follower.run, restart=True)
 
-        async def on_newer(newer: SignedSpecification) -> None:
-            if newer.specification.model_copy(update={"end": training.signed.specification.end}) == training.signed.specification:
-                training.signed = newer
-                self._emit(Notice(text=f"the owner changed when the run ends (version {newer.version})"))
-            else:
-                self._emit(Notice(text=f"the owner changed the run (version {newer.version}): start again to follow"))
+    def _others(self) -> list[Contact]:
+        """Members that are known here, and peers that may be members."""
+        contacts = {contact.peer_id: contact for contact in self._training.optimizer.contacts()} if self._training else {}
+        if len(contacts) >= FANOUT * 4:  # one shard of a large run: the rumour must leave it
+            contacts |= {known.contact.peer_id: known.contact for known in self._node.peers()[:_STRANGERS_MAX]}
+        return list(contacts.values())
 
-        keep = functools.partial(self._directory.keep, self.signed, on_newer)
-        self._node.supervisor.spawn(f"keeping the specification of {self.signed.full_name}", keep, restart=True)
+    def _take_over(self, newer: SignedSpecification) -> None:
+        """A newer version of the owner's, on the network thread."""
+        old, new = self.signed.specification, newer.specification
+        self.signed = newer
+        training = self._training
+        if training is not None:
+            training.signed = newer
+            if new.target_batch_size != old.target_batch_size:
+                training.optimizer.set_target(new.target_batch_size)
+            training.optimizer.ban(new.banned_peers)
+        self._emit(RunChanged(version=newer.version, changes=differences(old, new), restart=restart_needed(old, new)))
 
     def _finished(self, training: Training, reason: str, seconds: float) -> Finished:
         accounts = training.accounts

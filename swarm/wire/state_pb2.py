@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16swarm/wire/state.proto\x12\nswarm.wire\"]\n\x05\x43laim\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07samples\x18\x02 \x01(\x04\x12\x15\n\rsamples_per_s\x18\x03 \x01(\x01\x12\x0c\n\x04\x61t_s\x18\x04 \x01(\x01\x12\x0f\n\x07since_s\x18\x05 \x01(\x01\"]\n\rReportRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12 \n\x05\x63laim\x18\x02 \x01(\x0b\x32\x11.swarm.wire.Claim\x12\x0c\n\x04\x66ull\x18\x03 \x01(\x08\x12\x0f\n\x07goodbye\x18\x04 \x01(\x08\"A\n\x0bReportReply\x12 \n\x05\x63laim\x18\x01 \x01(\x0b\x32\x11.swarm.wire.Claim\x12\x10\n\x08\x62\x65lieved\x18\x02 \x01(\x08\"-\n\x0bOpenRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tepoch_min\x18\x02 \x01(\x04\"h\n\tOpenReply\x12\r\n\x05lease\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tcanonical\x18\x03 \x01(\x08\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\x12\x15\n\rchunk_digests\x18\x05 \x01(\x0c\"<\n\rChunksRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05lease\x18\x02 \x01(\x0c\x12\x0f\n\x07indices\x18\x03 \x03(\r\"\x1c\n\x0b\x43hunkHeader\x12\r\n\x05index\x18\x01 \x01(\r\"*\n\x0c\x43loseRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05lease\x18\x02 \x01(\x0c\"\x0c\n\nCloseReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16swarm/wire/state.proto\x12\nswarm.wire\"]\n\x05\x43laim\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07samples\x18\x02 \x01(\x04\x12\x15\n\rsamples_per_s\x18\x03 \x01(\x01\x12\x0c\n\x04\x61t_s\x18\x04 \x01(\x01\x12\x0f\n\x07since_s\x18\x05 \x01(\x01\"]\n\rReportRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12 \n\x05\x63laim\x18\x02 \x01(\x0b\x32\x11.swarm.wire.Claim\x12\x0c\n\x04\x66ull\x18\x03 \x01(\x08\x12\x0f\n\x07goodbye\x18\x04 \x01(\x08\"A\n\x0bReportReply\x12 \n\x05\x63laim\x18\x01 \x01(\x0b\x32\x11.swarm.wire.Claim\x12\x10\n\x08\x62\x65lieved\x18\x02 \x01(\x08\"=\n\x0bOpenRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x11\n\tepoch_min\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"h\n\tOpenReply\x12\r\n\x05lease\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\tcanonical\x18\x03 \x01(\x08\x12\x13\n\x0btotal_bytes\x18\x04 \x01(\x04\x12\x15\n\rchunk_digests\x18\x05 \x01(\x0c\"<\n\rChunksRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05lease\x18\x02 \x01(\x0c\x12\x0f\n\x07indices\x18\x03 \x03(\r\"\x1c\n\x0b\x43hunkHeader\x12\r\n\x05index\x18\x01 \x01(\r\"*\n\x0c\x43loseRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05lease\x18\x02 \x01(\x0c\"\x0c\n\nCloseReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,15 +38,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPORTREPLY']._serialized_start=228
   _globals['_REPORTREPLY']._serialized_end=293
   _globals['_OPENREQUEST']._serialized_start=295
-  _globals['_OPENREQUEST']._serialized_end=340
-  _globals['_OPENREPLY']._serialized_start=342
-  _globals['_OPENREPLY']._serialized_end=446
-  _globals['_CHUNKSREQUEST']._serialized_start=448
-  _globals['_CHUNKSREQUEST']._serialized_end=508
-  _globals['_CHUNKHEADER']._serialized_start=510
-  _globals['_CHUNKHEADER']._serialized_end=538
-  _globals['_CLOSEREQUEST']._serialized_start=540
-  _globals['_CLOSEREQUEST']._serialized_end=582
-  _globals['_CLOSEREPLY']._serialized_start=584
-  _globals['_CLOSEREPLY']._serialized_end=596
+  _globals['_OPENREQUEST']._serialized_end=356
+  _globals['_OPENREPLY']._serialized_start=358
+  _globals['_OPENREPLY']._serialized_end=462
+  _globals['_CHUNKSREQUEST']._serialized_start=464
+  _globals['_CHUNKSREQUEST']._serialized_end=524
+  _globals['_CHUNKHEADER']._serialized_start=526
+  _globals['_CHUNKHEADER']._serialized_end=554
+  _globals['_CLOSEREQUEST']._serialized_start=556
+  _globals['_CLOSEREQUEST']._serialized_end=598
+  _globals['_CLOSEREPLY']._serialized_start=600
+  _globals['_CLOSEREPLY']._serialized_end=612
 # @@protoc_insertion_point(module_scope)

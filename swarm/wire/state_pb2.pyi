@@ -41,12 +41,14 @@ class ReportReply(_message.Message):
     def __init__(self, claim: _Optional[_Union[Claim, _Mapping]] = ..., believed: _Optional[bool] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("run", "epoch_min")
+    __slots__ = ("run", "epoch_min", "digest")
     RUN_FIELD_NUMBER: _ClassVar[int]
     EPOCH_MIN_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     run: str
     epoch_min: int
-    def __init__(self, run: _Optional[str] = ..., epoch_min: _Optional[int] = ...) -> None: ...
+    digest: bytes
+    def __init__(self, run: _Optional[str] = ..., epoch_min: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class OpenReply(_message.Message):
     __slots__ = ("lease", "epoch", "canonical", "total_bytes", "chunk_digests")

@@ -1,0 +1,19 @@
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Optional as _Optional
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ChangeRequest(_message.Message):
+    __slots__ = ("run", "specification")
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    SPECIFICATION_FIELD_NUMBER: _ClassVar[int]
+    run: str
+    specification: bytes
+    def __init__(self, run: _Optional[str] = ..., specification: _Optional[bytes] = ...) -> None: ...
+
+class ChangeReply(_message.Message):
+    __slots__ = ("version",)
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    def __init__(self, version: _Optional[int] = ...) -> None: ...

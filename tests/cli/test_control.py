@@ -1,0 +1,55 @@
+"""Asking a running command to pause: files that say who is there."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from swarm.cli import main
+from swarm.cli.control import Control
+
+
+def test_a_running_command_is_found_asked_and_forgotten(tmp_path: Path) -> None:
+    control = Control(tmp_path / "live")
+    assert control.running() == []
+    with control.announced("tiny", "a" * 20, "12D3KooWx", ["/ip4/127.0.0.1/tcp/1"]):
+        [one] = control.running()
+        assert one.pid == os.getpid()
+        for wanted in (None, "tiny", "tiny@" + "a" * 20, "a" * 20, "12D3KooWx", str(os.getpid())):
+            assert one.is_meant_by(wanted)
+        assert not one.is_meant_by("other")
+        assert not control.asked_to_pause()
+        control.set_paused(one, True)
+        assert control.asked_to_pause()
+        control.set_paused(one, False)
+        assert not control.asked_to_pause()
+        control.set_paused(one, True)
+    assert list((tmp_path / "live").iterdir()) == [], "nothing is left, not even the request"
+
+
+def test_what_dead_commands_left_and_nonsense_are_removed(tmp_path: Path) -> None:
+    control = Control(tmp_path)
+    dead = {"pid": os.getpid(), "started_s": 5.0, "name": "tiny", "run_id": "b", "peer_id": "p", "addresses": []}
+    (tmp_path / f"{os.getpid()}.json").write_text(json.dumps(dead))
+    (tmp_path / "77.json").write_text("no json")
+    (tmp_path / "78.json").write_text("{}")
+    assert control.running() == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pausing_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("SWARM_HOME", str(tmp_path))
+    assert main(["pause"]) == 1
+    assert "nothing trains on this machine" in capsys.readouterr().err
+    with Control(tmp_path / "live").announced("tiny", "a" * 20, "12D3KooWx", []):
+        assert main(["pause", "tiny", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["event"] == "pause"
+        assert Control(tmp_path / "live").asked_to_pause()
+        assert main(["resume"]) == 0
+        assert "going on: tiny@" in capsys.readouterr().out
+        assert main(["change", "tiny", "--pause"]) == 2, "an identity is needed, and there is none"
+    assert main(["export", "tiny", "-o", str(tmp_path / "x")]) == 1
+    assert "took part in no run yet" in capsys.readouterr().err

@@ -1,0 +1,106 @@
+"""An owner's change: who may make it, and how it spreads."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from swarm.errors import PeerError, UsageError
+from swarm.identity import Identity
+from swarm.run.following import CHANGE, FANOUT, Change, Follower, FollowerServices, changed, differences, restart_needed, tell
+from swarm.run.specification import RunSpecification, SignedSpecification, sign, verified
+from swarm.testing.network import SimulatedNetwork, SimulatedPeer
+from swarm.testing.virtual_loop import run_virtual
+from swarm.wire import run_pb2
+
+OWNER = Identity.generate()
+TABLE = {"name": "tiny", "target_batch_size": 64, "batch_size": 8, "task": {"name": "bytelm"}}
+FIRST = sign(RunSpecification.from_table(TABLE, "test"), OWNER, version=1, founded_s=5.0)
+PEER = str(Identity.generate().peer_id)
+
+
+def test_each_change_is_the_next_version_with_that_difference() -> None:
+    second = changed(FIRST, Change(target_batch_size=128, ban=(PEER,)), OWNER)
+    assert (second.version, second.founded_s, second.run_id) == (2, 5.0, FIRST.run_id)
+    assert verified(second.blob, FIRST.run_id).specification.banned == (PEER,)
+    assert [str(peer) for peer in second.specification.banned_peers] == [PEER]
+    assert differences(FIRST.specification, second.specification) == ["an epoch is 128 samples now, not 64", "1 peer is banned"]
+    assert not restart_needed(FIRST.specification, second.specification)
+    third = changed(second, Change(paused=True, pardon=(PEER,)), OWNER)
+    assert differences(second.specification, third.specification) == ["training is paused", "1 peer is let in again"]
+    assert changed(third, Change(ended=True), OWNER).specification.ended
+    other = FIRST.specification.model_copy(update={"batch_size": 9})
+    assert restart_needed(FIRST.specification, other)
+
+
+def test_what_cannot_be_is_told() -> None:
+    with pytest.raises(UsageError, match="only its owner can change a run"):
+        changed(FIRST, Change(paused=True), Identity.generate())
+    with pytest.raises(UsageError, match="is like that already"):
+        changed(FIRST, Change(paused=False), OWNER)
+    with pytest.raises(UsageError, match="banned"):
+        changed(FIRST, Change(ban=("somebody",)), OWNER)
+
+
+class FakeDirectory:
+    def __init__(self) -> None:
+        self.saved: list[int] = []
+
+    async def save(self, signed: SignedSpecification) -> None:
+        self.saved.append(signed.version)
+
+
+def member(network: SimulatedNetwork, peer: SimulatedPeer, known: list[SimulatedPeer], heard: list[int]) -> Follower:
+    directory = FakeDirectory()
+    services = FollowerServices(handlers=peer.handlers, caller=peer.caller, directory=directory, rng=random.Random(peer.index))  # type: ignore[arg-type]
+    return Follower(services, FIRST, lambda: [one.contact for one in known], lambda newer: heard.append(newer.version))
+
+
+def test_a_change_reaches_a_thousand_members_in_seconds_by_eight_calls_each() -> None:
+    async def main() -> None:
+        network = SimulatedNetwork(3)
+        peers, rng = [network.peer() for _ in range(1001)], random.Random(4)
+        heard: list[list[int]] = [[] for _ in peers]
+        followers = [member(network, peer, rng.sample(peers, 32), heard[peer.index]) for peer in peers[1:]]
+        second = changed(FIRST, Change(paused=True), OWNER)
+        following = await tell(peers[0].caller, second, [peer.contact for peer in peers[1:5]])
+        assert set(following.values()) == {2}
+        assert network.rng is not None
+        took_s = network.peers[peers[0].peer_id].clock.monotonic_s()
+        assert sum(follower.signed.version == 2 for follower in followers) >= 995, "nearly all: the others find it in the DHT"
+        assert all(len(one) <= 1 for one in heard), "each is told once"
+        assert max(peer.messages_sent for peer in peers[1:]) <= FANOUT + 40, "replies included"
+        assert took_s < 3.0
+        assert not network.errors
+        await network.close()
+
+    run_virtual(main(), limit_s=60)
+
+
+def test_only_a_newer_version_of_the_owners_counts() -> None:
+    async def main() -> None:
+        network = SimulatedNetwork(1)
+        one, two = network.peer(), network.peer()
+        heard: list[int] = []
+        follower = member(network, two, [], heard)
+        thief = Identity.generate()
+        forged = sign(RunSpecification.from_table({**TABLE, "paused": True}, "test"), thief, version=9, founded_s=5.0)
+        second = changed(FIRST, Change(paused=True), OWNER)
+        for blob, complaint in [
+            (forged.blob, "belongs to run"),
+            (b"garbage", "cannot be decoded"),
+            (second.blob[:-1] + bytes([second.blob[-1] ^ 1]), "not its owner's"),
+        ]:
+            with pytest.raises(PeerError, match=complaint):
+                await one.caller.call(two.contact, CHANGE, run_pb2.ChangeRequest(run=FIRST.run_id, specification=blob), timeout_s=5)
+        assert heard == []
+        assert await tell(one.caller, second, [two.contact]) == {two.peer_id: 2}
+        assert await tell(one.caller, FIRST, [two.contact]) == {two.peer_id: 2}, "an older one changes nothing"
+        assert heard == [2]
+        assert follower.signed == second
+        with pytest.raises(PeerError, match="does not take part"):
+            await one.caller.call(two.contact, CHANGE, run_pb2.ChangeRequest(run="x" * 20), timeout_s=5)
+        await network.close()
+
+    run_virtual(main(), limit_s=60)
