@@ -30,8 +30,9 @@ _log = logging.getLogger(__name__)
 class CollectorConfig:
     """How often the monitor looks, in seconds."""
 
-    every_s: float = 1.0  # in a small run; in larger ones peers tell less often, and are read half as often again
-    every_s_max: float = 7.5
+    every_s: float = 1.0  # in a small run; in larger ones peers tell less often, and are read about as often as that
+    small_peers: int = 16
+    every_s_max: float = 12.0
     read_timeout_s: float = 6.0
     entry_every_s: float = 10.0  # between two questions whether the way in still is there
     run_every_s: float = 30.0  # between two looks at the specification
@@ -91,7 +92,10 @@ class Collector:
         now_s = self.clock.swarm_s()
         if answered or await self._somebody():
             told = [heard.metrics.every_s for heard in found.peers.values() if heard.metrics is not None]
-            interval_s = min(max(self.config.every_s, (median(told) or 0.0) / 2), self.config.every_s_max)
+            interval_s = min(
+                max(self.config.every_s, 0.8 * (median(told) or 0.0) if len(told) > self.config.small_peers else 0.0),
+                self.config.every_s_max,
+            )
             self._remember(found)
             self.looks += 1
             self.model.on_look(
