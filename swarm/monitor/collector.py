@@ -66,6 +66,7 @@ class Collector:
     after: Callable[[], Awaitable[None]] | None = None
     config: CollectorConfig = field(default_factory=CollectorConfig)
     looks: int = 0  # that were answered
+    donors: tuple[Contact, ...] = ()  # who gives the run's state, as of the last look
     _contacts: OrderedDict[PeerId, Contact] = field(default_factory=OrderedDict)
     _entry_answers: bool | None = None
     _entry_asked_s: float = float("-inf")
@@ -148,6 +149,7 @@ class Collector:
         self.model.on_link(LinkView(status=status, entry=where, entry_answers=self._entry_answers, known=others, text=text), now_s)
 
     def _remember(self, found: Found) -> None:
+        self.donors = tuple(found.donors.values())
         for peer, contact in found.contacts.items():
             self._contacts[peer] = contact
             self._contacts.move_to_end(peer)
