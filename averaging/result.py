@@ -59,6 +59,10 @@ class PendingRound:
         """Whether the network is finished with it: `result` would not wait."""
         return self._ended.is_set()
 
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the network is finished with it; False when it is not within `timeout_s`. Writes nothing."""
+        return self._ended.wait(timeout_s)
+
     def cancel(self) -> None:
         """Give the round up; other members see this peer leave. The tensors stay as they are. Without effect once the result was taken."""
         self._discard("cancelled")

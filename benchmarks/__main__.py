@@ -18,6 +18,7 @@ from benchmarks import (
     allreduce,
     codecs,
     dht,
+    experts,
     grid,
     groups,
     hostile,
@@ -35,8 +36,10 @@ from benchmarks.launch import ROOT
 from benchmarks.results import Row
 from benchmarks.turns import Plan
 
-SECTIONS = ("allreduce", "groups", "losses", "trainers", "dht", "simulated", "hostile", "codecs")
-COMPARED = frozenset({"allreduce", "groups", "losses", "trainers", "dht", "codecs"})  # with hivemind, whose environment they need
+SECTIONS = ("allreduce", "groups", "losses", "trainers", "dht", "experts", "simulated", "hostile", "codecs")
+COMPARED = frozenset(
+    {"allreduce", "groups", "losses", "trainers", "dht", "experts", "codecs"}
+)  # with hivemind, whose environment they need
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
@@ -122,6 +125,8 @@ def _measure(
     if "dht" in sections:
         for peers in dht.SIZES:
             yield dht.rows(setting, peers=peers)
+    if "experts" in sections:
+        yield experts.rows(setting)
     if "simulated" in sections:
         yield from simulated_rounds.rows(say)
         yield from grid.rows(say)

@@ -1,1 +1,1 @@
-"""Mixture-of-experts layers hosted by other peers. Empty until its issue: see the roadmap in the README."""
+"""Mixture-of-experts layers hosted by other peers: names, search, batching, the server, and the layers that call it."""

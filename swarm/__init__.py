@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from averaging.averager import Averager, AveragerConfig, AveragingResult, PendingRound
     from averaging.optimizer import LoadResult, Optimizer, OptimizerConfig, StepReport
+    from moe.errors import ExpertApplied, ExpertError, ExpertFailed, ExpertMissing, ExpertOverloaded, ExpertRefused
+    from moe.remote import RemoteExpert, Travel
+    from moe.server import Expert, ExpertServer, ExpertServerConfig
     from swarm.dht.service import Entry, ManyAnswers, NamespaceRules, StoreItem, StoreResult
     from swarm.errors import DeadlineExceeded, NetworkError, NotEnoughPeers, PeerError, SwarmError, UsageError
     from swarm.identity import Identity
@@ -33,6 +36,15 @@ _HOMES = {
     "Contact": "swarm.ids",
     "DeadlineExceeded": "swarm.errors",
     "Entry": "swarm.dht.service",
+    "Expert": "moe.server",
+    "ExpertApplied": "moe.errors",
+    "ExpertError": "moe.errors",
+    "ExpertFailed": "moe.errors",
+    "ExpertMissing": "moe.errors",
+    "ExpertOverloaded": "moe.errors",
+    "ExpertRefused": "moe.errors",
+    "ExpertServer": "moe.server",
+    "ExpertServerConfig": "moe.server",
     "Identity": "swarm.identity",
     "Key": "swarm.ids",
     "LoadResult": "averaging.optimizer",
@@ -47,10 +59,12 @@ _HOMES = {
     "PeerError": "swarm.errors",
     "PeerId": "swarm.ids",
     "PendingRound": "averaging.averager",
+    "RemoteExpert": "moe.remote",
     "StepReport": "averaging.optimizer",
     "StoreItem": "swarm.dht.service",
     "StoreResult": "swarm.dht.service",
     "SwarmError": "swarm.errors",
+    "Travel": "moe.remote",
     "UsageError": "swarm.errors",
 }
 
@@ -62,6 +76,15 @@ __all__ = [
     "Contact",
     "DeadlineExceeded",
     "Entry",
+    "Expert",
+    "ExpertApplied",
+    "ExpertError",
+    "ExpertFailed",
+    "ExpertMissing",
+    "ExpertOverloaded",
+    "ExpertRefused",
+    "ExpertServer",
+    "ExpertServerConfig",
     "Identity",
     "Key",
     "LoadResult",
@@ -76,10 +99,12 @@ __all__ = [
     "PeerError",
     "PeerId",
     "PendingRound",
+    "RemoteExpert",
     "StepReport",
     "StoreItem",
     "StoreResult",
     "SwarmError",
+    "Travel",
     "UsageError",
     "__version__",
 ]

@@ -38,6 +38,7 @@ def swarm() -> None:
       swarm start examples/bytelm.toml      found a run; prints the line with which others join
       swarm join ADDRESS                    volunteer for it
       swarm monitor ADDRESS                 watch it
+      swarm serve --experts 'ffn.[0:4]'     host experts that others call
     """
 
 
@@ -212,6 +213,55 @@ def export(run: str, addresses: tuple[str, ...], output: Path, optimizer: bool, 
     from swarm.cli.owning import export as work
 
     return work(Where(run=run, addresses=addresses), output, optimizer=optimizer, as_json=as_json)
+
+
+@swarm.command(context_settings=_CONTEXT, short_help="Host experts for others to call.")
+@click.argument("address", metavar="[ADDRESS]", required=False)
+@click.option(
+    "--experts", metavar="PATTERN", multiple=True, required=True, help="Their names, as a pattern: 'ffn.[0:4].[0:4]', or one name."
+)
+@click.option("--num-experts", type=click.IntRange(1, 4096), default=None, help="Only so many, in places of the grid that are free.")
+@click.option("--expert-class", default="ffn", show_default=True, help="ffn, transformer, causal_transformer, nop, or one of your own.")
+@click.option(
+    "--module", metavar="FILE.py", type=click.Path(path_type=Path), default=None, help="Your own file; --expert-class is a function in it."
+)
+@click.option("--hidden-dim", type=click.IntRange(1), default=1024, show_default=True, help="Width of the experts.")
+@click.option("--sequence-length", type=click.IntRange(1), default=128, show_default=True, help="Of experts that take sequences.")
+@click.option("--optimizer", type=click.Choice(["adam", "adamw", "sgd", "none"]), default="adam", show_default=True, help="none: frozen.")
+@click.option("--lr", type=click.FloatRange(0), default=1e-3, show_default=True, help="Learning rate.")
+@click.option("--clip-norm", type=click.FloatRange(0, min_open=True), default=None, help="Scale gradients down to this norm.")
+@click.option("--warmup-steps", type=click.IntRange(0), default=0, help="Steps over which the learning rate rises to its full value.")
+@click.option("--training-steps", type=click.IntRange(1), default=None, help="Step at which the learning rate has fallen to zero.")
+@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, …")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32", show_default=True, help="Of the experts."
+)
+@click.option("--max-batch-size", type=click.IntRange(1), default=4096, show_default=True, help="Samples in one batch, and in one request.")
+@click.option("--checkpoint", metavar="DIR", type=click.Path(path_type=Path), default=None, help="Resume from this folder, save to it.")
+@click.option("--keep-activations-mb", type=click.IntRange(0), default=0, help="Keep activations for backward instead of recomputing them.")
+@click.option(
+    "--average-s", type=click.FloatRange(0), default=60.0, show_default=True, help="Between averages with replicas elsewhere; 0: never."
+)
+@click.option("--identity", metavar="FILE", default=None, help="An identity to keep; without it, a new one each time.")
+@_listen
+@_json
+@_parent
+def serve(**options: object) -> int:
+    """Host experts: layers that others call forward and backward, and that learn from it.
+
+    Declares them in the swarm at ADDRESS, or founds a swarm of its own and prints its address. Experts that somebody else hosts, too, are
+    replicas: callers use either, and their parameters are averaged. Ctrl-C finishes what is being computed and takes the experts back.
+
+    \b
+    Examples:
+      swarm serve --expert-class ffn --hidden-dim 1024 --experts 'ffn.[0:4].[0:4]'
+      swarm serve ADDRESS --experts 'ffn.[0:32].[0:32]' --num-experts 16 --checkpoint ~/experts
+      swarm serve ADDRESS --experts 'block.[0:12]' --expert-class causal_transformer --device cuda --dtype bfloat16
+      swarm serve ADDRESS --experts 'mine.[0:8]' --module mine.py --expert-class make_mine --optimizer adamw --lr 3e-4
+    """
+    from swarm.cli.serve import Choices, serve_experts
+
+    return serve_experts(Choices.of(**options))
 
 
 @swarm.command(context_settings=_CONTEXT, short_help="Be a long-lived entry point that trains nothing.")

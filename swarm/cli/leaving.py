@@ -21,13 +21,15 @@ _ORPHAN_S = (0.4, 1.5)  # both, when the parent is gone
 class Leaving:
     """A context manager for the main thread. `requested` is set once the command should end; `why` says what asked for it."""
 
-    def __init__(self, *, exit_with_parent: bool = False, interrupt_s: float = _INTERRUPT_S) -> None:
-        """`interrupt_s`: how long what blocks may take to notice; a command whose own tidying takes time gives itself more."""
+    def __init__(self, *, exit_with_parent: bool = False, interrupt_s: float = _INTERRUPT_S, abandon_s: float = _ABANDON_S) -> None:
+        """`interrupt_s`: how long what blocks may take to notice; a command whose own tidying takes time gives itself more;
+        `abandon_s`: after so long it is ended, tidy or not.
+        """
         self.requested = threading.Event()
         self.why = ""
         self._over = threading.Event()
         self._tidying = threading.Event()
-        self._interrupt_s, self._abandon_s = interrupt_s, _ABANDON_S
+        self._interrupt_s, self._abandon_s = interrupt_s, abandon_s
         self._watch_parent = exit_with_parent
         self._previous: dict[int, object] = {}
 

@@ -1,0 +1,91 @@
+"""What callers of experts do in a round, for any library's remote experts. Imports torch alone: it runs in hivemind's environment, too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from benchmarks.conversation import wait_until
+
+WIDTH = {"nop": 1024, "ffn": 256}
+BATCH = {"small": 1, "large": 2048, "train": 32}
+EXPERT = {"small": "nop", "large": "nop", "train": "ffn"}
+CLOSE = 1e-4  # of float32 sums that are taken in another order in a larger batch
+SEED = 7
+
+
+def module_of(kind: str) -> torch.nn.Module:
+    """The same in every process. The no-op has an empty parameter: hivemind's backward wants an optimizer."""
+    if kind == "nop":
+        return Nop()
+    with torch.random.fork_rng():
+        torch.manual_seed(SEED)
+        width = WIDTH[kind]
+        return torch.nn.Sequential(torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width))
+
+
+class Nop(torch.nn.Module):
+    """Gives a copy of what it gets, as hivemind's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = torch.nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+
+def still(parameters: Any) -> torch.optim.Optimizer:
+    """An optimizer that does its work and changes nothing, so that every result can be checked."""
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+def perform(expert: Callable[[torch.Tensor], torch.Tensor], order: dict[str, Any], rank: int) -> dict[str, Any]:
+    """So many calls, one after the other, from the aligned start on; the results are checked behind the time."""
+    what = order["what"]
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(BATCH[what], WIDTH[EXPERT[what]], generator=generator)
+    x.requires_grad_(what == "train")
+    gradient = torch.randn(x.shape, generator=generator)
+    reasons: list[str] = []
+    longest_s, y = 0.0, x
+    wait_until(order["at_s"])
+    done = 0
+    for _ in range(order["count"]):
+        before_s = time.monotonic()
+        try:
+            y = _call(expert, x, gradient, train=what == "train")
+            done += 1
+        except Exception as error:  # noqa: BLE001  any library's
+            reasons.append(f"{type(error).__name__}: {error}"[:200])
+        longest_s = max(longest_s, time.monotonic() - before_s)
+    end_s = time.monotonic()
+    if done:
+        reasons += _faults(what, x, y, gradient)
+    return {"end_s": end_s, "performed": done, "reasons": sorted(set(reasons))[:3], "longest_s": longest_s}
+
+
+def _call(expert: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, gradient: torch.Tensor, *, train: bool) -> torch.Tensor:
+    if not train:
+        with torch.no_grad():
+            return expert(x)
+    x.grad = None
+    y = expert(x)
+    y.backward(gradient)  # type: ignore[no-untyped-call, unused-ignore]
+    return y.detach()
+
+
+def _faults(what: str, x: torch.Tensor, y: torch.Tensor, gradient: torch.Tensor) -> list[str]:
+    local = module_of(EXPERT[what])
+    inputs = x.detach().clone().requires_grad_()
+    expected = local(inputs)
+    if not torch.allclose(y, expected, atol=CLOSE):
+        return ["an output is wrong"]
+    if what == "train":
+        expected.backward(gradient)
+        if x.grad is None or inputs.grad is None or not torch.allclose(x.grad, inputs.grad, atol=CLOSE):
+            return ["a gradient is wrong"]
+    return []

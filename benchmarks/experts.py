@@ -1,0 +1,212 @@
+"""Experts on loopback: calls of one server by four client processes, ours beside hivemind; more clients; how soon a server answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+from benchmarks.allreduce import HIVEMIND, Setting
+from benchmarks.contenders import READY_TIMEOUT_S, Contender, Round
+from benchmarks.environments import OWN_PYTHON
+from benchmarks.launch import Launch, LaunchFailed, proportional_bytes
+from benchmarks.results import Aim, Row, Series
+from benchmarks.turns import Tally, take_turns
+
+CLIENTS = 4
+COUNTS = {"small": 250, "large": 8, "train": 60}  # calls of each client in a round
+TITLES = {
+    "small": "expert call, no-op, batch 1 of 1024 float32",
+    "large": "expert call, no-op, 2048 × 1024 float32 both ways",
+    "train": "expert forward + backward, ffn 256, batch 32",
+}
+AIMS = {"small": 5.0, "large": 3.0, "train": 5.0}
+LIMITS = {
+    "small": "processor time of a call on both ends: the cores are shared by server and clients",
+    "large": "TLS and copies of 16 MiB a call on both ends",
+    "train": "the module's own arithmetic on the server, and two calls",
+}
+HANDLERS = 2  # hivemind's connection handlers: as many processes as cores was its fastest here
+CROWDS = (1, 4, 16, 64)
+HELD = 200
+CALLER_PROCESSES = 4
+CROWD_S = 2.0
+CROWD_READINGS = 5
+STARTS = 5
+START_AHEAD_S = 0.1
+ORDER_TIMEOUT_S = 90.0
+
+
+class Callers:
+    """A contender: a server process, and clients that know `calls`."""
+
+    def __init__(self, name: str, *, python: Path, module: str) -> None:
+        self._name = name
+        configurations = [{"handlers": HANDLERS}] * (1 + CLIENTS)
+        self._launch = Launch(name, python=python, module=f"benchmarks.workers.{module}", configurations=configurations)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def __enter__(self) -> Callers:
+        self._launch.__enter__()
+        try:
+            self._launch.hear("ready", READY_TIMEOUT_S)
+        except BaseException:
+            self._launch.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._launch.__exit__(kind, error, trace)
+
+    def round(self) -> Round:
+        """Each workload once, from all clients."""
+        phases: dict[str, float] = {}
+        wrong: list[str] = []
+        before_s = self._launch.processor_s()
+        clients = self._launch.workers[1:]
+        for what, count in COUNTS.items():
+            at_s = time.monotonic() + START_AHEAD_S
+            for client in clients:
+                client.tell({"do": "calls", "what": what, "count": count, "at_s": at_s})
+            done = [client.hear("done", time.monotonic() + ORDER_TIMEOUT_S) for client in clients]
+            phases[what] = max(report["end_s"] for report in done) - at_s
+            wrong += [f"{what}: {reason}" for report in done for reason in report["reasons"]]
+            wrong += [f"{what}: {report['performed']} calls, not {count}" for report in done if report["performed"] != count]
+        return Round(
+            ok=not wrong,
+            reason="; ".join(dict.fromkeys(wrong)),
+            wrong=any("wrong" in reason for reason in wrong),
+            whole_s=sum(phases.values()),
+            processor_s=self._launch.processor_s() - before_s,
+            phases=phases,
+        )
+
+
+def rows(setting: Setting) -> list[Row]:
+    """All of the section."""
+    names: list[str] = ["swarm"]
+    makers: list[Callable[[], Contender]] = [lambda: Callers("swarm", python=OWN_PYTHON, module="swarm_experts")]
+    hivemind = setting.hivemind
+    if hivemind is not None:
+        names.append(HIVEMIND)
+        makers.append(lambda: Callers(HIVEMIND, python=hivemind, module="hivemind_experts"))
+    setting.say(f"experts, {CLIENTS} clients: {', '.join(names)}")
+    tallies = take_turns(makers, names, replace(setting.plan, warm_up=1), setting.say)
+    own, peer = tallies[0], tallies[1] if len(tallies) == 2 else None
+    return [*(_row(what, own, peer) for what in COUNTS), _first_answer(setting), *_crowds(setting)]
+
+
+def _row(what: str, own: Tally, peer: Tally | None) -> Row:
+    def rate(outcome: Round) -> float:
+        return CLIENTS * COUNTS[what] / outcome.phases[what]
+
+    return Row(
+        identifier=f"experts-{what}",
+        workload=f"{TITLES[what]}, {CLIENTS} client processes",
+        quantity="calls a second" if what != "train" else "forward and backward passes a second",
+        ours=own.series(what, rate, unit="calls/s"),
+        peer=peer.series(what, rate, unit="calls/s") if peer is not None else None,
+        aim=Aim(of="ours / peer", sense="at least", value=AIMS[what]) if peer is not None else None,
+        shown="ours / peer",
+        limit=LIMITS[what],
+        notes=tuple(tally.spending() for tally in (own, peer) if tally is not None) if what == "small" else (),
+    )
+
+
+def _first_answer(setting: Setting) -> Row:
+    """From the start of both processes; torch's import is most of it."""
+    contenders = [("swarm", OWN_PYTHON, "swarm_experts")]
+    if setting.hivemind is not None:
+        contenders.append((HIVEMIND, setting.hivemind, "hivemind_experts"))
+    samples: dict[str, list[float]] = {name: [] for name, _, _ in contenders}
+    reasons: dict[str, list[str]] = {name: [] for name, _, _ in contenders}
+    for _ in range(STARTS):
+        for name, python, module in contenders:
+            try:
+                samples[name].append(_start(name, python, module))
+            except LaunchFailed as failure:
+                reasons[name].append(str(failure))
+    setting.say("  first answers: " + ", ".join(f"{name} {[round(one, 2) for one in taken]} s" for name, taken in samples.items()))
+    series = [
+        Series(
+            name=f"{name}: first answer",
+            unit="s",
+            samples=tuple(samples[name]),
+            launches_failed=len(reasons[name]),
+            reasons=tuple(dict.fromkeys(reasons[name])),
+        )
+        for name, _, _ in contenders
+    ]
+    return Row(
+        identifier="experts-first-answer",
+        workload="a server of two experts and a caller, both started now",
+        quantity="from the start of the processes to the first answer",
+        ours=series[0],
+        peer=series[1] if len(series) == 2 else None,
+        aim=None,
+        limit="importing torch, in both processes",
+    )
+
+
+def _start(name: str, python: Path, module: str) -> float:
+    with Launch(name, python=python, module=f"benchmarks.workers.{module}", configurations=[{"handlers": HANDLERS}] * 2) as launch:
+        caller = launch.workers[1]
+        caller.tell({"do": "first"})
+        answered = caller.hear("answered", time.monotonic() + READY_TIMEOUT_S)
+        return float(answered["at_s"]) - launch.workers[0].started_s
+
+
+def _crowds(setting: Setting) -> list[Row]:
+    """Ours alone: one call in flight of each client."""
+    return [_crowd(setting, clients) for clients in (*CROWDS, HELD)]
+
+
+def _crowd(setting: Setting, clients: int) -> Row:
+    processes = min(clients, CALLER_PROCESSES)
+    rates: list[float] = []
+    reasons: list[str] = []
+    failed = 0
+    with Launch("swarm", python=OWN_PYTHON, module="benchmarks.workers.swarm_experts", configurations=[{}]) as launch:
+        server = launch.workers[0]
+        server.hear("ready", time.monotonic() + READY_TIMEOUT_S)
+        alone_bytes = proportional_bytes(launch.processes(of=server))
+        callers = [launch.add({"clients": clients // processes}, "benchmarks.workers.swarm_expert_callers") for _ in range(processes)]
+        for caller in callers:
+            caller.hear("ready", time.monotonic() + READY_TIMEOUT_S)
+        held_bytes = proportional_bytes(launch.processes(of=server))
+        medians: list[float] = []
+        slow: list[float] = []
+        for _ in range(CROWD_READINGS):
+            at_s = time.monotonic() + START_AHEAD_S
+            for caller in callers:
+                caller.tell({"do": "calls", "seconds": CROWD_S, "at_s": at_s})
+            done = [caller.hear("done", time.monotonic() + ORDER_TIMEOUT_S) for caller in callers]
+            rates.append(sum(report["performed"] / report["seconds"] for report in done))
+            failed += sum(report["failed"] for report in done)
+            reasons += [reason for report in done for reason in report["reasons"]]
+            medians += [report["median_s"] for report in done if report["median_s"] is not None]
+            slow += [report["slow_s"] for report in done if report["slow_s"] is not None]
+    setting.say(f"  {clients} clients: {sorted(rates)[len(rates) // 2]:.0f} calls/s, {failed} failed")
+    latency = f"a call takes {sorted(medians)[len(medians) // 2] * 1e3:.1f} ms in the middle, {max(slow) * 1e3:.0f} ms one in a hundred"
+    memory = f"the server took {(held_bytes - alone_bytes) / clients / 1e3:.0f} kB a client"
+    return Row(
+        identifier=f"experts-clients-{clients}",
+        workload=f"no-op expert, batch 1, {clients} connected client{'s' if clients > 1 else ''}, one call in flight each",
+        quantity="calls a second of all",
+        ours=Series(
+            name=f"swarm: {clients} clients",
+            unit="calls/s",
+            samples=tuple(rates),
+            failed=failed,
+            reasons=tuple(dict.fromkeys(reasons)),
+        ),
+        peer=None,
+        aim=None,
+        limit=f"processor time: the server is one process, the clients are in {processes}",
+        notes=(f"{latency}; {memory}",),
+    )

@@ -1,0 +1,80 @@
+"""hivemind's server of experts (rank 0), and callers of it. Runs in hivemind's environment."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import hivemind  # type: ignore[import-not-found,unused-ignore]
+import torch
+from hivemind.moe.client.expert import create_remote_experts  # type: ignore[import-not-found,unused-ignore]
+from hivemind.moe.server import ModuleBackend, Server  # type: ignore[import-not-found,unused-ignore]
+from hivemind.moe.server.dht_handler import get_experts  # type: ignore[import-not-found,unused-ignore]
+from hivemind.utils.tensor_descr import BatchTensorDescriptor  # type: ignore[import-not-found,unused-ignore]
+
+from benchmarks.conversation import Conversation
+from benchmarks.expert_load import EXPERT, WIDTH, module_of, perform, still
+
+MAX_BATCH_SIZE = 8192
+FIND_TIMEOUT_S = 30.0
+FIND_POLL_S = 0.2
+
+
+def main() -> None:
+    talk = Conversation()
+    if talk.configuration["rank"] == 0:
+        serve(talk)
+    else:
+        call(talk)
+
+
+def serve(talk: Conversation) -> None:
+    """Until the command is gone."""
+    dht = hivemind.DHT(start=True)
+    backends = {}
+    for kind, width in WIDTH.items():
+        module = module_of(kind)
+        backends[f"{kind}.0"] = ModuleBackend(
+            name=f"{kind}.0",
+            module=module,
+            optimizer=still(module.parameters()),
+            args_schema=(BatchTensorDescriptor(width),),
+            max_batch_size=MAX_BATCH_SIZE,
+        )
+    server = Server(dht, backends, num_connection_handlers=talk.configuration["handlers"], device="cpu", start=False)
+    server.run_in_background(await_ready=True)
+    talk.publish("address", str(dht.get_visible_maddrs()[0]))
+    talk.say("ready")
+    while True:
+        talk.hear()
+
+
+def call(talk: Conversation) -> None:
+    """As told."""
+    dht = hivemind.DHT(initial_peers=[talk.published("address")], start=True)
+    experts = {kind: found(dht, f"{kind}.0") for kind in WIDTH}
+    talk.say("ready")
+    while True:
+        order = talk.hear()
+        if order["do"] == "calls":
+            talk.say("done", **perform(experts[EXPERT[order["what"]]], order, talk.configuration["rank"]))
+        elif order["do"] == "first":
+            with torch.no_grad():
+                experts["ffn"](torch.zeros(1, WIDTH["ffn"]))
+            talk.say("answered", at_s=time.monotonic())
+
+
+def found(dht: Any, uid: str) -> Any:
+    """The expert, once it is declared."""
+    deadline_s = time.monotonic() + FIND_TIMEOUT_S
+    while True:
+        info = get_experts(dht, [uid])[0]
+        if info is not None:
+            return create_remote_experts([info], dht)[0]
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"{uid} was not declared in {FIND_TIMEOUT_S:g} s")
+        time.sleep(FIND_POLL_S)
+
+
+if __name__ == "__main__":
+    main()

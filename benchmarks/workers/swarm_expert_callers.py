@@ -1,0 +1,85 @@
+"""Many callers of our experts in one process: each has an identity and connections of its own, one call in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import torch
+
+from benchmarks.conversation import Conversation, wait_until
+from benchmarks.expert_load import WIDTH
+from moe.calls import ExpertCalls
+from moe.declarations import Replica
+from moe.uid import ExpertUid
+from swarm.errors import SwarmError
+from swarm.identity import Identity
+from swarm.ids import Contact
+from swarm.net.channels import Channels
+from swarm.runtime.thread import NetworkThread
+
+UID = ExpertUid.parse("nop.0")
+TIMEOUT_S = 30.0
+
+
+def main() -> None:
+    talk = Conversation()
+    network = NetworkThread()
+    contact = Contact.parse(talk.published("address"))
+    callers = network.run(connected(contact, talk.configuration["clients"], network), 120.0)
+    talk.say("ready")
+    while True:
+        order = talk.hear()
+        if order["do"] == "calls":
+            wait_until(order["at_s"])
+            talk.say("done", **network.run(together(callers, order["seconds"]), order["seconds"] + 60.0))
+
+
+async def connected(contact: Contact, clients: int, network: NetworkThread) -> list[tuple[ExpertCalls, Replica]]:
+    """So many callers that have made a call each."""
+    callers = []
+    for _ in range(clients):
+        calls = ExpertCalls(Channels(Identity.generate()), network.pool)
+        described = (await calls.describe(Replica(contact, b""), [UID], timeout_s=TIMEOUT_S))[0]
+        assert described is not None
+        callers.append((calls, Replica(contact, described.schema.digest)))
+    return callers
+
+
+async def together(callers: list[tuple[ExpertCalls, Replica]], seconds: float) -> dict[str, Any]:
+    """All of them, one call after the other each, for so long."""
+    end_s = time.monotonic() + seconds
+    latencies: list[float] = []
+    reasons: list[str] = []
+
+    async def one(number: int, calls: ExpertCalls, replica: Replica) -> None:
+        x = torch.full((1, WIDTH["nop"]), float(number))
+        while time.monotonic() < end_s:
+            begun_s = time.monotonic()
+            try:
+                answer = await calls.forward(replica, UID, [x], timeout_s=TIMEOUT_S)
+            except SwarmError as error:
+                reasons.append(str(error)[:200])
+                continue
+            latencies.append(time.monotonic() - begun_s)
+            if not torch.equal(answer.outputs[0], x):
+                reasons.append("an answer is wrong")
+
+    begun_s = time.monotonic()
+    async with asyncio.TaskGroup() as tasks:
+        for number, (calls, replica) in enumerate(callers):
+            tasks.create_task(one(number, calls, replica))
+    latencies.sort()
+    return {
+        "seconds": time.monotonic() - begun_s,
+        "performed": len(latencies),
+        "failed": len(reasons),
+        "reasons": sorted(set(reasons))[:3],
+        "median_s": latencies[len(latencies) // 2] if latencies else None,
+        "slow_s": latencies[int(0.99 * len(latencies))] if latencies else None,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""`swarm serve`: from the command line to a server of experts."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swarm.cli.identity import open_identity
+from swarm.cli.leaving import Leaving
+from swarm.cli.serve_view import ExpertLoad, Served, ServerLoad, make_view
+from swarm.errors import NetworkError, UsageError
+from swarm.ids import Contact
+from swarm.run.events import Listening, Notice
+
+if TYPE_CHECKING:
+    import torch
+
+    from moe.expert import Expert
+    from moe.server import ExpertServer
+    from moe.uid import ExpertUid, Grid
+    from swarm.node import Node
+
+_READ_TIMEOUT_S = 10.0
+_ANSWER_S = 6.0
+_LOOK_S = 0.5
+_ABANDON_S = 60.0  # for checkpoints of many experts on a slow disk; a second Ctrl-C ends it at once
+_LOAD_S = 2.0  # between load lines without a terminal
+_LOOPBACK = ("127.", "::1", "localhost")
+_NAMED_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """The options, as click gives them."""
+
+    address: str | None
+    experts: tuple[str, ...]
+    num_experts: int | None
+    expert_class: str
+    module: Path | None
+    hidden_dim: int
+    sequence_length: int
+    optimizer: str
+    lr: float
+    clip_norm: float | None
+    warmup_steps: int
+    training_steps: int | None
+    device: str
+    dtype: str
+    max_batch_size: int
+    checkpoint: Path | None
+    keep_activations_mb: int
+    average_s: float
+    identity: str | None
+    listen: str | None
+    as_json: bool
+    exit_with_parent: bool
+
+    @classmethod
+    def of(cls, **options: Any) -> Choices:
+        """Checks at once what can be checked before anything is started."""
+        choices = cls(**options)
+        choices.contacts()
+        if choices.training_steps is not None and choices.training_steps <= choices.warmup_steps:
+            raise UsageError("--training-steps are counted from the start, so there are more of them than --warmup-steps")
+        if choices.num_experts is not None and len(choices.experts) > 1:
+            raise UsageError("--num-experts picks places in one grid: give --experts once")
+        return choices
+
+    def contacts(self) -> list[Contact]:
+        return [Contact.parse(self.address)] if self.address is not None else []
+
+    def listen_at(self) -> str:
+        """All interfaces, so that others can call; but beside an address on loopback only loopback can be meant."""
+        if self.listen is not None:
+            return self.listen
+        hosts = [address.host for contact in self.contacts() for address in contact.addresses]
+        return "127.0.0.1:0" if hosts and all(host.startswith(_LOOPBACK) for host in hosts) else "0.0.0.0:0"
+
+
+def serve_experts(choices: Choices) -> int:
+    """`swarm serve`."""
+    from moe.uid import Grid
+
+    grids = [Grid.parse(text) for text in choices.experts]
+    with Leaving(exit_with_parent=choices.exit_with_parent, abandon_s=_ABANDON_S) as leaving, make_view(as_json=choices.as_json) as view:
+        own = open_identity(choices.identity, None)
+        try:
+            from swarm.node import Node
+
+            with Node(bootstrap=choices.contacts(), listen=choices.listen_at(), identity=own) as node:
+                view.emit(Listening(peer_id=str(node.peer_id), addresses=node.addresses))
+                factory = _Factory(choices)  # imports torch; the node joins meanwhile
+                if choices.address is not None and not node.wait_joined(_ANSWER_S):
+                    why = "; ".join(node.join_failures) or "no answer in time"
+                    raise NetworkError(f"nobody answers at {choices.address}: {why}. Ask for the address of another live peer")
+                names = _names(choices, grids, node)
+                with _opened(choices, node, names, factory) as server:
+                    view.emit(_served(choices, node, server, factory))
+                    if node.dht.clock_problem:
+                        view.emit(Notice(text=node.dht.clock_problem))
+                    _watch(server, leaving, view, _LOAD_S if choices.as_json else _LOOK_S)
+                    view.emit(Notice(text=f"leaving: {leaving.why}; finishing what is being computed"))
+                    leaving.tidy()
+                view.emit(Notice(text="the experts were withdrawn" + (f" and saved in {choices.checkpoint}" if choices.checkpoint else "")))
+        finally:
+            own.close()
+    return 0
+
+
+class _Factory:
+    """Makes experts as the options say."""
+
+    def __init__(self, choices: Choices) -> None:
+        import torch
+
+        from moe.classes import ExpertSettings, expert_class
+
+        self._choices = choices
+        self._class = expert_class(choices.expert_class, choices.module)
+        self._settings = ExpertSettings(hidden_dim=choices.hidden_dim, sequence_length=choices.sequence_length)
+        self.device = _device(choices.device)
+        self.dtype: torch.dtype = getattr(torch, choices.dtype)
+
+    def make(self) -> Expert:
+        """A new one."""
+        from moe.classes import make
+        from moe.expert import Expert
+
+        module, sample = make(self._choices.expert_class, self._class, self._settings)
+        return Expert(
+            module.to(self.dtype),
+            tuple(_cast(one, self.dtype) for one in sample),
+            self._optimizer if self._choices.optimizer != "none" else None,
+            schedule=self._schedule if self._choices.warmup_steps or self._choices.training_steps else None,
+            clip_norm=self._choices.clip_norm,
+            device=self.device,
+            keep_activations_bytes=self._choices.keep_activations_mb << 20,
+        )
+
+    def _optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        import torch
+
+        kind: Any = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[self._choices.optimizer]
+        made: torch.optim.Optimizer = kind(parameters, lr=self._choices.lr)
+        return made
+
+    def _schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        """Up to the full rate over the warm-up, then down to zero at the last training step."""
+        import torch
+
+        warmup, last = self._choices.warmup_steps, self._choices.training_steps
+
+        def share(step: int) -> float:
+            if step < warmup:
+                return (step + 1) / warmup
+            return 1.0 if last is None else max(0.0, (last - step) / (last - warmup))
+
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+
+
+def _names(choices: Choices, grids: list[Grid], node: Node) -> list[ExpertUid]:
+    """Which experts to host: all of the patterns, or so many free places, those with a checkpoint first."""
+    from moe.declarations import Directory
+    from moe.places import choose_places, taken_places
+
+    if choices.num_experts is None:
+        names = sorted({uid for grid in grids for uid in grid.names()})
+        if len(names) > _NAMED_MAX:
+            raise UsageError(f"{len(names)} experts are too many for one server (at most {_NAMED_MAX}): choose some with --num-experts")
+        return names
+    grid = grids[0]
+
+    async def taken() -> set[ExpertUid]:
+        return await taken_places(Directory(node.dht.service), grid, timeout_s=_READ_TIMEOUT_S)
+
+    occupied = node.network.run(taken(), 2 * _READ_TIMEOUT_S)
+    own = [uid for uid in _checkpointed(choices.checkpoint, grid) if uid not in occupied][: choices.num_experts]
+    rest = choose_places(grid, {*occupied, *own}, choices.num_experts - len(own), random.SystemRandom())
+    return sorted([*own, *rest])
+
+
+def _checkpointed(folder: Path | None, grid: Grid) -> list[ExpertUid]:
+    from moe.checkpoints import kept_names
+
+    return [uid for uid in kept_names(folder) if uid in grid] if folder is not None else []
+
+
+def _opened(choices: Choices, node: Node, names: list[ExpertUid], factory: _Factory) -> ExpertServer:
+    from moe.replicating import ReplicatingConfig
+    from moe.server import ExpertServer, ExpertServerConfig
+
+    folder = choices.checkpoint.expanduser() if choices.checkpoint is not None else None
+    config = ExpertServerConfig(checkpoints=folder, replicating=ReplicatingConfig(period_s=choices.average_s))
+    return ExpertServer(node, {str(uid): factory.make() for uid in names}, choices.max_batch_size, config=config)
+
+
+def _served(choices: Choices, node: Node, server: ExpertServer, factory: _Factory) -> Served:
+    first, expert = next(iter(server.experts.items()))
+    parameters = sum(parameter.numel() for parameter in expert.module.parameters())
+    address = choices.address or next(iter(node.addresses), "")
+    inputs = ", ".join(
+        f"torch.zeros({(4, *leaf.shape)}, dtype={leaf.dtype})".replace("((", "(").replace("),", ",") for leaf in expert.schema.input_leaves
+    )
+    return Served(
+        experts=[str(uid) for uid in server.experts],
+        resumed=server.resumed,
+        expert_class=choices.expert_class,
+        parameters=parameters,
+        schema=str(expert.schema),
+        device=str(factory.device),
+        address=address,
+        snippet="\n".join(
+            (
+                "import swarm, torch",
+                f'node = swarm.Node(bootstrap=["{address}"])',
+                f'expert = swarm.RemoteExpert(node, "{first}")',
+                f"y = expert({inputs})",
+            )
+        ),
+    )
+
+
+def _watch(server: ExpertServer, leaving: Leaving, view: Any, every_s: float) -> None:
+    """Show the load until somebody wants the command to end."""
+    before, before_s = server.statistics(), time.monotonic()
+    while not leaving.requested.wait(every_s):
+        now, now_s = server.statistics(), time.monotonic()
+        rows = []
+        for name, one in now.experts.items():
+            old = before.experts[name].counts
+            rows.append(
+                ExpertLoad(
+                    name=name,
+                    version=one.version,
+                    forward_samples=one.counts.forward_samples,
+                    backward_samples=one.counts.backward_samples,
+                    samples_per_s=(one.counts.forward_samples + one.counts.backward_samples - old.forward_samples - old.backward_samples)
+                    / (now_s - before_s),
+                    requests_per_batch=_ratio(
+                        one.counts.forward_requests + one.counts.backward_requests, one.counts.forward_batches + one.counts.backward_batches
+                    ),
+                    busy=(one.counts.busy_s - old.busy_s) / (now_s - before_s),
+                    refused=sum(one.refusals.values()),
+                    failed=one.counts.failed_requests,
+                )
+            )
+        view.emit(ServerLoad(queued=now.queued, wait_s=now.wait_s, experts=rows))
+        before, before_s = now, now_s
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _device(choice: str) -> torch.device:
+    import torch
+
+    available = torch.cuda.is_available()
+    if choice.startswith("cuda") and not available:
+        raise UsageError(f"--device {choice} was given, but torch sees no CUDA device here; use --device cpu, or auto")
+    try:
+        return torch.device("cuda" if available else "cpu") if choice == "auto" else torch.device(choice)
+    except RuntimeError as error:
+        raise UsageError(f"--device {choice}: {error}") from error
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.dtype.is_floating_point else value
+    if isinstance(value, dict):
+        return {key: _cast(one, dtype) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_cast(one, dtype) for one in value)
+    return value

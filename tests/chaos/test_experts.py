@@ -1,0 +1,139 @@
+"""`swarm serve` as a process: called, interrupted, killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import swarm
+from moe.asking import Asking
+from moe.uid import ExpertUid
+from swarm.errors import NetworkError, NotEnoughPeers, PeerError
+
+pytestmark = pytest.mark.chaos
+
+READY_S = 60.0
+OPTIONS = ("--listen", "127.0.0.1:0", "--json", "--hidden-dim", "16", "--device", "cpu")
+
+
+class Served:
+    """A process that serves, and its events."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "swarm.cli", "serve", *arguments, *OPTIONS],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.events.put(json.loads(line))
+        self.events.put(None)
+
+    def hear(self, kind: str) -> dict[str, Any]:
+        deadline_s = time.monotonic() + READY_S
+        while True:
+            event = self.events.get(timeout=max(deadline_s - time.monotonic(), 0.01))
+            assert event is not None, self.process.communicate()[1]
+            if event["event"] == kind:
+                return event
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[Served]:
+    served = Served(*arguments)
+    try:
+        yield served
+    finally:
+        served.end()
+
+
+def test_ctrl_c_saves_withdraws_and_ends_and_the_next_start_resumes(tmp_path: Path) -> None:
+    checkpoint = ("--checkpoint", str(tmp_path / "experts"))
+    with swarm.Node(listen="127.0.0.1:0") as node:
+        with serving(node.addresses[0], "--experts", "ffn.[0:3].[0:3]", "--num-experts", "2", "--optimizer", "sgd", *checkpoint) as served:
+            first = served.hear("serving")
+            assert len(first["experts"]) == 2
+            remote = swarm.RemoteExpert(node, first["experts"][0])
+            remote(torch.randn(4, 16)).sum().backward()
+            served.process.send_signal(signal.SIGINT)
+            assert served.process.wait(10.0) == 0, served.process.communicate()[1]
+        with pytest.raises((NotEnoughPeers, PeerError, NetworkError)):
+            swarm.RemoteExpert(node, first["experts"][0], forward_timeout_s=3.0)(torch.zeros(1, 16))
+
+        async def found() -> Any:
+            return await Asking.of(node).directory.branches([ExpertUid.parse_prefix("ffn")], timeout_s=5.0)
+
+        assert not next(iter(node.network.run(found(), 6.0).values())).coordinates
+        with serving(node.addresses[0], "--experts", "ffn.[0:3].[0:3]", "--num-experts", "2", "--optimizer", "sgd", *checkpoint) as served:
+            second = served.hear("serving")
+            assert second["experts"] == first["experts"] == second["resumed"]
+
+
+def test_the_printed_snippet_calls_an_expert_of_the_users_own_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\n"
+        "def doubling(settings):\n"
+        "    class Double(torch.nn.Module):\n"
+        "        def forward(self, x):\n"
+        "            return 2 * x + 1\n"
+        "    return Double(), (torch.zeros(1, settings.hidden_dim),)\n"
+    )
+    with serving("--experts", "mine.0", "--module", str(file), "--expert-class", "doubling") as served:
+        snippet = served.hear("serving")["snippet"]
+        done = subprocess.run(
+            [sys.executable, "-c", snippet + "\nprint(y.unique().tolist())\nnode.close()"],
+            capture_output=True,
+            text=True,
+            timeout=READY_S,
+            check=False,
+        )
+        assert done.stdout.strip() == "[1.0]", done.stderr
+
+
+def test_calls_go_on_at_the_replica_when_a_server_is_killed() -> None:
+    with swarm.Node(listen="127.0.0.1:0") as node:
+        start = (node.addresses[0], "--experts", "ffn.0", "--optimizer", "sgd", "--average-s", "0")
+        with serving(*start) as one, serving(*start) as other:
+            for served in (one, other):
+                served.hear("serving")
+            remote = swarm.RemoteExpert(node, "ffn.0", forward_timeout_s=10.0)
+            lost = 0
+            for step in range(40):
+                x = torch.randn(4, 16, requires_grad=True)
+                if step == 10:
+                    os.kill(one.process.pid, signal.SIGKILL)
+                begun_s = time.monotonic()
+                y = remote(x)
+                assert time.monotonic() - begun_s < 5.0
+                try:
+                    y.sum().backward()
+                    assert x.grad is not None
+                except (NetworkError, PeerError):
+                    lost += 1  # of a forward pass that the killed one had answered
+            assert lost <= 1

@@ -1,0 +1,162 @@
+"""The batching machine: limits, order, fairness; against what the definition says, on random traffic."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe.batching import Batcher, BatchingConfig, Queued
+from swarm.errors import UsageError
+
+
+def request(number: int, *, queue: str = "a", caller: str = "x", samples: int = 1, size_bytes: int = 10) -> Queued:
+    return Queued(number, queue, caller, samples, size_bytes, float(samples))
+
+
+def numbers(batch: list[Queued]) -> list[int]:
+    return [one.number for one in batch]
+
+
+def test_an_idle_device_starts_at_once() -> None:
+    batcher = Batcher()
+    assert batcher.take(0.0) == []
+    assert batcher.due_s() is None
+    assert batcher.offer(request(1), 5.0) == ""
+    assert batcher.due_s() == 5.0
+    assert numbers(batcher.take(5.0)) == [1]
+
+
+def test_what_waits_meanwhile_becomes_one_batch_of_one_expert() -> None:
+    batcher = Batcher(BatchingConfig(batch_samples_max=10))
+    for number, (queue, samples) in enumerate([("a", 4), ("b", 1), ("a", 6), ("a", 1)]):
+        assert not batcher.offer(request(number, queue=queue, samples=samples), float(number))
+    assert numbers(batcher.take(9.0)) == [0, 2]
+    assert numbers(batcher.take(9.0)) == [1]
+    assert numbers(batcher.take(9.0)) == [3]
+
+
+def test_a_batch_waits_for_company_no_longer_than_it_may() -> None:
+    batcher = Batcher(BatchingConfig(batch_samples_min=4, linger_s=0.5))
+    batcher.offer(request(1, samples=2), 10.0)
+    assert batcher.take(10.4) == []
+    assert batcher.due_s() == 10.5
+    batcher.offer(request(2, samples=2), 10.4)
+    assert batcher.due_s() == 10.0  # there are enough: overdue
+    assert numbers(batcher.take(10.4)) == [1, 2]
+    batcher.offer(request(3), 11.0)
+    assert numbers(batcher.take(11.5)) == [3]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (BatchingConfig(queued_requests_max=2), "2 queued"),
+        (BatchingConfig(queued_bytes_max=20), "2 queued"),
+        (BatchingConfig(queued_requests_per_caller_max=2), "2 requests of yours"),
+    ],
+)
+def test_a_full_queue_says_so_and_takes_nothing(config: BatchingConfig, said: str) -> None:
+    batcher = Batcher(config)
+    assert not batcher.offer(request(1), 0.0)
+    assert not batcher.offer(request(2), 0.0)
+    assert said in batcher.offer(request(3), 0.0)
+    assert (batcher.queued, batcher.queued_bytes) == (2, 20)
+    assert numbers(batcher.take(0.0)) == [1, 2]
+    assert not batcher.offer(request(3), 0.0)
+
+
+def test_one_too_large_for_the_bytes_is_taken_when_nothing_waits() -> None:
+    batcher = Batcher(BatchingConfig(queued_bytes_max=5))
+    assert not batcher.offer(request(1, size_bytes=10), 0.0)
+
+
+def test_a_withdrawn_request_is_not_computed() -> None:
+    batcher = Batcher()
+    batcher.offer(request(1), 0.0)
+    batcher.offer(request(2), 0.0)
+    assert batcher.withdraw(1)
+    assert not batcher.withdraw(1)
+    assert numbers(batcher.take(0.0)) == [2]
+    assert not batcher.withdraw(2)
+    assert (batcher.queued, batcher.queued_bytes, batcher.queued_cost) == (0, 0, 0.0)
+
+
+def test_a_caller_with_many_requests_does_not_delay_one_with_few() -> None:
+    batcher = Batcher(BatchingConfig(batch_samples_max=8))
+    for number in range(40):
+        batcher.offer(request(number, caller="greedy", samples=8), 0.0)
+    batcher.take(0.0)
+    batcher.offer(request(100, caller="modest", samples=8), 1.0)
+    assert 100 in numbers(batcher.take(1.0)) + numbers(batcher.take(1.0))
+
+
+def test_impossible_limits_are_refused() -> None:
+    for wrong in ({"batch_samples_max": 0}, {"linger_s": -1.0}, {"batch_samples_min": 9, "batch_samples_max": 8}):
+        with pytest.raises(UsageError):
+            BatchingConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_caller_alone_is_served_oldest_first_over_all_experts() -> None:
+    rng = random.Random(3)
+    batcher = Batcher(BatchingConfig(batch_requests_max=1))
+    for number in range(100):
+        batcher.offer(request(number, queue=rng.choice("abc"), samples=rng.randint(1, 9)), float(number))
+    assert [numbers(batcher.take(200.0)) for _ in range(100)] == [[number] for number in range(100)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_callers_that_always_wait_get_equal_shares(seed: int) -> None:
+    """However many requests each keeps waiting, and however large they are."""
+    rng = random.Random(seed)
+    sizes = {name: rng.randint(1, 16) for name in "pqrs"}
+    # requests that each keeps in the queues: more than a batch can take at once, else a caller has less than its share to ask for
+    callers = {name: 128 // size + rng.randint(1, 60) for name, size in sizes.items()}
+    batcher = Batcher(BatchingConfig(batch_samples_max=32, queued_requests_per_caller_max=1000))
+    served = dict.fromkeys(callers, 0)
+    number = 0
+    waiting = dict.fromkeys(callers, 0)
+    for step in range(2000):
+        for name, many in callers.items():
+            while waiting[name] < many:
+                number += 1
+                assert not batcher.offer(request(number, queue=rng.choice("ab"), caller=name, samples=sizes[name]), float(step))
+                waiting[name] += 1
+        for one in batcher.take(float(step)):
+            served[str(one.caller)] += one.samples
+            waiting[str(one.caller)] -= 1
+    # what one may be ahead: what it can have in a batch beyond its turn, and a request
+    slack = 32 + 16 + max(callers[name] * sizes[name] for name in callers)
+    assert max(served.values()) - min(served.values()) <= slack, served
+    assert min(served.values()) > 10_000
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["offer", "take", "withdraw"]), st.integers(0, 7), st.integers(1, 16)), max_size=120))
+def test_nothing_is_lost_twice_served_or_beyond_a_limit(steps: list[tuple[str, int, int]]) -> None:
+    config = BatchingConfig(batch_samples_max=16, batch_requests_max=3, queued_requests_max=12, queued_requests_per_caller_max=5)
+    batcher = Batcher(config)
+    waiting: dict[int, Queued] = {}
+    for number, (what, pick, samples) in enumerate(steps):
+        if what == "offer":
+            one = request(number, queue="ab"[pick % 2], caller="xyz"[pick % 3], samples=samples)
+            full = len(waiting) >= 12 or sum(other.caller == one.caller for other in waiting.values()) >= 5
+            assert bool(batcher.offer(one, float(number))) == full
+            if not full:
+                waiting[number] = one
+        elif what == "withdraw" and waiting:
+            chosen = sorted(waiting)[pick % len(waiting)]
+            assert batcher.withdraw(chosen)
+            del waiting[chosen]
+        elif what == "take":
+            batch = batcher.take(float(number))
+            assert bool(batch) == bool(waiting)
+            assert len({one.queue for one in batch}) <= 1
+            assert len(batch) <= 3
+            assert sum(one.samples for one in batch) <= 16
+            for one in batch:
+                assert waiting.pop(one.number) is one
+        assert batcher.queued == len(waiting)
+        assert batcher.queued_cost == pytest.approx(sum(one.cost for one in waiting.values()))

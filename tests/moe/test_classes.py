@@ -1,0 +1,72 @@
+"""Experts by name: built in, and of a user's own file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe.classes import ExpertSettings, available_classes, expert_class, make
+from moe.expert import Expert
+from swarm.errors import UsageError
+
+
+@pytest.mark.parametrize("name", ["ffn", "transformer", "causal_transformer", "nop"])
+def test_every_built_in_class_learns_or_has_nothing_to_learn(name: str) -> None:
+    assert name in available_classes()
+    settings = ExpertSettings(hidden_dim=8, sequence_length=5)
+    module, sample = make(name, expert_class(name), settings)
+    learning = Expert(module, sample, torch.optim.Adam)
+    x = torch.randn(3, *learning.schema.input_leaves[0].shape)
+    assert learning.schema.output_leaves == learning.schema.input_leaves
+    (y,) = learning.forward([x])
+    assert y.shape == x.shape
+    ((gradient,),) = learning.backward([(None, [x], [torch.ones_like(y)])])
+    assert gradient is not None
+    assert learning.version == (0 if name == "nop" else 1)
+    assert not torch.equal(learning.forward([x])[0], y) or name == "nop"
+
+
+def test_no_place_of_a_causal_layer_sees_those_behind_it() -> None:
+    module, _ = make("causal_transformer", expert_class("causal_transformer"), ExpertSettings(hidden_dim=8, sequence_length=6))
+    x = torch.randn(1, 6, 8)
+    changed = x.clone()
+    changed[:, 3:] = 0
+    with torch.no_grad():
+        assert torch.allclose(module(x)[:, :3], module(changed)[:, :3], atol=1e-6)
+        assert not torch.allclose(module(x)[:, 3:], module(changed)[:, 3:], atol=1e-6)
+
+
+def test_a_users_own_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\ndef mine(settings):\n    return torch.nn.Linear(settings.hidden_dim, 2), (torch.zeros(1, settings.hidden_dim),)\n"
+    )
+    module, sample = make("mine", expert_class("mine", file), ExpertSettings(hidden_dim=3))
+    assert module(*sample).shape == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("raise RuntimeError('broken')", "RuntimeError: broken"),
+        ("def other(): pass", "has no function 'mine'"),
+        ("mine = 3", "is no function"),
+        ("def mine(settings): return 3", "should return a module"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, content: str, said: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(content)
+    with pytest.raises(UsageError, match=said):
+        make("mine", expert_class("mine", file), ExpertSettings())
+
+
+def test_names_that_are_not_there_are_said_with_those_that_are() -> None:
+    with pytest.raises(UsageError, match="there are causal_transformer, ffn, nop, transformer"):
+        expert_class("fnn")
+    with pytest.raises(UsageError, match="no such Python file"):
+        expert_class("mine", Path("/nowhere/mine.py"))
+    with pytest.raises(UsageError):
+        ExpertSettings(hidden_dim=0)

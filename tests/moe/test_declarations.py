@@ -1,0 +1,90 @@
+"""The rules of declarations, and how free places are chosen."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from moe.declarations import NAMESPACE, RULES, Declarations, Load
+from moe.places import choose_places
+from moe.uid import ExpertUid, Grid
+from swarm.dht.namespaces import Namespaces
+from swarm.dht.records import Record, encode_value
+from swarm.dht.rules import NamespaceRules
+from swarm.errors import UsageError
+from swarm.ids import Contact, Key, PeerId
+
+A = bytes(16)  # a schema's digest
+GOOD: dict[str, Any] = {
+    "addresses": ["/ip4/10.0.0.1/tcp/4000/tls/http"],
+    "deeper": [1],
+    "schemas": [A],
+    "experts": [[2]],
+    "wait": 0.0,
+    "rate": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"deeper": [-1]},
+        {"deeper": [4096]},
+        {"deeper": [1.5]},
+        {"deeper": [*range(4096), 1]},
+        {"experts": [[True]]},
+        {"schemas": [b"short"]},
+        {"schemas": [A] * 65},
+        {"addresses": ["x" * 301]},
+        {"addresses": ["x"] * 9},
+        {"wait": -1.0},
+        {"wait": float("nan")},
+        {"rate": "fast"},
+        {"experts": None},
+    ],
+)
+def test_malformed_declarations_are_refused_by_the_rules(change: dict[str, Any]) -> None:
+    namespaces = Namespaces()
+    namespaces.register(NAMESPACE, RULES)
+    writer = PeerId(bytes(32))
+
+    def record(value: Any, subkey: str | None = None) -> Record:
+        return Record(
+            key=Key(NAMESPACE, "ffn"),
+            subkey=subkey or str(writer),
+            value=encode_value(value),
+            issued_at_us=0,
+            expiration_us=10**6,
+            writer=writer,
+        )
+
+    assert namespaces.refusal(record(GOOD)) is None
+    assert namespaces.refusal(record(GOOD | change)) is not None
+    assert namespaces.refusal(record(GOOD, "somebody else")) is not None
+
+
+class NoDht:
+    """Takes rules, and nothing else."""
+
+    def register(self, namespace: str, rules: NamespaceRules) -> None:
+        assert (namespace, rules) == (NAMESPACE, RULES)
+
+
+def test_too_many_schemas_below_one_prefix_are_refused() -> None:
+    experts = {ExpertUid("ffn", (number,)): number.to_bytes(16, "big") for number in range(65)}
+    with pytest.raises(UsageError, match="64 different schemas"):
+        Declarations(NoDht(), Contact, experts, Load)  # type: ignore[arg-type]
+
+
+def test_free_places_are_drawn_and_a_full_grid_says_so() -> None:
+    grid, rng = Grid.parse("ffn.[0:2].[0:3]"), random.Random(1)
+    taken = list(grid.names())[:3]
+    chosen = choose_places(grid, taken, 3, rng)
+    assert set(chosen) == set(grid.names()) - set(taken)
+    with pytest.raises(UsageError, match="has 3 free places of 6"):
+        choose_places(grid, taken, 4, rng)
+    huge = Grid.parse("ffn.[0:4096].[0:4096]")
+    assert len(set(choose_places(huge, [], 16, rng))) == 16
+    assert choose_places(huge, [], 16, random.Random(2)) != choose_places(huge, [], 16, random.Random(3))

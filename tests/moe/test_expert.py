@@ -1,0 +1,207 @@
+"""An expert computes what its module computes, learns as its optimizer does, and survives what its module raises."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe.checkpoints import ExpertCheckpoints, kept_names
+from moe.expert import ComputationFailed, Expert
+from moe.uid import ExpertUid
+from swarm.errors import UsageError
+
+
+def network(width: int = 6) -> torch.nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(width, 8), torch.nn.Tanh(), torch.nn.Linear(8, width))
+
+
+def expert(module: torch.nn.Module | None = None, **options: Any) -> Expert:
+    return Expert(module or network(), (torch.zeros(1, 6),), **options)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def passes(count: int, seed: int = 0) -> list[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(("x", number), [torch.randn(3, 6, generator=generator)], [torch.randn(3, 6, generator=generator)]) for number in range(count)]
+
+
+def test_a_frozen_expert_is_its_module_bit_by_bit() -> None:
+    module = network()
+    frozen = expert(copy.deepcopy(module))
+    (name, inputs, gradients) = passes(1)[0]
+    x = inputs[0].clone().requires_grad_()
+    y = module(x)
+    y.backward(gradients[0])
+    assert torch.equal(frozen.forward(inputs)[0], y)
+    assert x.grad is not None
+    found = frozen.backward([(name, inputs, gradients)])[0][0]
+    assert found is not None
+    assert torch.equal(found, x.grad)
+    assert frozen.version == 0
+    assert all(torch.equal(one, other) for one, other in zip(frozen.module.parameters(), module.parameters(), strict=True))
+
+
+def test_one_step_for_a_batch_of_passes_equals_the_modules_own() -> None:
+    module = network()
+    learning = expert(copy.deepcopy(module), optimizer=sgd, clip_norm=0.5)
+    many = passes(3)
+    found = learning.backward(many)
+    x = torch.cat([inputs[0] for _, inputs, _ in many]).requires_grad_()
+    module(x).backward(torch.cat([gradients[0] for _, _, gradients in many]))
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+    sgd(module.parameters()).step()
+    assert x.grad is not None
+    assert torch.allclose(torch.cat([part for (part,) in found if part is not None]), x.grad, atol=1e-6)
+    assert learning.version == 1
+    assert learning.samples == 9
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(learning.module.parameters(), module.parameters(), strict=True))
+
+
+def test_kept_activations_give_the_same_and_are_bounded() -> None:
+    keeping, anew = expert(optimizer=sgd, keep_activations_bytes=4000), expert(optimizer=sgd)
+    for name, inputs, gradients in passes(4):
+        assert torch.equal(keeping.forward_keeping(name, inputs)[0], anew.forward(inputs)[0])
+        first, second = keeping.backward([(name, inputs, gradients)]), anew.backward([(name, inputs, gradients)])
+        assert first[0][0] is not None
+        assert second[0][0] is not None
+        assert torch.allclose(first[0][0], second[0][0])
+    for name, inputs, _ in passes(100, seed=1):
+        keeping.forward_keeping(name, inputs)
+    assert 0 < keeping._kept._bytes <= 4000
+    keeping.backward(passes(1, seed=2))
+    assert keeping._kept.take(("x", 99), keeping.version) is None  # a step came between
+
+
+class Nested(torch.nn.Module):
+    """Several inputs, integers among them, nested outputs, and one input that it ignores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(10, 4)
+
+    def forward(self, ids: torch.Tensor, more: dict[str, torch.Tensor]) -> dict[str, Any]:
+        return {"sum": self.table(ids) + more["used"], "parts": [ids + 1, 2 * more["used"]]}
+
+
+def test_nested_and_integer_tensors() -> None:
+    module = Nested()
+    learning = Expert(module, (torch.zeros(1, dtype=torch.int64), {"used": torch.zeros(1, 4), "ignored": torch.zeros(1)}), sgd)
+    assert str(learning.schema) == (
+        "(int64(batch), {ignored: float32(batch), used: float32(batch, 4)}) -> "
+        "{parts: [int64(batch), float32(batch, 4)], sum: float32(batch, 4)}"
+    )
+    ids, ignored, used = torch.tensor([1, 2]), torch.zeros(2), torch.ones(2, 4)
+    parts_ids, parts_used, total = learning.forward([ids, ignored, used])
+    assert torch.equal(parts_ids, ids + 1)
+    assert torch.equal(parts_used, 2 * used)
+    assert torch.equal(total, module.table(ids) + used)
+    ((of_ignored, of_used),) = learning.backward([(None, [ids, ignored, used], [None, torch.ones(2, 4)])])
+    assert of_ignored is None
+    assert of_used is not None
+    assert torch.equal(of_used, torch.ones(2, 4))
+    assert learning.version == 1
+
+
+class Moody(torch.nn.Module):
+    """Raises, or makes NaN, when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if bool((x == 13).any()):
+            raise AssertionError("unlucky")
+        return x[1:] if bool((x == 14).any()) else x * self.weight
+
+
+@pytest.mark.parametrize(("value", "said"), [(13.0, "unlucky"), (14.0, "2 samples of 3")])
+def test_what_a_module_raises_is_told_and_changes_nothing(value: float, said: str) -> None:
+    moody = Expert(Moody(), (torch.zeros(2, 2),), sgd)
+    with pytest.raises(ComputationFailed, match=said):
+        moody.forward([torch.full((3, 2), value)])
+    with pytest.raises(ComputationFailed, match=said):
+        moody.backward([(None, [torch.full((3, 2), value)], [torch.ones(3, 2)])])
+    assert moody.version == 0
+    assert torch.equal(moody.module.weight, torch.ones(2))  # type: ignore[arg-type]
+    assert torch.equal(moody.forward([torch.ones(3, 2)])[0], torch.ones(3, 2))
+
+
+def test_gradients_that_overflow_are_not_applied() -> None:
+    moody = Expert(Moody(), (torch.zeros(2, 2),), sgd)
+    with pytest.raises(ComputationFailed, match="not finite"):
+        moody.backward([(None, [torch.full((3, 2), 3e38)], [torch.full((3, 2), 3e38)])])
+    assert torch.equal(moody.module.weight, torch.ones(2))  # type: ignore[arg-type]
+
+
+def test_a_schedule_is_stepped() -> None:
+    learning = expert(optimizer=sgd, schedule=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step))
+    for one in passes(3):
+        learning.backward([one])
+    assert learning.optimizer is not None
+    assert learning.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**3)
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(1, 6), (), (torch.zeros(0, 6),), (3,), (torch.zeros(1, 6), torch.zeros(2, 6))])
+def test_wrong_sample_inputs_are_refused(wrong: Any) -> None:
+    with pytest.raises((UsageError, TypeError)):
+        Expert(network(), wrong)
+
+
+def test_a_server_resumes_where_it_was(tmp_path: Path) -> None:
+    uid = ExpertUid.parse("ffn.3")
+    adam = torch.optim.Adam
+    first = expert(optimizer=adam)
+    checkpoints = ExpertCheckpoints(tmp_path, {uid: first})
+    assert checkpoints.load() == []
+    first.backward(passes(1))
+    assert checkpoints.save() == 1
+    assert checkpoints.save() == 0  # nothing has changed
+    second = expert(optimizer=adam)
+    assert ExpertCheckpoints(tmp_path, {uid: second}).load() == [uid]
+    for learning in (first, second):
+        learning.backward(passes(1, seed=5))
+    assert second.version == first.version == 2
+    assert all(torch.equal(one, other) for one, other in zip(first.module.parameters(), second.module.parameters(), strict=True))
+    assert kept_names(tmp_path) == [uid]
+
+
+def test_a_write_that_was_cut_short_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uid, learning = ExpertUid.parse("ffn.3"), expert(optimizer=sgd)
+    checkpoints = ExpertCheckpoints(tmp_path, {uid: learning})
+    checkpoints.save()
+    learning.backward(passes(1))
+
+    def fail(state: object, file: Any) -> None:
+        file.write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(OSError, match="disk full"):
+        checkpoints.save()
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.iterdir()] == ["ffn.3.expert.pt"]
+    assert ExpertCheckpoints(tmp_path, {uid: expert(optimizer=sgd)}).load() == [uid]
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense"])
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "ffn.3.expert.pt").write_bytes(content)
+    with pytest.raises(UsageError, match=r"ffn\.3\.expert\.pt"):
+        ExpertCheckpoints(tmp_path, {ExpertUid.parse("ffn.3"): expert()}).load()
+
+
+def test_a_checkpoint_of_another_expert_is_named(tmp_path: Path) -> None:
+    uid = ExpertUid.parse("ffn.3")
+    ExpertCheckpoints(tmp_path, {uid: Expert(network(4), (torch.zeros(1, 4),))}).save()
+    with pytest.raises(UsageError, match="another schema"):
+        ExpertCheckpoints(tmp_path, {uid: expert()}).load()

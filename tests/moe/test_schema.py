@@ -1,0 +1,83 @@
+"""Schemas: trees of tensors, as they are written, read and compared."""
+
+from __future__ import annotations
+
+import msgpack
+import pytest
+import torch
+
+from moe.schema import LEAVES_MAX, Leaf, Schema, check, flatten, leaves, same_structure, unflatten
+from swarm.errors import PeerError, UsageError
+
+NESTED = (torch.zeros(2, 3), {"b": [torch.zeros(2, dtype=torch.int64)], "a": (torch.zeros(2, 1, 4, dtype=torch.bfloat16),)})
+
+
+def test_nested_values_are_flattened_and_built_again() -> None:
+    tree, tensors = flatten(NESTED)
+    assert [str(leaf) for leaf in leaves(tree)] == ["float32(batch, 3)", "bfloat16(batch, 1, 4)", "int64(batch)"]
+    again = unflatten(tree, tensors)
+    assert again[0] is NESTED[0]
+    assert isinstance(again[1]["b"], list)
+    assert isinstance(again[1]["a"], tuple)
+    assert same_structure(tree, flatten(again)[0])
+
+
+def test_a_schema_travels() -> None:
+    schema = Schema.of(NESTED, {"y": torch.zeros(2, 5)})
+    again = Schema.unpack(schema.packed)
+    assert again == schema
+    assert again.digest == schema.digest
+    assert Schema.of(NESTED, {"y": torch.zeros(2, 6)}).digest != schema.digest
+    assert [leaf.is_floating for leaf in schema.input_leaves] == [True, True, False]
+    assert len(schema.input_gradient_leaves) == 2
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"",
+        b"\xc1",
+        msgpack.packb([]),
+        msgpack.packb([["tuple", ["float32", [3]]], ["float33", [3]]]),
+        msgpack.packb([["tuple", ["float32", [-1]]], ["float32", [3]]]),
+        msgpack.packb([["tuple", ["float32", [True]]], ["float32", [3]]]),
+        msgpack.packb([["float32", [3]], ["float32", [3]]]),  # inputs are arguments
+        msgpack.packb([["tuple"], ["float32", [3]]]),
+        msgpack.packb([["tuple", *[["float32", [3]]] * (LEAVES_MAX + 1)], ["float32", [3]]]),
+        msgpack.packb([["tuple", ["float32", [1 << 20, 1 << 20]]], ["float32", [3]]]),
+        msgpack.packb([["tuple", ["float32", [3]]], {"k" * 100: ["float32", [3]]}]),
+        b"x" * 10_000,
+    ],
+)
+def test_what_a_peer_sends_instead_is_refused(packed: bytes) -> None:
+    with pytest.raises((PeerError, UsageError)):
+        Schema.unpack(packed)
+
+
+def test_nesting_without_end_is_refused() -> None:
+    packed: object = ["float32", [3]]
+    for _ in range(40):
+        packed = ["list", packed]
+    with pytest.raises(PeerError):
+        Schema.unpack(msgpack.packb([["tuple", packed], ["float32", [3]]]))
+
+
+@pytest.mark.parametrize(
+    "value", [3, "x", torch.tensor(1.0), [torch.zeros(1), None], {1: torch.zeros(1)}, torch.zeros(1, dtype=torch.complex64)]
+)
+def test_what_is_no_tree_of_tensors_is_refused(value: object) -> None:
+    with pytest.raises(UsageError):
+        flatten(value)
+
+
+def test_tensors_that_do_not_fit_are_named() -> None:
+    expected = (Leaf(torch.float32, (3,)), Leaf(torch.int64, ()))
+    assert check(expected, [torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)], "input") == 4
+    with pytest.raises(UsageError, match="input 0 should be float32"):
+        check(expected, [torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)], "input")
+    with pytest.raises(UsageError, match="input 1 should be int64"):
+        check(expected, [torch.zeros(4, 3), torch.zeros(4)], "input")
+    with pytest.raises(UsageError, match="same first dimension"):
+        check(expected, [torch.zeros(4, 3), torch.zeros(5, dtype=torch.int64)], "input")
+    with pytest.raises(UsageError, match="has 2 input tensors"):
+        check(expected, [torch.zeros(4, 3)], "input")

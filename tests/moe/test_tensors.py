@@ -1,0 +1,113 @@
+"""Tensors as bytes: exact as they are, bounded through codecs, and nothing wrong gets through."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe.schema import Leaf
+from moe.tensors import ABSENT, CHUNK_BYTES, Header, check_headers, chunks, decode, encode, expected_bytes, joined, payload_bytes
+from swarm.compression import find
+from swarm.errors import PeerError
+
+LEAVES = [
+    Leaf(dtype, (3, 5)) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
+]
+
+
+def sample(leaf: Leaf, batch: int) -> torch.Tensor:
+    values = torch.randn(batch, *leaf.shape, generator=torch.Generator().manual_seed(1)) * 3
+    return values > 0 if leaf.dtype == torch.bool else values.abs().to(leaf.dtype)
+
+
+def headers_of(pieces: list) -> list[Header]:  # type: ignore[type-arg]
+    return [Header(one.codec, one.version, one.size_bytes, one.absent) for one in pieces]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 7])
+def test_every_dtype_arrives_as_it_was(batch: int) -> None:
+    given = [sample(leaf, batch) for leaf in LEAVES]
+    pieces = encode(given, None)
+    payload = joined(pieces)
+    assert len(payload) == payload_bytes(pieces) == expected_bytes(LEAVES, batch, None)
+    assert check_headers(headers_of(pieces), LEAVES, batch, absent_from=len(LEAVES)) == len(payload)
+    found = decode(headers_of(pieces), LEAVES, batch, payload)
+    assert all(one is not None and torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(found, given, strict=True))
+    assert b"".join(chunks(pieces)) == payload
+
+
+def test_it_is_read_in_place() -> None:
+    payload = joined(encode([torch.randn(4, 8)], None))
+    found = decode([Header(0, 0, 128)], [Leaf(torch.float32, (8,))], 4, payload)[0]
+    assert found is not None
+    again = decode([Header(0, 0, 128)], [Leaf(torch.float32, (8,))], 4, payload)[0]
+    assert again is not None
+    assert found.data_ptr() == again.data_ptr()
+
+
+def test_large_payloads_are_cut_into_chunks() -> None:
+    pieces = encode([torch.randn(1, CHUNK_BYTES // 4 + 1), torch.ones(1, 3), torch.randn(1, CHUNK_BYTES // 2)], None)
+    cut = list(chunks(pieces))
+    assert all(0 < len(one) <= CHUNK_BYTES for one in cut)
+    assert b"".join(cut) == joined(pieces)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codecs_hold_their_bound(name: str, dtype: torch.dtype) -> None:
+    codec, leaf = find(name), Leaf(dtype, (100,))
+    given = torch.randn(3, 100).to(dtype)
+    pieces = encode([given], codec)
+    assert payload_bytes(pieces) == expected_bytes([leaf], 3, codec)
+    found = decode(headers_of(pieces), [leaf], 3, joined(pieces))[0]
+    assert found is not None
+    assert found.dtype == dtype
+    bound = codec.error_bound(float(given.float().abs().max())) + (0.02 if dtype == torch.bfloat16 else 0.0)
+    assert float((found.float() - given.float()).abs().max()) <= bound
+
+
+def test_an_absent_gradient_takes_no_bytes() -> None:
+    leaf = Leaf(torch.float32, (2,))
+    pieces = encode([None, torch.ones(1, 2)], None)
+    assert pieces[0] is ABSENT
+    assert check_headers(headers_of(pieces), [leaf, leaf], 1, absent_from=0) == 16
+    first, second = decode(headers_of(pieces), [leaf, leaf], 1, joined(pieces))
+    assert first is None
+    assert second is not None
+    with pytest.raises(PeerError, match="tensor 0 is missing"):
+        check_headers(headers_of(pieces), [leaf, leaf], 1, absent_from=1)
+
+
+def test_headers_that_do_not_fit_are_refused() -> None:
+    floating, whole = Leaf(torch.float32, (2,)), Leaf(torch.int64, (2,))
+    for headers, expected, said in (
+        ([], [floating], "1 tensors are expected"),
+        ([Header(0, 0, 12)], [floating], "has 8 bytes, not 12"),
+        ([Header(999, 1, 8)], [floating], "codec 999"),
+        ([Header(2, 77, 4)], [floating], "version 77"),
+        ([Header(2, 1, 4)], [whole], "only floating"),
+    ):
+        with pytest.raises(PeerError, match=said):
+            check_headers(headers, expected, 1, absent_from=9)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_nan_and_infinity_are_refused_with_their_place(value: float, dtype: torch.dtype) -> None:
+    tensor = torch.zeros(3, 4, dtype=dtype)
+    tensor[1, 2] = value
+    with pytest.raises(PeerError, match=r"element 6 \(sample 1\)"):
+        decode([Header(0, 0, tensor.nbytes)], [Leaf(dtype, (4,))], 3, joined(encode([tensor], None)))
+
+
+def test_broken_payloads_are_refused() -> None:
+    leaf = Leaf(torch.float32, (4,))
+    header = [Header(0, 0, 16)]
+    with pytest.raises(PeerError, match="ends within"):
+        decode(header, [leaf], 1, bytes(8))
+    with pytest.raises(PeerError, match="has 32 bytes, not 16"):
+        decode(header, [leaf], 1, bytes(32))
+    with pytest.raises(PeerError, match="a bool is 0 or 1"):
+        decode(header, [Leaf(torch.bool, (16,))], 1, bytes([2] * 16))
+    with pytest.raises(PeerError, match="block 0"):
+        decode([Header(find("int8").wire_id, 1, find("int8").encoded_bytes(4))], [leaf], 1, b"\xff" * 64)

@@ -1,0 +1,101 @@
+"""Experts declared in a simulated DHT: found level by level, by replica, and forgotten when their server is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from moe.declarations import Branch, Declarations, DeclaringConfig, Directory, Load
+from moe.places import taken_places
+from moe.uid import ExpertUid, Grid
+from swarm.dht.service import DhtService
+from swarm.testing.dht_swarm import DhtSwarm
+from swarm.testing.network import SimulatedNetwork
+from swarm.testing.virtual_loop import run_virtual
+
+A, B = bytes(16), bytes([1] * 16)
+
+
+def uids(*names: str) -> dict[ExpertUid, bytes]:
+    return {ExpertUid.parse(name): A for name in names}
+
+
+def declarations(dht: DhtService, experts: dict[ExpertUid, bytes], load: Load | None = None, **config: Any) -> Declarations:
+    return Declarations(dht, dht.own, experts, lambda: load or Load(), DeclaringConfig(**config))
+
+
+async def grown(seed: int, count: int) -> tuple[SimulatedNetwork, list[DhtService]]:
+    network = SimulatedNetwork(seed=seed)
+    swarm = DhtSwarm(network)
+    await swarm.grow(count)
+    await asyncio.sleep(1)
+    return network, [member.service for member in swarm.members]
+
+
+def test_replicas_are_found_level_by_level_best_first_and_withdrawn() -> None:
+    async def scenario() -> None:
+        network, services = await grown(1, 6)
+        one, two, reader = services[1], services[2], services[4]
+        first = declarations(one, uids("ffn.0.1", "ffn.0.2", "ffn.3.1", "ffn.7"), Load(2.0, 10.0))
+        second = declarations(two, {**uids("ffn.0.1"), ExpertUid.parse("ffn.0.2"): B}, Load(1.0))
+        assert await first.declare()
+        assert await second.declare()
+        directory = Directory(reader)
+        root, zero, three, nowhere = (ExpertUid.parse_prefix(text) for text in ("ffn", "ffn.0", "ffn.3", "ffn.9"))
+        branches = await directory.branches([root, zero, three, nowhere], timeout_s=10.0)
+        assert branches[root].coordinates == {0, 3, 7}
+        assert branches[root].deeper == {0, 3}
+        assert list(branches[root].experts) == [7]
+        assert [replica.peer_id for replica in branches[zero].experts[1]] == [two.peer_id, one.peer_id]  # the less busy one first
+        assert {replica.schema for replica in branches[zero].experts[2]} == {A, B}
+        assert branches[zero].experts[1][1].load == Load(2.0, 10.0)
+        assert branches[zero].experts[1][0].contact == two.own()
+        assert branches[nowhere] == Branch()
+        assert list(await directory.live(three, timeout_s=10.0)) == [1]
+        found = await directory.replicas([ExpertUid.parse("ffn.0.2"), ExpertUid.parse("ffn.9.9")], timeout_s=10.0)
+        assert [len(replicas) for replicas in found.values()] == [2, 0]
+        assert await taken_places(directory, Grid.parse("ffn.[0:4].[0:4]"), timeout_s=10.0) == set(uids("ffn.0.1", "ffn.0.2", "ffn.3.1"))
+        await first.withdraw()
+        branches = await directory.branches([root, zero], timeout_s=10.0)
+        assert branches[root].coordinates == {0}
+        assert [replica.peer_id for replica in branches[zero].experts[1]] == [two.peer_id]
+        await network.close()
+
+    run_virtual(scenario())
+
+
+def test_experts_are_renewed_and_those_of_a_server_that_died_are_forgotten() -> None:
+    async def scenario() -> None:
+        network, services = await grown(2, 5)
+        declared = declarations(services[1], uids("ffn.0"), ttl_s=30.0, renew_s=10.0)
+        directory, root = Directory(services[3]), ExpertUid.parse_prefix("ffn")
+
+        async def alive() -> bool:
+            return bool((await directory.branches([root], timeout_s=5.0, max_age_s=0.0))[root].coordinates)
+
+        async with asyncio.TaskGroup() as tasks:
+            renewing = tasks.create_task(declared.renew())
+            await declared.declared.wait()
+            for _ in range(10):
+                await asyncio.sleep(10.0)
+                assert await alive()
+            renewing.cancel()
+        await asyncio.sleep(31.0)
+        assert not await alive()
+        await network.close()
+
+    run_virtual(scenario())
+
+
+def test_a_large_grid_takes_a_record_per_prefix_and_server() -> None:
+    async def scenario() -> None:
+        network, services = await grown(3, 5)
+        names = [str(uid) for uid in Grid.parse("ffn.[0:16].[0:16]").names()]
+        assert await declarations(services[1], uids(*names)).declare()
+        storage, held = services[1].storage, services[1].storage.keys()
+        records = sum(len(storage.records(key, services[1].overlay.now_us)) for key in held)
+        assert records == 17
+        assert len(await taken_places(Directory(services[3]), Grid.parse("ffn.[0:16].[0:16]"), timeout_s=10.0)) == 256
+        await network.close()
+
+    run_virtual(scenario())
