@@ -65,6 +65,7 @@ class Fetched:
     blob: bytearray
     donors: dict[PeerId, int]  # bytes that each gave
     failures: dict[PeerId, str]
+    agreed: int = 1  # donors that offered this very state
 
 
 @dataclass(slots=True)
@@ -152,6 +153,7 @@ class Download:
     failures: dict[PeerId, str] = field(default_factory=dict)  # who did not do its part, and why
     liars: set[PeerId] = field(default_factory=set)  # of these, who sent what it had not declared
     on_progress: Callable[[int, int], None] | None = None  # bytes so far, of how many
+    majority: bool = False  # take only a state that most of the donors who answered hold, of whatever epoch
     epoch: int | None = None  # of the state that is being downloaded, once that is known
     part: Part | None = None  # what there is of it; of an earlier download before that
     _received_bytes: int = 0
@@ -168,6 +170,8 @@ class Download:
             async with asyncio.timeout(timeout_s):
                 offers += await self._open_all(donors[: self.config.donors_max])
                 for candidates in self._by_preference(offers):
+                    if self.majority and 2 * len(candidates) <= len(offers):
+                        continue
                     fetched = await self._fetch_from(candidates, donors, offers)
                     if fetched is not None:
                         return fetched
@@ -175,6 +179,8 @@ class Download:
             raise DeadlineExceeded(f"the state was not downloaded within {timeout_s:g} s{self._reasons()}") from None
         finally:
             await self._close_all(offers)
+        if self.majority and len(offers) > 1:
+            raise NotEnoughPeers(f"the {len(offers)} donors that answered hold different states of run {self.run}{self._reasons()}")
         raise NotEnoughPeers(f"no peer could give the state of run {self.run}{self._reasons()}")
 
     def _reasons(self) -> str:
@@ -237,7 +243,9 @@ class Download:
             live = [] if part.complete else await self._again(first, donors, offers)
         if not part.complete:
             return None
-        return Fetched(first.epoch, any(o.canonical for o in candidates), first.digest, part.blob, part.given, dict(self.failures))
+        return Fetched(
+            first.epoch, any(o.canonical for o in candidates), first.digest, part.blob, part.given, dict(self.failures), len(candidates)
+        )
 
     async def _again(self, wanted: _Offer, donors: Sequence[Contact], offers: list[_Offer]) -> list[_Offer]:
         """Everybody failed. Whoever lied is not asked again, the others are: they keep what was leased for a while."""

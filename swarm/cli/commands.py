@@ -292,6 +292,9 @@ def bootstrap(identity: str | None, bootstrap: tuple[str, ...], listen: str, as_
 @click.option("--run", "run", metavar="NAME", default=None, help="Which run, where the swarm has several: NAME, NAME@ID or ID.")
 @click.option("--web", metavar="HOST:PORT", default=None, help="Serve a page; port 0 picks a free one.")
 @click.option("--prometheus", metavar="HOST:PORT", default=None, help="Serve metrics for Prometheus (docs/metrics.md).")
+@click.option("--save", metavar="DIR", type=click.Path(path_type=Path), default=None, help="Keep checkpoints of the run there.")
+@click.option("--every", metavar="TIME", default="10m", show_default=True, help="How often to save: 90s, 10m, 2h.")
+@click.option("--keep", type=click.IntRange(1, 1000), default=5, show_default=True, help="How many checkpoints to keep.")
 @click.option("--log", metavar="FILE.jsonl", type=click.Path(path_type=Path), default=None, help="Append events and views to a file.")
 @click.option(
     "--history", metavar="FILE", default=None, help="Where to keep what was seen; `none` for nowhere. [default: a file for each run]"
@@ -310,6 +313,7 @@ def monitor(address: str, **options: object) -> int:
       swarm monitor /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
       swarm monitor ADDRESS --web 127.0.0.1:8080
       swarm monitor ADDRESS --run bytelm --prometheus 0.0.0.0:9464 --log run.jsonl
+      swarm monitor ADDRESS --save checkpoints --every 30m
       swarm monitor ADDRESS --once --json
     """
     from swarm.cli.monitor import MonitorChoices, run_monitor

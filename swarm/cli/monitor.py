@@ -17,8 +17,10 @@ from swarm.cli.output import is_terminal, printable
 from swarm.cli.places import monitor_history
 from swarm.errors import NetworkError, UsageError
 from swarm.ids import Contact
+from swarm.run.limits import parse_duration_s
 
 if TYPE_CHECKING:
+    from swarm.monitor.saving import SavingConfig
     from swarm.monitor.view import View
     from swarm.monitor.watching import Watch
 
@@ -40,6 +42,9 @@ class MonitorChoices:
     run: str | None
     web: str | None
     prometheus: str | None
+    save: Path | None
+    every: str
+    keep: int
     log: Path | None
     history: str | None
     once: bool
@@ -55,7 +60,17 @@ class MonitorChoices:
             given = getattr(choices, name)
             if given is not None:
                 place_of(given, f"--{name}")
+        if parse_duration_s(choices.every) <= 0:
+            raise UsageError(f"--every is a time above 0, like 10m, not {choices.every!r:.40}")
         return choices
+
+    def saving(self) -> SavingConfig | None:
+        """What to keep of the run; None: nothing."""
+        if self.save is None:
+            return None
+        from swarm.monitor.saving import SavingConfig
+
+        return SavingConfig(folder=self.save.expanduser(), every_s=parse_duration_s(self.every), kept_max=self.keep)
 
     def history_of(self, run_id: str) -> Path | None:
         if self.history == "none" or (self.once and self.history is None):
@@ -76,7 +91,8 @@ def run_monitor(choices: MonitorChoices) -> int:
     """Watch until Ctrl-C, SIGTERM, the end of the parent, or `q`."""
     from swarm.monitor.watching import Watch, WatchConfig
 
-    config = WatchConfig(entry=(Contact.parse(choices.address),), run=choices.run, history=choices.history_of)
+    entry = (Contact.parse(choices.address),)
+    config = WatchConfig(entry=entry, run=choices.run, history=choices.history_of, saving=choices.saving())
     with Leaving(exit_with_parent=choices.exit_with_parent) as leaving, Watch(config) as watch:
         if watch.notice:
             _tell(choices, watch.notice)

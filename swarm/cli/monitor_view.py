@@ -141,7 +141,7 @@ def _numbers(view: View, course: Course, columns: int) -> list[Text]:
 
 
 def _columns(columns: int) -> list[tuple[str, int]]:
-    found = [("peer", 17), ("on", 5), ("now", 9), ("samples/s", 9), ("epoch", 7), ("gave", 6), ("sent", 8), ("got", 8)]
+    found = [("peer", 18), ("on", 5), ("now", 9), ("samples/s", 9), ("epoch", 7), ("gave", 6), ("sent", 8), ("got", 8)]
     if columns >= 88:
         found.append(("drift", 8))
     if columns >= 104:
@@ -157,7 +157,7 @@ def _peer_head(columns: int) -> Text:
 
 def _peer_line(peer: PeerView, columns: int, chosen: bool) -> Text:
     cells = {
-        "peer": f"{peer.name} {peer.short[-6:]}" if peer.name else peer.short,
+        "peer": f"{peer.name} {peer.short[-5:]}" if peer.name else peer.short,
         "on": peer.device.split(" ")[0],
         "now": peer.state if peer.fresh or peer.state in ("left", "lost") else f"quiet {_ago(peer.age_s)}",
         "samples/s": (f"{peer.samples_per_s:,.0f}" + ("!" if peer.capped else "")) if peer.fresh else "-",

@@ -53,23 +53,17 @@ METRICS = Table(
         "own": Named(Number(-1e300, 1e300), count_max=16, name_characters_max=32),
         "broken": Many(Text(32), 18),
         "rounds": Many(
+            # kind, epoch, time, seconds, bytes, members; group, digest, reason, its details, who left, who was accused
             Table(
                 {
-                    "kind": Text(8),
-                    "epoch": _COUNT,
-                    "at": _TIME_S,
-                    "seconds": Number(0.0, 1e6),
-                    "bytes": _BYTES,
-                    "members": Number(0, 4096, whole=True),
+                    "k": Text(8),
+                    "e": _COUNT,
+                    "t": _TIME_S,
+                    "s": Number(0.0, 1e6),
+                    "b": _BYTES,
+                    "n": Number(0, 4096, whole=True),
                 },
-                optional={
-                    "group": Text(32),
-                    "digest": Text(32),
-                    "reason": Text(16),
-                    "detail": Text(160),
-                    "left": _BLAME,
-                    "accused": _BLAME,
-                },
+                optional={"g": Binary(8), "d": Binary(8), "r": Text(16), "x": Text(160), "l": _BLAME, "a": _BLAME},
             ),
             4,
         ),

@@ -25,7 +25,7 @@ ROUNDS_MAX = 4
 BLAME_MAX = 4
 _DETAIL_CHARACTERS_MAX = 160
 _REASON_CHARACTERS_MAX = 100
-_DIGEST_CHARACTERS = 16  # of a digest in hex: 64 bits tell honest states apart
+_MARK_BYTES = 8  # of a digest or a group's id: 64 bits tell honest ones apart
 _OWN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_./-]{0,31}")
 _OWN_VALUE_MAX = 1e300
 
@@ -51,18 +51,17 @@ class RoundTold:
 
     def encode(self) -> dict[str, Any]:
         value: dict[str, Any] = {
-            "kind": self.kind,
-            "epoch": self.epoch,
-            "at": self.at_s,
-            "seconds": round(self.seconds, 4),
-            "bytes": self.bytes,
-            "members": self.members,
+            "k": self.kind,
+            "e": self.epoch,
+            "t": round(self.at_s, 2),
+            "s": round(self.seconds, 3),
+            "b": self.bytes,
+            "n": self.members,
         }
-        texts = {"group": self.group[:_DIGEST_CHARACTERS], "digest": self.digest[:_DIGEST_CHARACTERS], "reason": self.reason[:16]}
-        value |= {name: text for name, text in texts.items() if text}
+        value |= {name: raw for name, raw in (("g", _mark(self.group)), ("d", _mark(self.digest)), ("r", self.reason[:16])) if raw}
         if self.detail and self.reason:
-            value["detail"] = self.detail[:_DETAIL_CHARACTERS_MAX]
-        for name, blame in (("left", self.left), ("accused", self.accused)):
+            value["x"] = self.detail[:_DETAIL_CHARACTERS_MAX]
+        for name, blame in (("l", self.left), ("a", self.accused)):
             if blame:
                 value[name] = [[peer, why[:_REASON_CHARACTERS_MAX]] for peer, why in blame[:BLAME_MAX]]
         return value
@@ -71,18 +70,18 @@ class RoundTold:
     def decode(cls, value: Mapping[str, Any]) -> RoundTold:
         """Of a value that has passed the schema."""
         return cls(
-            kind=_clean(value["kind"]),
-            epoch=value["epoch"],
-            at_s=float(value["at"]),
-            seconds=float(value["seconds"]),
-            bytes=value["bytes"],
-            members=value["members"],
-            group=_clean(value.get("group", "")),
-            digest=_clean(value.get("digest", "")),
-            reason=_clean(value.get("reason", "")),
-            detail=_clean(value.get("detail", "")),
-            left=_blame(value.get("left", ())),
-            accused=_blame(value.get("accused", ())),
+            kind=_clean(value["k"]),
+            epoch=value["e"],
+            at_s=float(value["t"]),
+            seconds=float(value["s"]),
+            bytes=value["b"],
+            members=value["n"],
+            group=value.get("g", b"").hex(),
+            digest=value.get("d", b"").hex(),
+            reason=_clean(value.get("r", "")),
+            detail=_clean(value.get("x", "")),
+            left=_blame(value.get("l", ())),
+            accused=_blame(value.get("a", ())),
         )
 
 
@@ -204,6 +203,11 @@ def check_own(name: str, value: Any, known: Sequence[str]) -> float | None:
     if name not in known and len(known) >= OWN_MAX:
         raise UsageError(f"at most {OWN_MAX} metrics of one's own can be reported; there are {', '.join(sorted(known))}")
     return number if math.isfinite(number) and abs(number) <= _OWN_VALUE_MAX else None
+
+
+def _mark(hexadecimal: str) -> bytes:
+    digits = hexadecimal[: 2 * _MARK_BYTES]
+    return bytes.fromhex(digits[: len(digits) // 2 * 2])
 
 
 def _blame(value: Sequence[Sequence[str]]) -> Blame:

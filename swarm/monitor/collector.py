@@ -30,8 +30,9 @@ _log = logging.getLogger(__name__)
 class CollectorConfig:
     """How often the monitor looks, in seconds."""
 
-    every_s: float = 1.0  # in a small run; in larger ones peers tell less often, and are read half as often again
-    every_s_max: float = 7.5
+    every_s: float = 1.0  # in a small run; in larger ones peers tell less often, and are read about as often as that
+    small_peers: int = 16
+    every_s_max: float = 12.0
     read_timeout_s: float = 6.0
     entry_every_s: float = 10.0  # between two questions whether the way in still is there
     run_every_s: float = 30.0  # between two looks at the specification
@@ -65,6 +66,7 @@ class Collector:
     after: Callable[[], Awaitable[None]] | None = None
     config: CollectorConfig = field(default_factory=CollectorConfig)
     looks: int = 0  # that were answered
+    donors: tuple[Contact, ...] = ()  # who gives the run's state, as of the last look
     _contacts: OrderedDict[PeerId, Contact] = field(default_factory=OrderedDict)
     _entry_answers: bool | None = None
     _entry_asked_s: float = float("-inf")
@@ -91,7 +93,10 @@ class Collector:
         now_s = self.clock.swarm_s()
         if answered or await self._somebody():
             told = [heard.metrics.every_s for heard in found.peers.values() if heard.metrics is not None]
-            interval_s = min(max(self.config.every_s, (median(told) or 0.0) / 2), self.config.every_s_max)
+            interval_s = min(
+                max(self.config.every_s, 0.8 * (median(told) or 0.0) if len(told) > self.config.small_peers else 0.0),
+                self.config.every_s_max,
+            )
             self._remember(found)
             self.looks += 1
             self.model.on_look(
@@ -144,6 +149,7 @@ class Collector:
         self.model.on_link(LinkView(status=status, entry=where, entry_answers=self._entry_answers, known=others, text=text), now_s)
 
     def _remember(self, found: Found) -> None:
+        self.donors = tuple(found.donors.values())
         for peer, contact in found.contacts.items():
             self._contacts[peer] = contact
             self._contacts.move_to_end(peer)

@@ -66,6 +66,11 @@ class Model:
         self._link = LinkView()
         self._epoch = 0
 
+    @property
+    def epoch(self) -> int:
+        """That the swarm has reached."""
+        return self._epoch
+
     # what comes in
 
     def on_look(self, look: Look, now_s: float) -> None:

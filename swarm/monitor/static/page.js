@@ -5,6 +5,7 @@ import { addEvents, PeerTable, showExperts, showRounds } from "./tables.js";
 
 const SPANS = [["10 min", 600], ["1 h", 3600], ["6 h", 21600], ["1 d", 86400], ["7 d", 604800], ["all", 0]];
 const SILENT_MS = 9000; // without a word from the monitor
+const BROKEN_MS = 2500; // and with a connection that is known to be gone
 const POINTS = 600;
 const $ = (id) => document.getElementById(id);
 const put = (id, text) => { const element = $(id); if (element.textContent !== text) element.textContent = text; };
@@ -97,7 +98,7 @@ function draw() {
   if (!view) return;
   const { run } = view;
   const silent = performance.now() - state.heard;
-  const status = silent > SILENT_MS ? "off" : view.link.status;
+  const status = silent > (source.readyState === EventSource.OPEN ? SILENT_MS : BROKEN_MS) ? "off" : view.link.status;
   document.body.dataset.link = status;
   const age = (view.link.age_s ?? 0) + silent / 1000;
   put("status-text", { live: "live", joining: "joining", late: `${ago(age)} old`, lost: `nobody answers, ${ago(age)} old`, off: `monitor away, ${ago(age)} old` }[status] ?? status);
@@ -166,8 +167,8 @@ $("theme").addEventListener("click", () => {
 theme(stored("swarm.theme", ""));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.restyle());
 
-load();
 const source = new EventSource("api/events");
 source.addEventListener("view", hear);
+source.addEventListener("open", load); // also when the monitor has come back
 setInterval(draw, 1000);
 setInterval(() => { if (!charts.zoom) load(); }, 30000);

@@ -1,0 +1,148 @@
+"""Checkpoints of a run by somebody who does not train it: now and then the state that most donors hold, checked and written whole.
+
+A donor's word is not enough: the state is taken only when most of the donors that answered declare the same digest, every chunk is
+checked against it, and the whole must fit the model of the specification. Peers with different processors agree bit for bit only after
+the rounds that average the state, so that it can take some attempts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from averaging.training.download import Download, DownloadConfig, Fetched
+from swarm.clock import Clock
+from swarm.errors import PeerError, SwarmError, UsageError
+from swarm.ids import Contact
+from swarm.monitor.model import Model
+from swarm.net.channels import Channels
+from swarm.run.specification import SignedSpecification
+from swarm.run.task import make_task
+
+if TYPE_CHECKING:
+    import torch
+
+    from averaging.training.checkpoint import Checkpoints
+    from averaging.training.state import TrainingState
+
+_log = logging.getLogger(__name__)
+
+_AHEAD_MAX = 200  # epochs: short ones pass while a monitor looks the other way; that most donors agree bounds liars
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavingConfig:
+    """What is kept, and how often."""
+
+    folder: Path
+    every_s: float = 600.0
+    kept_max: int = 5
+    retry_s: float = 3.0  # after an attempt in which donors held different states
+    fetch_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.every_s <= 0 or self.kept_max < 1:
+            raise UsageError("--every is a positive time, and at least one checkpoint is kept")
+
+
+@dataclass(slots=True, kw_only=True)
+class StateSaver:
+    """On the network loop; what takes a processor or a disk is done in a thread."""
+
+    signed: SignedSpecification
+    caller: Channels
+    clock: Clock
+    model: Model
+    donors: Callable[[], tuple[Contact, ...]]
+    config: SavingConfig
+    saved: int = 0
+    _epoch: int = -1  # of the last one
+    _complained: str = ""
+    _state: tuple[TrainingState, list[str], Checkpoints] | None = None
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            done = await self.attempt()
+            await asyncio.sleep(self.config.every_s if done else min(self.config.retry_s, self.config.every_s))
+
+    async def attempt(self) -> bool:
+        """Fetch and write once; False when it is to be tried again soon."""
+        donors = self.donors()
+        if not donors or self.model.epoch <= 0:
+            return False
+        if self.model.epoch == self._epoch:
+            return True
+        loop = asyncio.get_running_loop()
+        try:
+            state, names, kept = await loop.run_in_executor(None, self._prepared)
+            fetched = await self._fetch(donors, state.bytes_max())
+            if fetched.epoch > self._epoch:
+                path, seconds = await loop.run_in_executor(None, functools.partial(self._write, state, names, kept, fetched))
+                self._tell(fetched, path, seconds)
+        except SwarmError as error:
+            self._complain(str(error))
+            return False
+        return True
+
+    async def _fetch(self, donors: tuple[Contact, ...], bytes_max: int) -> Fetched:
+        epoch = self.model.epoch
+        download = Download(
+            run=self.signed.run_id,
+            caller=self.caller,
+            bytes_max=bytes_max,
+            epoch_min=max(0, epoch - 1),
+            epoch_known=epoch + _AHEAD_MAX,
+            config=DownloadConfig(),
+            majority=True,
+        )
+        return await download.fetch(donors, self.config.fetch_s)
+
+    def _prepared(self) -> tuple[TrainingState, list[str], Checkpoints]:
+        """The model of the specification, to hold what is fetched against. Imports torch."""
+        if self._state is None:
+            from averaging.training.checkpoint import Checkpoints, names_of
+            from averaging.training.state import TrainingState
+            from swarm.run.inner import build_optimizer, schedule_factory
+
+            specification = self.signed.specification
+            model: torch.nn.Module = make_task(specification.task.name, specification.task.settings).build_model(specification.seed)
+            inner = build_optimizer(model, specification.optimizer)
+            schedule = schedule_factory(specification.optimizer.schedule)
+            kept = Checkpoints(self.config.folder, kept_max=self.config.kept_max)
+            self._state = TrainingState(inner, (), schedule(inner)), names_of(model, inner), kept
+        return self._state
+
+    def _write(self, state: TrainingState, names: list[str], kept: Checkpoints, fetched: Fetched) -> tuple[Path, float]:
+        began_s = time.monotonic()
+        try:
+            state.load(fetched.blob)
+        except PeerError as error:
+            raise SwarmError(f"what the donors gave does not fit the run's model: {error}") from error
+        view = state.view()
+        try:
+            about = {"run": self.signed.full_name, "task": self.signed.specification.task.name, "donors": str(fetched.agreed)}
+            return kept.save(view, names, about), time.monotonic() - began_s
+        finally:
+            view.close()
+
+    def _tell(self, fetched: Fetched, path: Path, seconds: float) -> None:
+        self.saved, self._epoch, self._complained = self.saved + 1, fetched.epoch, ""
+        now_s = self.clock.swarm_s()
+        agreed = f"{fetched.agreed} donor{' agrees' if fetched.agreed == 1 else 's agree'}"
+        self.model.checkpoint = f"Saved epoch {fetched.epoch:,} as {path}: {agreed} on {fetched.digest.hex()[:12]}."
+        self.model.events.add(now_s, "saved", "good", f"epoch {fetched.epoch:,} saved as {path.name} in {seconds:.1f} s: {agreed}")
+
+    def _complain(self, reason: str) -> None:
+        """Once for each kind of trouble."""
+        _log.info("no checkpoint yet: %s", reason)
+        kind = reason.split("(", 1)[0]
+        if kind != self._complained:
+            self._complained = kind
+            self.model.events.add(self.clock.swarm_s(), "not_saved", "warning", f"no checkpoint yet: {reason}")

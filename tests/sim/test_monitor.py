@@ -1,0 +1,234 @@
+"""A monitor and what it watches, on a simulated network: its way in dies, everybody goes, somebody lies, and it says what it sees."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from swarm.dht.service import DhtService
+from swarm.errors import UsageError
+from swarm.ids import PeerId
+from swarm.metrics.record import Metrics, metrics_key
+from swarm.metrics.reporter import MetricsConfig, Reporter
+from swarm.monitor.collector import Collector
+from swarm.monitor.model import Model
+from swarm.monitor.reading import progress_key
+from swarm.monitor.view import RunView, View
+from swarm.testing.chance import Chance
+from swarm.testing.network import SimulatedNetwork
+from tests.sim.dht_scenarios import peer_of, play, service_of, swarm_of
+
+RUN = RunView(run_id="a" * 20, name="tiny", version=1, target=1000)
+
+
+@dataclass
+class Trainer:
+    """A peer that tells metrics and progress, as an optimizer would."""
+
+    service: DhtService
+    rate: float = 100.0
+    told: int = 0
+    own: dict[str, float] = field(default_factory=dict)
+
+    def metrics(self) -> Metrics:
+        self.told += 1
+        now_s = self.service.clock.swarm_s()
+        return Metrics(at_s=now_s, since_s=now_s - 60.0, every_s=2.0, epoch=5, samples_per_s=self.rate, loss=2.0, own=self.own)
+
+    def reporter(self, **config: Any) -> Reporter:
+        return Reporter(
+            dht=self.service,
+            clock=self.service.clock,
+            own=self.service.peer_id,
+            run_id=RUN.run_id,
+            source=self.metrics,
+            peers=lambda: 5,
+            config=MetricsConfig(**config),
+            rng=Chance(1, "reporter", str(self.service.peer_id)),
+        )
+
+    async def progress(self) -> None:
+        while True:
+            now_s = self.service.clock.swarm_s()
+            value = {"epoch": 5, "samples": 50, "rate": self.rate, "at": now_s, "since": now_s - 1.0, "addresses": self.addresses}
+            await self.service.store(progress_key(RUN.run_id), value, ttl_s=15.0)
+            await asyncio.sleep(3.0)
+
+    @property
+    def addresses(self) -> list[str]:
+        return [address.multiaddr for address in self.service.own().addresses]
+
+
+class Stage:
+    """A bootstrap peer, trainers, and a monitor that came in by the bootstrap."""
+
+    def __init__(self, network: SimulatedNetwork, services: list[DhtService], group: asyncio.TaskGroup) -> None:
+        self.network, self.bootstrap, self.group = network, services[0], group
+        self.trainers = [Trainer(service) for service in services[1:]]
+        self.reporters = [trainer.reporter() for trainer in self.trainers]
+        self.tasks = [group.create_task(reporter.run()) for reporter in self.reporters]
+        self.tasks += [group.create_task(trainer.progress()) for trainer in self.trainers]
+
+    async def watch(self) -> Collector:
+        peer = self.network.peer(dialable=False)
+        service = service_of(peer)
+        await service.join([self.bootstrap.own()])
+        collector = Collector(
+            dht=service,
+            clock=peer.clock,
+            model=Model(RUN),
+            entry=(self.bootstrap.own(),),
+            known=lambda: list(service.overlay.table),
+            remembered=lambda: [known.contact for known in peer.book.known()],
+        )
+        self.collector = collector
+        self.tasks.append(self.group.create_task(collector.run()))
+        await asyncio.sleep(6.0)
+        return collector
+
+    @property
+    def view(self) -> View:
+        return self.collector.model.view(self.collector.clock.swarm_s())
+
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.collector.model.events.latest]
+
+    async def crash(self, service: DhtService) -> None:
+        await self.network.crash(peer_of(self.network, service))
+
+    def over(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+
+
+def on_stage(act: Any, trainers: int = 5, seed: int = 1) -> None:
+    async def scenario(network: SimulatedNetwork) -> None:
+        services = await swarm_of(network, trainers + 1)
+        async with asyncio.TaskGroup() as group:
+            stage = Stage(network, services, group)
+            await asyncio.sleep(3.0)
+            await stage.watch()
+            await act(stage)
+            stage.over()
+
+    play(scenario, seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_everybody_who_tells_is_seen_and_called(seed: int) -> None:
+    async def act(stage: Stage) -> None:
+        await asyncio.sleep(10.0)
+        view = stage.view
+        assert view.live
+        assert {peer.peer_id for peer in view.peers} == {str(trainer.service.peer_id) for trainer in stage.trainers}
+        assert (view.samples_per_s, view.loss, view.epoch) == (500.0, 2.0, 5)
+        assert all(peer.fresh and peer.age_s < 6.0 and peer.reached for peer in view.peers)
+        assert view.samples >= 250
+
+    on_stage(act, seed=seed)
+
+
+def test_the_way_in_dies_and_the_monitor_goes_on_and_says_so() -> None:
+    async def act(stage: Stage) -> None:
+        await stage.crash(stage.bootstrap)
+        await asyncio.sleep(30.0)
+        view = stage.view
+        assert view.live
+        assert view.peers_live == 5
+        assert view.link.entry_answers is False
+        assert "watching through" in view.link.text
+        assert stage.kinds().count("entry_lost") == 1
+        late = Trainer(service_of(stage.network.peer()))
+        await late.service.join([stage.trainers[0].service.own()])
+        stage.tasks.append(stage.group.create_task(late.reporter().run()))
+        await asyncio.sleep(10.0)
+        assert stage.view.peers_live == 6
+
+    on_stage(act)
+
+
+def test_when_nobody_answers_nothing_looks_fresh_and_one_that_comes_back_is_enough() -> None:
+    async def act(stage: Stage) -> None:
+        peers = [peer_of(stage.network, trainer.service) for trainer in stage.trainers]
+        everybody = [peer_of(stage.network, stage.bootstrap), *peers]
+        stage.network.partition([peer for peer in stage.network.peers.values() if peer not in everybody], everybody)
+        await asyncio.sleep(50.0)
+        view = stage.view
+        assert view.link.status == "lost"
+        assert view.link.age_s is not None
+        assert view.link.age_s > 40.0
+        assert not view.live
+        assert (view.samples_per_s, view.peers_live, view.loss) == (0.0, 0, None)
+        assert "link_lost" in stage.kinds()
+        stage.network.heal()
+        await asyncio.sleep(50.0)
+        assert stage.view.live
+        assert stage.view.peers_live == 5
+        assert stage.kinds()[-1] != "link_lost"
+        assert "link_back" in stage.kinds()
+
+    on_stage(act)
+
+
+def test_all_but_one_volunteer_die_and_the_monitor_finds_the_one() -> None:
+    async def act(stage: Stage) -> None:
+        await asyncio.sleep(5.0)
+        for service in [stage.bootstrap, *(trainer.service for trainer in stage.trainers[1:])]:
+            await stage.crash(service)
+        await asyncio.sleep(50.0)
+        view = stage.view
+        assert view.live
+        assert [peer.peer_id for peer in view.peers if peer.fresh] == [str(stage.trainers[0].service.peer_id)]
+        assert stage.kinds().count("lost") == 4
+
+    on_stage(act)
+
+
+def test_who_says_goodbye_is_seen_to_have_left() -> None:
+    async def act(stage: Stage) -> None:
+        leaver: PeerId = stage.trainers[2].service.peer_id
+        for place in (2, 7):
+            stage.tasks[place].cancel()
+        await stage.reporters[2].close()
+        await stage.trainers[2].service.delete(progress_key(RUN.run_id))
+        await asyncio.sleep(6.0)
+        assert {peer.peer_id: peer.state for peer in stage.view.peers}[str(leaver)] == "left"
+        assert "lost" not in stage.kinds()
+
+    on_stage(act)
+
+
+def test_what_breaks_the_schema_is_kept_by_nobody() -> None:
+    async def act(stage: Stage) -> None:
+        liar = stage.trainers[0].service
+        for value in ({"at": 1.0}, {"at": float("inf")}, "text", {**stage.trainers[0].metrics().encode(), "name": "x" * 500}):
+            with pytest.raises(UsageError):
+                await liar.store(metrics_key(RUN.run_id, liar.peer_id), value, ttl_s=20.0)
+        other = metrics_key(RUN.run_id, stage.trainers[1].service.peer_id)
+        with pytest.raises(UsageError):
+            await liar.store(other, stage.trainers[0].metrics().encode(), ttl_s=20.0, subkey=str(stage.trainers[1].service.peer_id))
+        await asyncio.sleep(3.0)
+        assert stage.view.peers_live == 5
+
+    on_stage(act)
+
+
+def test_large_runs_tell_less_often() -> None:
+    config = MetricsConfig()
+    assert config.period_s(1) == config.period_s(8) == 2.0
+    assert 2.0 < config.period_s(30) < config.period_s(1000) == 15.0
+    with pytest.raises(UsageError):
+        MetricsConfig(every_s=20.0)
+
+
+def test_who_does_not_want_to_tell_tells_nothing() -> None:
+    async def act(stage: Stage) -> None:
+        quiet = Trainer(service_of(stage.network.peer()))
+        await quiet.service.join([stage.bootstrap.own()])
+        await quiet.reporter(publish=False).run()
+        assert quiet.told == 0
+
+    on_stage(act, trainers=2)
