@@ -27,6 +27,12 @@ _CODEC_CALLS = (
     "on an idler machine the same code took a half to a third of the time (best of 25: 2.5 GB/s for int8, 1.6 for int4)."
 )
 
+_IDLE_TCP = (
+    "TCP: a connection that was idle begins with ten packets and needs four round trips to fill its share of such a link, which bare TCP "
+    "shows as well; headers take 3.5 %, the last values' way there, their average's way back and the votes two round trips "
+    "(docs/decisions/0015)."
+)
+
 LIMITED_BY: dict[str, str] = {
     "allreduce-64-float16-hivemind": _PROCESSOR_TIME,
     "allreduce-64-float16-hivemind-whole": _PROCESSOR_TIME,
@@ -38,6 +44,11 @@ LIMITED_BY: dict[str, str] = {
     "allreduce-256-float32-gloo": _TENSOR_WORK + " gloo encrypts nothing and survives nobody's death.",
     **{f"dht-{peers}-{row}": _DHT_TIME for peers in (8, 16) for row in ("all", "all-bulk", "far")},
     **{f"dht-{peers}-one-get": _ONE_GET for peers in (8, 16)},
+    **{
+        f"links-100mbit-50ms-{codec}-{beside}": _IDLE_TCP
+        for codec in ("float32", "float16")
+        for beside in ("tcp", "gloo", "hivemind", "alone")
+    },
     "codec-3-int8-1-encode": _CODEC_CALLS,
     "codec-4-int4-1-encode": _CODEC_CALLS,
     "frozen-stall": (
