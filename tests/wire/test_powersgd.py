@@ -91,7 +91,7 @@ def test_optimizers_train_by_factors(codec: str) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60.0)
+            thread.join(120.0)
         assert [optimizer.epoch for optimizer in optimizers] == [12, 12]
         assert torch.equal(nets[0].weight, nets[1].weight)
         assert sum(losses[0][-4:]) < 0.7 * sum(losses[0][:4])
