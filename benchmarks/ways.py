@@ -63,7 +63,7 @@ class Scale:
     heads: int = 4
     context: int = 32
     samples: int = 8  # of one peer in one step
-    steps: int = 900  # of one peer
+    steps: int = 1800  # of one peer
     learning_rate: float = 3e-3
     data_bytes: int = 4 << 20
     points: int = 30  # at which the loss is looked at
