@@ -14,15 +14,30 @@ from types import FrameType
 import click
 from rich.console import Console
 
-from benchmarks import allreduce, codecs, dht, grid, groups, hostile, losses, quick, report, simulated, simulated_rounds, trainers
+from benchmarks import (
+    allreduce,
+    codecs,
+    dht,
+    grid,
+    groups,
+    hostile,
+    losses,
+    quick,
+    report,
+    simulated,
+    simulated_progress,
+    simulated_rounds,
+    trainers,
+)
+from benchmarks import state as states
 from benchmarks.allreduce import Setting
 from benchmarks.environments import NoEnvironment, hivemind_python, machine, memory_copy_bytes_per_s
 from benchmarks.launch import ROOT
 from benchmarks.results import Row
 from benchmarks.turns import Plan
 
-SECTIONS = ("allreduce", "groups", "losses", "trainers", "dht", "simulated", "hostile", "codecs")
-COMPARED = frozenset({"allreduce", "groups", "losses", "trainers", "dht", "codecs"})  # with hivemind, whose environment they need
+SECTIONS = ("allreduce", "groups", "losses", "trainers", "state", "dht", "simulated", "progress", "hostile", "codecs")
+COMPARED = frozenset({"allreduce", "groups", "losses", "trainers", "state", "dht", "codecs"})  # with hivemind, whose environment they need
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
@@ -105,6 +120,8 @@ def _measure(
         yield losses.rows(setting)
     if "trainers" in sections:
         yield trainers.rows(setting)
+    if "state" in sections:
+        yield states.rows(setting)
     if "dht" in sections:
         for peers in dht.SIZES:
             yield dht.rows(setting, peers=peers)
@@ -112,6 +129,8 @@ def _measure(
         yield from simulated_rounds.rows(say)
         yield from grid.rows(say)
         yield from simulated.rows(say)
+    if "simulated" in sections or "progress" in sections:  # of the former, a part that can be had by itself
+        yield from simulated_progress.rows(say)
     if "hostile" in sections:
         yield hostile.rows(say)
     if "codecs" in sections:
