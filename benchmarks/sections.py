@@ -20,11 +20,13 @@ from benchmarks import (
     losses,
     monitoring,
     simulated,
+    simulated_progress,
     simulated_rounds,
     slowdown,
     speeds,
     trainers,
 )
+from benchmarks import state as states
 from benchmarks.allreduce import Setting
 from benchmarks.environments import memory_copy_bytes_per_s
 from benchmarks.results import Row
@@ -82,9 +84,11 @@ SECTIONS = {
     "groups": Section(rows=_once(lambda asked: groups.rows(asked.setting, rounds=5)), compared=True),
     "losses": Section(rows=_once(lambda asked: losses.rows(asked.setting)), compared=True),
     "trainers": Section(rows=_once(lambda asked: trainers.rows(asked.setting)), compared=True),
+    "state": Section(rows=_once(lambda asked: states.rows(asked.setting)), compared=True),
     "dht": Section(rows=_dht, compared=True),
     "experts": Section(rows=_once(lambda asked: experts.rows(asked.setting)), compared=True),
     "simulated": Section(rows=_simulated),
+    "progress": Section(rows=lambda asked: simulated_progress.rows(asked.setting.say)),
     "hostile": Section(rows=_once(lambda asked: hostile.rows(asked.setting.say))),
     "codecs": Section(rows=_once(lambda asked: codecs.rows(asked.setting.say, asked.setting.hivemind)), compared=True),
     "slowdown": Section(rows=_once(lambda asked: [*slowdown.rows(asked.setting.say), *speeds.rows(asked.setting.say)])),

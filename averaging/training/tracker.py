@@ -382,7 +382,7 @@ class Tracker:
                 continue  # the latter: no claim, but a word about a run of several shards
             try:
                 claim = Claim.decode(entry.value, now_s, self._config)
-                contact = contact_of(entry.writer, entry.value.get("addresses"))
+                contact = self._contact_of(entry)
             except PeerError as error:
                 _log.info("peer %s keeps a malformed progress record: %s", entry.writer, error)
                 continue
@@ -394,6 +394,14 @@ class Tracker:
         for peer in [peer for peer in self._contacts if peer not in writers and len(self._contacts) > self._config.peers_max]:
             del self._contacts[peer]
         return heard, newcomers
+
+    def _contact_of(self, entry: Entry) -> Contact:
+        """PeerError when it is malformed. What is as it was is not read again: records come every second, and few peers move."""
+        raw = entry.value.get("addresses")
+        known = self._contacts.get(entry.writer)
+        if known is not None and isinstance(raw, list) and raw == [address.multiaddr for address in known.addresses]:
+            return known
+        return contact_of(entry.writer, raw)
 
 
 def _nothing() -> None:
