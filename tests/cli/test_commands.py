@@ -140,7 +140,7 @@ def test_help_is_light_and_every_command_has_examples() -> None:
     }
 
 
-@pytest.mark.parametrize("command", ["demo", "start", "join", "bootstrap", "identity"])
+@pytest.mark.parametrize("command", ["demo", "start", "join", "serve", "bootstrap", "identity"])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out
