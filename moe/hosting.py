@@ -40,7 +40,7 @@ from swarm.errors import PeerError
 from swarm.ids import PeerId
 from swarm.net.rpc import Stream
 from swarm.wire import expert_pb2
-from swarm.wire.expert_pb2 import DescribeReply, DescribeRequest, ExpertDescription, ExpertPass, ExpertReply, ExpertRequest, ExpertStatus
+from swarm.wire.expert_pb2 import DescribeReply, DescribeRequest, ExpertDescription, ExpertReply, ExpertRequest, ExpertStatus
 
 if TYPE_CHECKING:
     from swarm.node import Node
@@ -189,7 +189,7 @@ class HostingService:
             raise refused(f"it was made for another schema than this expert's, which is {schema}")
         if not 1 <= batch <= hosted.batch_size_max:
             raise refused(f"a request has 1 to {hosted.batch_size_max} samples, not {batch}")
-        backward = request.kind == ExpertPass.EXPERT_BACKWARD
+        backward = request.kind == expert_pb2.EXPERT_BACKWARD
         if (backward or request.keep) and len(request.request_id) != REQUEST_ID_BYTES:
             raise refused(f"a request id has {REQUEST_ID_BYTES} bytes, not {len(request.request_id)}")
         codec = None
@@ -216,7 +216,15 @@ class HostingService:
             if busy:
                 raise overloaded(hosted, busy)
         return Admitted(
-            hosted=hosted, caller=caller, request=request, headers=headers, leaves=leaves, size_bytes=size, codec=codec, kept=kept
+            hosted=hosted,
+            caller=caller,
+            request=request,
+            headers=headers,
+            leaves=leaves,
+            size_bytes=size,
+            codec=codec,
+            is_backward=backward,
+            kept=kept,
         )
 
     def _receiving_refusal(self, caller: PeerId, size_bytes: int) -> str:
