@@ -16,7 +16,7 @@ from benchmarks.results import Aim, Row, Series
 from benchmarks.turns import Tally, take_turns
 
 CLIENTS = 4
-COUNTS = {"small": 250, "large": 8, "train": 60}  # calls of each client in a round
+COUNTS = {"small": 150, "large": 6, "train": 40}  # calls of each client in a round
 TITLES = {
     "small": "expert call, no-op, batch 1 of 1024 float32",
     "large": "expert call, no-op, 2048 × 1024 float32 both ways",
@@ -32,9 +32,9 @@ HANDLERS = 2  # hivemind's connection handlers: as many processes as cores was i
 CROWDS = (1, 4, 16, 64)
 HELD = 200
 CALLER_PROCESSES = 4
-CROWD_S = 2.0
+CROWD_S = 1.0
 CROWD_READINGS = 5
-STARTS = 5
+STARTS = 3
 START_AHEAD_S = 0.1
 ORDER_TIMEOUT_S = 90.0
 

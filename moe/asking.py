@@ -156,7 +156,7 @@ class Asking:
         def rank(replica: Replica) -> tuple[float, float]:
             who = (replica.peer_id, uid)
             avoided_s = self.health.avoided_until_s(who) if self.health.avoided(who, now_s) else 0.0
-            return avoided_s, (self.health.usual_s(who) or 0.0) + replica.load.wait_s
+            return avoided_s, self.health.expected_s(who, now_s) + replica.load.wait_s
 
         return sorted(replicas, key=rank)
 
@@ -202,7 +202,7 @@ class Asking:
             if isinstance(error, ExpertMissing):
                 self.forget(uid, replica)
             raise
-        self.health.answered(who, loop.time() - begun_s)
+        self.health.answered(who, loop.time() - begun_s, loop.time())
         return Answered(replica, forwarded)
 
     async def backward(

@@ -17,6 +17,7 @@ class HealthConfig:
     hedge_least_s: float = 0.05
     hedge_unknown_s: float = 1.0  # when nothing is known of the first
     known_max: int = 8192
+    fresh_s: float = 30.0  # who was slow so long ago may be fast now, and is given another chance
     newest_share: float = 0.2  # of the newest answer in the usual time
 
 
@@ -25,6 +26,7 @@ class _Known:
     failures: int = 0  # in a row
     avoided_until_s: float = 0.0
     usual_s: float | None = None
+    answered_s: float = 0.0
 
 
 class Health:
@@ -34,10 +36,10 @@ class Health:
         self.config = config or HealthConfig()
         self._known: OrderedDict[Hashable, _Known] = OrderedDict()
 
-    def answered(self, who: Hashable, seconds: float) -> None:
+    def answered(self, who: Hashable, seconds: float, now_s: float) -> None:
         """It gave what it was asked for."""
         known = self._entry(who)
-        known.failures, known.avoided_until_s = 0, 0.0
+        known.failures, known.avoided_until_s, known.answered_s = 0, 0.0, now_s
         known.usual_s = seconds if known.usual_s is None else known.usual_s + self.config.newest_share * (seconds - known.usual_s)
 
     def failed(self, who: Hashable, now_s: float) -> None:
@@ -62,6 +64,13 @@ class Health:
         """How long an answer takes; None: nothing is known."""
         known = self._known.get(who)
         return known.usual_s if known is not None else None
+
+    def expected_s(self, who: Hashable, now_s: float) -> float:
+        """The usual time of one that answered lately; 0 for one of which nothing is known, or no longer, so that it is tried."""
+        known = self._known.get(who)
+        if known is None or known.usual_s is None or now_s - known.answered_s > self.config.fresh_s:
+            return 0.0
+        return known.usual_s
 
     def hedge_s(self, who: Hashable) -> float:
         """After how long without an answer somebody else should be asked as well."""

@@ -52,6 +52,19 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
         (["frob"], "No such command"),
         (["demo", "--volunteers", "99"], "99 is not in the range"),
         (["identity"], "there is no identity file"),
+        (["serve"], "Missing option '--experts'"),
+        (["serve", "nonsense", "--experts", "ffn.0"], "'nonsense' names no peer"),
+        (["serve", "--experts", "ffn"], "'ffn' has no dimensions: a grid reads like ffn.[0:4].[0:4]"),
+        (["serve", "--experts", "ffn.[4:2]"], "is empty"),
+        (["serve", "--experts", "a.0", "--experts", "b.0", "--num-experts", "1"], "give --experts once"),
+        (["serve", "--experts", "ffn.0", "--warmup-steps", "9", "--training-steps", "9"], "there are more of them than --warmup-steps"),
+        (
+            ["serve", "--experts", "ffn.0", "--listen", "127.0.0.1:0", "--expert-class", "fnn"],
+            "there is no expert class 'fnn' on this machine",
+        ),
+        (["serve", "--experts", "ffn.0", "--listen", "127.0.0.1:0", "--module", "absent.py"], "no such Python file"),
+        (["serve", "--experts", "ffn.0", "--listen", "127.0.0.1:0", "--device", "nonsense"], "--device nonsense"),
+        (["serve", "--experts", "ffn.[0:4].[0:4]", "--num-experts", "17", "--listen", "127.0.0.1:0"], "has 16 free places of 16"),
         (["bootstrap", "--listen", "127.0.0.1:99999", "--identity", "new"], "99999"),
     ],
 )
@@ -122,12 +135,12 @@ def test_help_is_light_and_every_command_has_examples() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.splitlines()[-1] == "[]"
-    assert {"demo", "start", "join", "bootstrap", "identity"} == {
+    assert {"demo", "start", "join", "serve", "bootstrap", "identity"} == {
         line.split()[0] for line in done.stdout.partition("Commands:")[2].splitlines()[:-1] if line.strip()
     }
 
 
-@pytest.mark.parametrize("command", ["demo", "start", "join", "bootstrap", "identity"])
+@pytest.mark.parametrize("command", ["demo", "start", "join", "serve", "bootstrap", "identity"])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out

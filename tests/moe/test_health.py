@@ -27,9 +27,18 @@ def test_an_answer_forgives_and_says_how_long_to_wait() -> None:
     health = Health()
     assert health.hedge_s("x") == health.config.hedge_unknown_s
     health.failed("x", 0.0)
-    health.answered("x", 0.2)
+    health.answered("x", 0.2, 0.05)
     assert not health.avoided("x", 0.1)
     assert health.hedge_s("x") > 0.5
+
+
+def test_who_was_slow_long_ago_is_tried_again() -> None:
+    health = Health(HealthConfig(fresh_s=30.0))
+    assert health.expected_s("x", 0.0) == 0.0
+    health.answered("x", 2.0, 1.0)
+    assert health.expected_s("x", 30.0) == 2.0
+    assert health.expected_s("x", 32.0) == 0.0
+    assert health.usual_s("x") == 2.0  # still what a hedge goes by
 
 
 def test_memory_is_bounded() -> None:

@@ -413,8 +413,10 @@ def test_a_second_replica_is_asked_when_the_first_is_slow_and_backward_goes_to_w
             asking = Asking.of(two.guest)
             found = await asking.replicas(UID, timeout_s=5.0)
             assert {replica.peer_id for replica in found} == {two.host.peer_id, other.peer_id}
-            asking.health.answered((other.peer_id, UID), 0.1)  # so that the slow one, of which nothing bad is known, comes first
-            asking.health.answered((two.host.peer_id, UID), 0.01)
+            asking.health.answered(
+                (other.peer_id, UID), 0.1, asyncio.get_running_loop().time()
+            )  # so that the slow one, of which nothing bad is known, comes first
+            asking.health.answered((two.host.peer_id, UID), 0.01, asyncio.get_running_loop().time())
             return asking
 
         two.run(first_asked())

@@ -1,0 +1,74 @@
+"""What `swarm serve` shows: a snippet that can be copied, loads only when there is something to tell, nothing that steers a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+
+from rich.console import Console
+
+from swarm.cli.output import JsonOutput
+from swarm.cli.serve_view import ExpertLoad, Served, ServerLoad, _PlainView, _table
+from swarm.run.events import Listening, Notice
+
+SERVED = Served(
+    experts=[f"ffn.{number}" for number in range(12)],
+    resumed=["ffn.3"],
+    expert_class="ffn",
+    parameters=1234567,
+    schema="(float32(batch, 8)) -> float32(batch, 8)",
+    device="cpu",
+    address="/ip4/127.0.0.1/tcp/1/tls/http/p2p/x",
+    snippet='import swarm, torch\nnode = swarm.Node(bootstrap=["x"])',
+)
+
+
+def load(samples: int) -> ServerLoad:
+    one = ExpertLoad(
+        name="ffn.0",
+        version=7,
+        forward_samples=samples,
+        backward_samples=3,
+        samples_per_s=10.0,
+        requests_per_batch=1.5,
+        busy=0.25,
+        refused=2,
+        failed=1,
+    )
+    return ServerLoad(queued=4, wait_s=0.012, experts=[one])
+
+
+def test_lines_of_a_log() -> None:
+    stream = io.StringIO()
+    view = _PlainView(stream)
+    view.emit(Listening(peer_id="12D", addresses=["/ip4/1.2.3.4/tcp/1"]))
+    view.emit(SERVED)
+    for number in range(40):
+        view.emit(load(10 if number < 20 else 20))
+    view.emit(Notice(text="bad \x1b[31mred"))
+    text = stream.getvalue()
+    assert "serving 12 experts on cpu: ffn.0, ffn.1" in text
+    assert "and 4 more; 1 resumed from a checkpoint" in text
+    assert "\n    node = swarm.Node(" in text  # in one piece, to be copied
+    assert text.count("4 requests queued, a new one waits 12 ms") == 2  # only what is new, and not each time
+    assert "\x1b" not in text
+
+
+def test_json_lines() -> None:
+    stream = io.StringIO()
+    JsonOutput(stream).emit(load(10))
+    line = json.loads(stream.getvalue())
+    assert line["event"] == "load"
+    assert line["experts"][0]["busy"] == 0.25
+
+
+def test_the_live_table() -> None:
+    console = Console(width=120, file=io.StringIO(), record=True)
+    many = [
+        ExpertLoad(**{**{name: getattr(load(1).experts[0], name) for name in ExpertLoad.__slots__}, "name": f"ffn.{n}"}) for n in range(30)
+    ]
+    console.print(_table(ServerLoad(queued=0, wait_s=0.0, experts=many)))
+    text = console.export_text()
+    assert "requests/batch" in text
+    assert "25 %" in text
+    assert "and 10 that are less busy" in text
