@@ -14,7 +14,22 @@ from types import FrameType
 import click
 from rich.console import Console
 
-from benchmarks import allreduce, codecs, dht, experts, grid, groups, hostile, losses, quick, report, simulated, simulated_rounds, trainers
+from benchmarks import (
+    allreduce,
+    codecs,
+    dht,
+    experts,
+    grid,
+    groups,
+    hostile,
+    losses,
+    mixtures,
+    quick,
+    report,
+    simulated,
+    simulated_rounds,
+    trainers,
+)
 from benchmarks.allreduce import Setting
 from benchmarks.environments import NoEnvironment, hivemind_python, machine, memory_copy_bytes_per_s
 from benchmarks.launch import ROOT
@@ -112,6 +127,7 @@ def _measure(
             yield dht.rows(setting, peers=peers)
     if "experts" in sections:
         yield experts.rows(setting)
+        yield mixtures.rows(setting)
     if "simulated" in sections:
         yield from simulated_rounds.rows(say)
         yield from grid.rows(say)

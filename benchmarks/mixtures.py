@@ -81,7 +81,7 @@ def rows(setting: Setting) -> list[Row]:
     peer: Tally | None = tallies[1] if len(tallies) == 2 else None
     return [
         Row(
-            identifier="expert-mixture",
+            identifier="experts-mixture",
             workload=f"mixture layer, {ROWS * COLUMNS} experts of width 256 on {SERVERS} servers, batch {BATCH}, k_best {K_BEST}",
             quantity="a step, forward and backward",
             ours=tallies[0].series("", lambda outcome: outcome.whole_s),
