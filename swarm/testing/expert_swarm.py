@@ -126,7 +126,7 @@ class SimulatedExperts:
             by_input, *by_parameters = torch.autograd.grad(output, [given, *parameters], gradient)
         with torch.no_grad():
             for parameter, change in zip(parameters, by_parameters, strict=True):
-                parameter -= self.learning_rate * change
+                parameter.sub_(change, alpha=self.learning_rate)
         return [by_input]
 
 

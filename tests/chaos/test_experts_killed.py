@@ -56,7 +56,6 @@ class Servers:
         self.workers = [self._start(row) for row in range(4)]
         for worker in self.workers:
             worker.hear()
-        self.resumed: list[Worker] = []
 
     def _start(self, row: int) -> Worker:
         worker = Worker(SERVER)
@@ -164,7 +163,7 @@ def test_training_outlives_servers_that_are_killed_frozen_and_restarted(trainer:
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_training_with_nobody_left_outlives_or_ends_as_it_was_told(trainer: swarm.Node, servers: Servers, allowed: bool) -> None:
+def test_with_nobody_left_a_layer_does_what_it_was_told(trainer: swarm.Node, servers: Servers, allowed: bool) -> None:
     layer = swarm.RemoteMixtureOfExperts(trainer, WIDTH, grid="ffn.[0:4].[0:4]", forward_timeout_s=5.0, allow_zero_outputs=allowed)
     model = Model(layer)
     model.step()

@@ -1,0 +1,227 @@
+"""Calls of one expert among its replicas, the calls themselves scripted: retries, deadlines, blame; and what is known of who is there."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+
+from moe.calls import AS_THEY_ARE, Backwarded, Described, Forwarded, GradientPass
+from moe.declarations import Branch, Replica
+from moe.errors import ExpertApplied, ExpertFailed, ExpertOverloaded
+from moe.replicas.atlas import Atlas, AtlasConfig
+from moe.replicas.calling import ForwardCall, Made, ReplicaCalls
+from moe.replicas.fleet import Fleet
+from moe.schema import Leaf, Schema
+from moe.uid import ExpertUid
+from swarm.errors import DeadlineExceeded, NetworkError, NotEnoughPeers
+from swarm.ids import Address, Contact, PeerId
+from swarm.runtime.supervise import Supervisor
+from swarm.testing.identities import SeededIdentity
+from swarm.testing.virtual_loop import EPOCH_UNIX_S, VirtualClock, run_virtual
+
+UID = ExpertUid.parse("ffn.0")
+PEERS = [SeededIdentity(f"replica/{number}").peer_id for number in range(3)]
+REPLICAS = [Replica(Contact(peer, (Address("10.0.0.1", 4000),)), b"", expiration=EPOCH_UNIX_S + 1e6) for peer in PEERS]
+SCHEMA = Schema((Leaf(torch.float32, (2,)),), Leaf(torch.float32, (2,)))
+INPUTS = [torch.ones(1, 2)]
+Answer = Callable[[], Awaitable[None]]
+
+
+class Scripted:
+    """Stands where `ExpertCalls` would: each call waits, then raises or answers, as told per peer."""
+
+    def __init__(self, forward: dict[PeerId, Any] | None = None, backward: Sequence[Any] = ()) -> None:
+        self._forward, self._backward = forward or {}, list(backward)
+        self.asked: list[tuple[float, PeerId]] = []
+        self.request_ids: list[bytes] = []
+
+    async def schema_of(self, replica: Replica, uid: ExpertUid, *, timeout_s: float) -> Schema:
+        return SCHEMA
+
+    async def forward(self, replica: Replica, uid: ExpertUid, inputs: Sequence[torch.Tensor], **settings: Any) -> Forwarded:
+        self.asked.append((asyncio.get_running_loop().time(), replica.peer_id))
+        await self._play(self._forward.get(replica.peer_id, 0.1))
+        return Forwarded(outputs=[inputs[0]], version=1, request_id=b"one", wait_s=0.0)
+
+    async def backward(self, replica: Replica, uid: ExpertUid, forwarded: Forwarded, tensors: GradientPass, **settings: Any) -> Backwarded:
+        self.asked.append((asyncio.get_running_loop().time(), replica.peer_id))
+        self.request_ids.append(forwarded.request_id)
+        await self._play(self._backward.pop(0) if self._backward else 0.1)
+        return Backwarded(gradients=[tensors.inputs[0]], version=1, wait_s=0.0)
+
+    async def _play(self, what: Any) -> None:
+        if isinstance(what, BaseException):
+            raise what
+        await asyncio.sleep(what)
+
+
+def calls_of(scripted: Scripted) -> ReplicaCalls:
+    return ReplicaCalls(cast(Described, scripted), Fleet(random.Random(0)), cast(Atlas, None), VirtualClock())
+
+
+def forward(calls: ReplicaCalls, replicas: Sequence[Replica], deadline_s: float = 10.0) -> Awaitable[Made]:
+    return calls.forward(ForwardCall(UID, replicas, INPUTS, True), deadline_s=deadline_s, travel=AS_THEY_ARE)
+
+
+def made() -> Made:
+    return Made(UID, REPLICAS[0], Forwarded(outputs=[INPUTS[0]], version=1, request_id=b"one", wait_s=0.0))
+
+
+def backward(calls: ReplicaCalls, deadline_s: float = 10.0) -> Awaitable[Backwarded]:
+    return calls.backward(made(), GradientPass(INPUTS, INPUTS), deadline_s=deadline_s, travel=AS_THEY_ARE)
+
+
+def test_a_failure_goes_to_the_next_replica_at_once() -> None:
+    async def scenario() -> None:
+        scripted = Scripted({PEERS[0]: NetworkError("gone"), PEERS[1]: ExpertFailed("NaN")})
+        calls = calls_of(scripted)
+        for _ in range(4):
+            assert (await forward(calls, REPLICAS)).replica.peer_id == PEERS[2]
+        assert [peer for _, peer in scripted.asked].count(PEERS[2]) == 4
+        assert [peer for _, peer in scripted.asked].count(PEERS[0]) <= 1, "avoided from then on"
+
+    run_virtual(scenario())
+
+
+def test_a_replica_that_dawdles_is_overtaken_and_comes_last_then() -> None:
+    async def scenario() -> None:
+        scripted = Scripted({PEERS[0]: 30.0, PEERS[1]: 0.2})
+        calls = calls_of(scripted)
+        calls.fleet.answered(str(UID), PEERS[1], 5.0)  # so that the other is asked first
+        answer = await forward(calls, REPLICAS[:2])
+        assert answer.replica.peer_id == PEERS[1]
+        assert asyncio.get_running_loop().time() == pytest.approx(1.2), "a second of patience with the unknown, 0.2 for the answer"
+        assert calls.fleet.available(str(UID), PEERS[:2], 1.2) == [PEERS[1]]
+        assert len([task for task in asyncio.all_tasks() if task is not asyncio.current_task()]) == 0
+
+    run_virtual(scenario())
+
+
+def test_the_deadline_ends_it_and_who_was_out_is_blamed() -> None:
+    async def scenario() -> None:
+        calls = calls_of(Scripted({PEERS[0]: 30.0}))
+        with pytest.raises(DeadlineExceeded):
+            await forward(calls, REPLICAS[:1], 2.0)
+        assert asyncio.get_running_loop().time() == pytest.approx(2.0)
+        with pytest.raises(NotEnoughPeers, match="too slow to be waited for"):
+            await forward(calls, REPLICAS[:1])
+
+    run_virtual(scenario())
+
+
+def test_a_call_that_is_cancelled_counts_as_late() -> None:
+    async def scenario() -> None:
+        calls = calls_of(Scripted({PEERS[0]: 30.0}))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await forward(calls, REPLICAS[:1])
+        assert calls.fleet.why_avoided(str(UID), PEERS[0], 0.6) == "it was too slow to be waited for"
+        assert calls.fleet.expected_s(str(UID), PEERS[0]) == 0.05, "nothing is in flight there any more"
+
+    run_virtual(scenario())
+
+
+def test_backward_is_repeated_under_the_same_request_id_until_it_is_answered() -> None:
+    async def scenario() -> None:
+        scripted = Scripted(backward=[NetworkError("broken"), ExpertOverloaded("full"), NetworkError("broken")])
+        answer = await backward(calls_of(scripted))
+        assert answer.gradients[0] is not None
+        assert scripted.request_ids == [b"one"] * 4
+        assert {peer for _, peer in scripted.asked} == {PEERS[0]}, "nowhere else"
+        pauses_s = [later - sooner for (sooner, _), (later, _) in zip(scripted.asked, scripted.asked[1:], strict=False)]
+        assert pauses_s == [pytest.approx(pause_s) for pause_s in (0.05, 0.1, 0.2)]
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "error", "avoided"),
+    [
+        ([NetworkError("broken")] * 9, NetworkError, True),
+        ([DeadlineExceeded("silent")], DeadlineExceeded, True),
+        ([ExpertFailed("NaN")], ExpertFailed, True),
+        ([ExpertApplied("twice")], ExpertApplied, False),
+    ],
+)
+def test_a_backward_pass_that_is_lost_is_an_error(outcomes: list[Exception], error: type[Exception], avoided: bool) -> None:
+    async def scenario() -> None:
+        scripted = Scripted(backward=outcomes)
+        calls = calls_of(scripted)
+        with pytest.raises(error):
+            await backward(calls)
+        assert len(scripted.asked) == (4 if len(outcomes) == 9 else 1)
+        assert (calls.fleet.why_avoided(str(UID), PEERS[0], asyncio.get_running_loop().time()) is not None) == avoided
+
+    run_virtual(scenario())
+
+
+class Table:
+    """Stands where the DHT's directory would."""
+
+    def __init__(self) -> None:
+        self.branches_of: dict[ExpertUid, Branch] = {}
+        self.reads: list[Sequence[ExpertUid]] = []
+        self.delay_s, self.down = 0.1, False
+
+    async def branches(self, prefixes: Sequence[ExpertUid], **_: Any) -> dict[ExpertUid, Branch]:
+        self.reads.append(prefixes)
+        await asyncio.sleep(self.delay_s)
+        if self.down:
+            raise DeadlineExceeded("the DHT is silent")
+        return {prefix: self.branches_of.get(prefix, Branch()) for prefix in prefixes}
+
+
+ROOT = ExpertUid.parse_prefix("ffn")
+
+
+def test_an_atlas_reads_once_then_behind_the_callers_back_and_drops_what_expired() -> None:
+    async def scenario() -> None:
+        loop, table, clock = asyncio.get_running_loop(), Table(), VirtualClock()
+        atlas = Atlas(table, clock, Supervisor(), AtlasConfig(fresh_s=2.0, stale_s=10.0, empty_s=0.5))
+        soon = Replica(REPLICAS[0].contact, b"", expiration=EPOCH_UNIX_S + 5.0)
+        table.branches_of[ROOT] = Branch({0: (soon,), 1: (soon, REPLICAS[1])})
+        assert set((await atlas.look([ROOT], timeout_s=1.0))[ROOT].experts) == {0, 1}
+        assert loop.time() == pytest.approx(0.1)
+        await asyncio.sleep(1.0)
+        await atlas.look([ROOT], timeout_s=1.0)
+        assert len(table.reads) == 1
+        await asyncio.sleep(2.0)
+        at_s = loop.time()
+        for _ in range(3):
+            await atlas.look([ROOT], timeout_s=1.0)
+        assert loop.time() == at_s, "nobody waits"
+        await asyncio.sleep(0.2)
+        assert len(table.reads) == 2
+        table.down = True
+        await asyncio.sleep(3.0)
+        found = (await atlas.look([ROOT], timeout_s=1.0))[ROOT]
+        assert found.experts == {1: (REPLICAS[1],)}, "what has expired is dropped, though the DHT is silent"
+        await asyncio.sleep(20.0)
+        assert (await atlas.look([ROOT], timeout_s=1.0))[ROOT].experts == {1: (REPLICAS[1],)}
+        with pytest.raises(NetworkError):
+            await atlas.look([ExpertUid.parse_prefix("other")], timeout_s=1.0)
+
+    run_virtual(scenario())
+
+
+def test_an_atlas_believes_for_a_moment_that_there_is_nothing_and_is_bounded() -> None:
+    async def scenario() -> None:
+        table = Table()
+        atlas = Atlas(table, VirtualClock(), Supervisor(), AtlasConfig(prefixes_max=3))
+        assert await atlas.replicas(UID, timeout_s=1.0) == ()
+        assert await atlas.replicas(UID, timeout_s=1.0) == ()
+        assert len(table.reads) == 1
+        table.branches_of[ROOT] = Branch({0: (REPLICAS[0],)})
+        await asyncio.sleep(0.6)
+        assert await atlas.replicas(UID, timeout_s=1.0) == (REPLICAS[0],)
+        assert await atlas.replicas(UID, timeout_s=1.0, anew=True) == (REPLICAS[0],)
+        assert len(table.reads) == 3
+        await atlas.look([ExpertUid("ffn", (place,)) for place in range(10)], timeout_s=1.0)
+        assert len(atlas) == 3
+
+    run_virtual(scenario())

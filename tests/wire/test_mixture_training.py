@@ -1,0 +1,143 @@
+"""Mixture layers, switch layers and pipelines over real servers and sockets; the examples train to the loss of local models."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import swarm
+from examples import experts_bytelm, experts_digits
+from moe.mixture.gate import ProductKeyGate
+from moe.uid import Grid
+
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def nodes() -> Iterator[tuple[swarm.Node, list[swarm.Node]]]:
+    """A trainer's, and two for servers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with (
+        swarm.Node(listen="127.0.0.1:0") as trainer,
+        swarm.Node(bootstrap=trainer.addresses, listen="127.0.0.1:0") as one,
+        swarm.Node(bootstrap=trainer.addresses, listen="127.0.0.1:0") as two,
+    ):
+        yield trainer, [one, two]
+    torch.set_num_threads(threads)
+
+
+class LocalMixture(nn.Module):
+    """The same mixture with its experts here: each has an optimizer of its own, which steps when the expert was used."""
+
+    def __init__(self, width: int, grid: str, k_best: int, experts: dict[str, nn.Module], learning_rate: float) -> None:
+        super().__init__()
+        self.grid, self.k_best = Grid.parse(grid), k_best
+        self.gate = ProductKeyGate(width, self.grid.shape)
+        self._experts = [copy.deepcopy(experts[str(name)]) for name in self.grid.names()]
+        self._optimizers = [torch.optim.Adam(expert.parameters(), lr=learning_rate) for expert in self._experts]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.gate(x)
+        logits = (scores[0][:, :, None] + scores[1][:, None, :]).flatten(1)
+        best = logits.topk(self.k_best, dim=1)
+        weights = best.values.softmax(dim=1)
+        total = torch.zeros_like(x)
+        for number, expert in enumerate(self._experts):
+            rows, columns = (best.indices == number).nonzero(as_tuple=True)
+            if len(rows):
+                total = total.index_add(0, rows, weights[rows, columns].unsqueeze(1) * expert(x[rows]))
+        if total.requires_grad:
+            total.register_hook(self._later)
+        return total
+
+    def _later(self, _gradient: torch.Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(self._step)  # type: ignore[attr-defined]
+
+    def _step(self) -> None:
+        """At the end of the backward pass."""
+        for optimizer in self._optimizers:
+            optimizer.step()  # skips what has no gradient
+            optimizer.zero_grad(set_to_none=True)
+
+
+def experts_for(names: list[str], make: Callable[[], swarm.Expert]) -> dict[str, swarm.Expert]:
+    torch.manual_seed(5)
+    return {name: make() for name in names}
+
+
+def test_digits_train_to_the_loss_of_the_local_model(nodes: tuple[swarm.Node, list[swarm.Node]]) -> None:
+    trainer, hosts = nodes
+    names = [str(name) for name in Grid.parse(experts_digits.GRID).names()]
+    experts = experts_for(names, experts_digits.make_expert)
+    modules = {name: copy.deepcopy(expert.module) for name, expert in experts.items()}
+    with (
+        swarm.ExpertServer(hosts[0], {name: experts[name] for name in names[::2]}),
+        swarm.ExpertServer(hosts[1], {name: experts[name] for name in names[1::2]}),
+    ):
+        remote = lambda: swarm.RemoteMixtureOfExperts(  # noqa: E731
+            trainer, experts_digits.WIDTH, grid=experts_digits.GRID, k_best=2, k_min=2, backward_k_min=2
+        )
+        loss, accuracy = experts_digits.train(remote, 40, lambda _: None)
+    local = partial(LocalMixture, experts_digits.WIDTH, experts_digits.GRID, 2, modules, experts_digits.LEARNING_RATE)
+    local_loss, _ = experts_digits.train(local, 40, lambda _: None)
+    assert loss == pytest.approx(local_loss, rel=0.05)
+    assert accuracy > 0.6
+    assert all(expert.version > 10 for expert in experts.values())
+
+
+def test_a_language_model_trains_to_the_loss_of_the_local_model(
+    nodes: tuple[swarm.Node, list[swarm.Node]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts_bytelm, "DATA_BYTES", 500_000)
+    trainer, hosts = nodes
+    names = [str(name) for layer in range(experts_bytelm.LAYERS) for name in Grid.parse(experts_bytelm.grid_of(layer)).names()]
+    experts = experts_for(names, experts_bytelm.make_expert)
+    modules = {name: copy.deepcopy(expert.module) for name, expert in experts.items()}
+    width, steps = experts_bytelm.WIDTH, 30
+
+    def remote(layer: int) -> nn.Module:
+        return swarm.RemoteMixtureOfExperts(trainer, width, grid=experts_bytelm.grid_of(layer), k_best=2, k_min=2, backward_k_min=2)
+
+    def local(layer: int) -> nn.Module:
+        return LocalMixture(width, experts_bytelm.grid_of(layer), 2, modules, experts_bytelm.LEARNING_RATE)
+
+    with (
+        swarm.ExpertServer(hosts[0], {name: experts[name] for name in names[::2]}),
+        swarm.ExpertServer(hosts[1], {name: experts[name] for name in names[1::2]}),
+    ):
+        loss = experts_bytelm.train(remote, steps, lambda _: None)
+    local_loss = experts_bytelm.train(local, steps, lambda _: None)
+    assert loss == pytest.approx(local_loss, rel=0.05)
+    assert loss < 4.2
+
+
+def test_a_switch_layer_and_a_pipeline_over_real_servers(nodes: tuple[swarm.Node, list[swarm.Node]]) -> None:
+    trainer, hosts = nodes
+    torch.manual_seed(0)
+    blocks = {f"block.{stage}": nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for stage in range(4)}
+    experts = {f"sw.{place}": nn.Linear(8, 8) for place in range(4)}
+    hosted = {name: swarm.Expert(copy.deepcopy(module), (torch.zeros(1, 8),)) for name, module in (blocks | experts).items()}
+    again = {name: swarm.Expert(copy.deepcopy(module), (torch.zeros(1, 8),)) for name, module in blocks.items()}
+    x = torch.randn(10, 8, requires_grad=True)
+    with swarm.ExpertServer(hosts[0], hosted), swarm.ExpertServer(hosts[1], again):
+        pipeline = swarm.RemoteSequential(trainer, "block.[0:4]", micro_batch_size=3)
+        output = pipeline(x)
+        wanted = nn.Sequential(*blocks.values())(x)
+        assert isinstance(output, torch.Tensor)
+        assert torch.allclose(output, wanted, atol=1e-6)
+        found, expected = (torch.autograd.grad(one.square().sum(), x)[0] for one in (output, wanted))
+        assert torch.allclose(found, expected, atol=1e-6)
+        switch = swarm.RemoteSwitchMixtureOfExperts(trainer, 8, grid="sw.[0:4]").eval()
+        mixed, loss = switch(x)
+        probabilities = switch.gate(x)[0].softmax(dim=1)
+        value, best = probabilities.max(dim=1)
+        outputs = torch.stack([module(x) for module in experts.values()], dim=1)
+        assert isinstance(mixed, torch.Tensor)
+        assert torch.allclose(mixed, value[:, None] * outputs[torch.arange(10), best], atol=1e-6)
+        assert loss.item() == pytest.approx(1.0, rel=1e-5), "even utilization: the probabilities sum to one"
