@@ -122,12 +122,14 @@ def test_help_is_light_and_every_command_has_examples() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.splitlines()[-1] == "[]"
-    assert {"demo", "start", "join", "bootstrap", "identity", "pause", "resume", "change", "export"} == {
+    assert {"demo", "start", "join", "monitor", "serve", "bootstrap", "identity", "pause", "resume", "change", "export"} == {
         line.split()[0] for line in done.stdout.partition("Commands:")[2].splitlines()[:-1] if line.strip()
     }
 
 
-@pytest.mark.parametrize("command", ["demo", "start", "join", "bootstrap", "identity", "pause", "resume", "change", "export"])
+@pytest.mark.parametrize(
+    "command", ["demo", "start", "join", "monitor", "serve", "bootstrap", "identity", "pause", "resume", "change", "export"]
+)
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out
