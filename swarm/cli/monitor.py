@@ -42,6 +42,7 @@ class MonitorChoices:
     run: str | None
     web: str | None
     prometheus: str | None
+    experts: tuple[str, ...]
     save: Path | None
     every: str
     keep: int
@@ -60,6 +61,10 @@ class MonitorChoices:
             given = getattr(choices, name)
             if given is not None:
                 place_of(given, f"--{name}")
+        for grid in choices.experts:
+            from moe.uid import ExpertUid
+
+            ExpertUid.parse_prefix(grid)
         if parse_duration_s(choices.every) <= 0:
             raise UsageError(f"--every is a time above 0, like 10m, not {choices.every!r:.40}")
         return choices
@@ -92,7 +97,7 @@ def run_monitor(choices: MonitorChoices) -> int:
     from swarm.monitor.watching import Watch, WatchConfig
 
     entry = (Contact.parse(choices.address),)
-    config = WatchConfig(entry=entry, run=choices.run, history=choices.history_of, saving=choices.saving())
+    config = WatchConfig(entry=entry, run=choices.run, history=choices.history_of, saving=choices.saving(), grids=choices.experts)
     with Leaving(exit_with_parent=choices.exit_with_parent) as leaving, Watch(config) as watch:
         if watch.notice:
             _tell(choices, watch.notice)

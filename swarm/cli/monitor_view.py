@@ -115,7 +115,7 @@ def _head(view: View, columns: int) -> list[Text]:
 def _numbers(view: View, course: Course, columns: int) -> list[Text]:
     width = max(10, min(40, columns - 50))
     target = f" of {view.run.target:,}" if view.run.target else ""
-    eta = f"  {_ago(view.eta_s)} to go" if view.eta_s is not None else ""
+    eta = f"  {_ago(view.eta_s)} to go" if view.eta_s is not None and view.eta_s > 2 else ""
     lines = [
         Text.assemble(
             (f" epoch    {view.epoch:>10,}  ", "bold"), (bar(view.fraction or 0.0, width), "cyan"), f" {view.samples:,.0f}{target}{eta}"
@@ -141,14 +141,12 @@ def _numbers(view: View, course: Course, columns: int) -> list[Text]:
 
 
 def _columns(columns: int) -> list[tuple[str, int]]:
-    found = [("peer", 18), ("on", 5), ("now", 9), ("samples/s", 9), ("epoch", 7), ("gave", 6), ("sent", 8), ("got", 8)]
-    if columns >= 88:
-        found.append(("drift", 8))
-    if columns >= 104:
-        found += [("reach", 7), ("loss", 8)]
-    if columns >= 120:
-        found[0] = ("peer", 30)
-    return found
+    widths = {"peer": 13, "on": 4, "now": 8, "smp/s": 7, "epoch": 6, "gave": 5, "sent": 7, "got": 7, "drift": 7, "reach": 5}
+    if columns >= 89:
+        widths["loss"] = 8
+    spare = columns - 1 - sum(widths.values()) - len(widths)
+    widths["peer"] += min(max(spare, 0), 24)
+    return list(widths.items())
 
 
 def _peer_head(columns: int) -> Text:
@@ -157,16 +155,16 @@ def _peer_head(columns: int) -> Text:
 
 def _peer_line(peer: PeerView, columns: int, chosen: bool) -> Text:
     cells = {
-        "peer": f"{peer.name} {peer.short[-5:]}" if peer.name else peer.short,
+        "peer": (f"{peer.name} {peer.short[-5:]}" if columns >= 100 else peer.name) if peer.name else peer.short,
         "on": peer.device.split(" ")[0],
-        "now": peer.state if peer.fresh or peer.state in ("left", "lost") else f"quiet {_ago(peer.age_s)}",
-        "samples/s": (f"{peer.samples_per_s:,.0f}" + ("!" if peer.capped else "")) if peer.fresh else "-",
+        "now": peer.state if peer.fresh or peer.state in ("left", "lost") else f"{_ago(peer.age_s)} ago",
+        "smp/s": (f"{peer.samples_per_s:,.0f}" + ("!" if peer.capped else "")) if peer.fresh else "-",
         "epoch": f"{peer.epoch:,}",
         "gave": _ago(peer.contributed_ago_s) if peer.contributed_ago_s is not None else "-",
         "sent": size(peer.up_bytes),
         "got": size(peer.down_bytes),
         "drift": f"{peer.drift:.1e}" if peer.drift is not None else "-",
-        "reach": peer.reach if peer.reached is None else "yes" if peer.reached else "NO",
+        "reach": "?" if peer.reached is None else "yes" if peer.reached else "no",
         "loss": _number(peer.loss),
     }
     line = Text("›" if chosen else " ", style="bold" if chosen else "")

@@ -36,6 +36,7 @@ class CollectorConfig:
     read_timeout_s: float = 6.0
     entry_every_s: float = 10.0  # between two questions whether the way in still is there
     run_every_s: float = 30.0  # between two looks at the specification
+    experts_every_s: float = 5.0  # and at the experts
     dial_max: int = 2  # peers per look that are called to see whether they can be
     knock_max: int = 20  # peers that are tried at once when nobody answers
     contacts_max: int = 512  # that are remembered for this
@@ -71,6 +72,7 @@ class Collector:
     _entry_answers: bool | None = None
     _entry_asked_s: float = float("-inf")
     _run_asked_s: float = float("-inf")
+    _experts_asked_s: float = float("-inf")
     _experts: tuple[ExpertView, ...] = ()
 
     async def run(self) -> None:
@@ -168,17 +170,17 @@ class Collector:
     async def _refresh(self) -> None:
         """The specification, and what experts there are."""
         now_s = self.clock.monotonic_s()
-        if now_s - self._run_asked_s < self.config.run_every_s:
-            return
-        self._run_asked_s = now_s
         try:
-            newer = await self.specification() if self.specification is not None else None
-            if newer is not None and newer.version > self.model.run.version:
-                self.model.on_run(newer, self.clock.swarm_s())
-            if self.experts is not None:
+            if self.experts is not None and now_s - self._experts_asked_s >= self.config.experts_every_s:
+                self._experts_asked_s = now_s
                 self._experts = await self.experts()
+            if self.specification is not None and now_s - self._run_asked_s >= self.config.run_every_s:
+                self._run_asked_s = now_s
+                newer = await self.specification()
+                if newer is not None and newer.version > self.model.run.version:
+                    self.model.on_run(newer, self.clock.swarm_s())
         except SwarmError as error:
-            _log.info("the specification of run %s was not read: %s", self.model.run.run_id, error)
+            _log.info("the specification of run %s, or its experts, were not read: %s", self.model.run.run_id, error)
 
     async def _dial(self, found: Found) -> None:
         """Call a few of the peers, each in its turn."""

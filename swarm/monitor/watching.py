@@ -20,13 +20,14 @@ from swarm.monitor.eventlog import EventLog
 from swarm.monitor.history import History
 from swarm.monitor.model import Model
 from swarm.monitor.reading import progress_key
-from swarm.monitor.view import RunView, View
+from swarm.monitor.view import ExpertView, RunView, View
 from swarm.node import Node
 from swarm.run.directory import RunDirectory
 from swarm.run.specification import SignedSpecification
 from swarm.run.task import make_task
 
 if TYPE_CHECKING:
+    from moe.declarations import Directory
     from swarm.monitor.saving import SavingConfig
 
 _LOOK_S = 0.25
@@ -46,6 +47,7 @@ class WatchConfig:
     run: str | None = None  # NAME, NAME@ID or ID; None: the only one there is
     history: Callable[[str], Path | None] = lambda run_id: None  # where to keep it; None: in memory
     saving: SavingConfig | None = None  # checkpoints of the run; None: no
+    grids: tuple[str, ...] = ()  # of experts: the names of those to show
 
 
 class Watch:
@@ -54,6 +56,7 @@ class Watch:
     def __init__(self, config: WatchConfig) -> None:
         self.config = config
         self._signed: SignedSpecification | None = None
+        self._grids: Directory | None = None
         self.notice = ""  # what the user should know about how this monitor works
         self.node = Node(bootstrap=config.entry, listen=None)
         self._listeners: list[OnView] = []
@@ -77,6 +80,7 @@ class Watch:
                 known=lambda: list(service.overlay.table),
                 remembered=lambda: [peer.contact for peer in self.node.book.known()],
                 specification=self._specification if run.version else None,
+                experts=self._experts if config.grids else None,
                 after=self._after,
             )
         except BaseException:
@@ -184,6 +188,14 @@ class Watch:
                 if isinstance(found, dict) and found:
                     return RunView(run_id=run_id, name=wanted if wanted != run_id else "")
             raise
+
+    async def _experts(self) -> tuple[ExpertView, ...]:
+        from moe.declarations import Directory
+        from swarm.monitor.experts import experts_of
+
+        if self._grids is None:
+            self._grids = Directory(self.node.dht.service)
+        return await experts_of(self._grids, self.config.grids)
 
     async def _specification(self) -> RunView | None:
         self._signed = await self._directory.specification(self.run.run_id)

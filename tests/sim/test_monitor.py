@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
+from moe.declarations import Declarations, Directory, Load
+from moe.uid import ExpertUid
 from swarm.dht.service import DhtService
 from swarm.errors import UsageError
 from swarm.ids import PeerId
 from swarm.metrics.record import Metrics, metrics_key
 from swarm.metrics.reporter import MetricsConfig, Reporter
 from swarm.monitor.collector import Collector
+from swarm.monitor.experts import experts_of
 from swarm.monitor.model import Model
 from swarm.monitor.reading import progress_key
 from swarm.monitor.view import RunView, View
@@ -232,3 +236,24 @@ def test_who_does_not_want_to_tell_tells_nothing() -> None:
         assert quiet.told == 0
 
     on_stage(act, trainers=2)
+
+
+def test_experts_below_a_grid_are_shown_with_their_servers_and_load() -> None:
+    async def act(stage: Stage) -> None:
+        for trainer, names, wait_s in zip(
+            stage.trainers, (("ffn.0.1", "ffn.3"), ("ffn.0.1",), ("ffn.0.1", "other.1")), (1.0, 3.0, 2.0), strict=False
+        ):
+            experts = {ExpertUid.parse(name): bytes(16) for name in names}
+            load = Load(wait_s, 100.0)
+            await Declarations(trainer.service, trainer.service.own, experts, lambda load=load: load).declare()  # type: ignore[misc]
+        directory = Directory(peer_of_collector(stage))
+        stage.collector.experts = functools.partial(experts_of, directory, ("ffn",))
+        await asyncio.sleep(10.0)
+        assert [(one.uid, one.servers, one.load) for one in stage.view.experts] == [("ffn.3", 1, 1.0), ("ffn.0.1", 3, 2.0)]
+
+    on_stage(act, trainers=3)
+
+
+def peer_of_collector(stage: Stage) -> DhtService:
+    assert isinstance(stage.collector.dht, DhtService)
+    return stage.collector.dht

@@ -140,7 +140,7 @@ class Chart {
       cursor: { sync: { key: "time" }, drag: { x: true, y: false, setScale: false }, points: { size: 7, fill: (u, i) => u.series[i]._color, stroke: () => card, width: 2 }, bind: { dblclick: () => () => { all.setZoom(null); return null; } } },
       legend: { show: false },
       scales: { x: { time: true, auto: false }, y: log ? { distr: 3 } : { range: (u, low, high) => span(low, high, options) } },
-      axes: [{ ...axis, space: 70, size: 30, values: times }, { ...axis, size: 58, values: (u, marks) => marks.map((mark) => (mark === null ? "" : options.axis(mark))) }],
+      axes: [{ ...axis, space: 70, size: 34, gap: 8, values: times }, { ...axis, size: 58, values: (u, marks) => marks.map((mark) => (mark === null ? "" : options.axis(mark))) }],
       series: [{}, ...options.series.map((series, place) => {
         const color = css(series.color);
         return { label: series.label, stroke: color, _color: color, width: 2, points: { show: (u, i, from, to) => to - from < 2 }, paths: options.stepped ? uPlot.paths.stepped({ align: 1 }) : undefined,

@@ -16,7 +16,7 @@ const state = { view: null, heard: 0, peers: new Map(), at: [], series: {}, buck
 
 const charts = new Charts($("charts"), (zoom) => { $("unzoom").hidden = zoom === null; load(); });
 charts.add("loss", { title: "Loss", className: "wide", format: loss, axis: (mark) => number(mark, 2), log: () => $("log").checked, series: [{ key: "loss", label: "training", color: "--loss" }, { key: "validation_loss", label: "held out", color: "--held" }] });
-charts.add("peers", { title: "Peers", format: whole, axis: (mark) => (Number.isInteger(mark) ? String(mark) : ""), zero: true, stepped: true, fill: true, series: [{ key: "peers", label: "training", color: "--peers" }] });
+charts.add("peers", { title: "Peers", className: "third", format: whole, axis: (mark) => (Number.isInteger(mark) ? String(mark) : ""), zero: true, stepped: true, fill: true, series: [{ key: "peers", label: "training", color: "--peers" }] });
 charts.add("rate", { title: "Throughput", format: (value) => `${rate(value)}/s`, axis: rate, zero: true, fill: true, series: [{ key: "samples_per_s", label: "samples", color: "--rate" }] });
 charts.add("bytes", { title: "Traffic", format: (value) => `${bytes(value)}/s`, axis: (mark) => `${bytes(mark)}/s`, zero: true, fill: true, series: [{ key: "bytes_per_s", label: "sent", color: "--bytes" }] });
 charts.add("round", { title: "Rounds", format: (value) => (value === null ? "–" : `${number(value, 2)} s`), axis: (mark) => `${mark} s`, zero: true, series: [{ key: "round_s", label: "took", color: "--other" }] });
@@ -119,7 +119,7 @@ function draw() {
   put("t-peers", whole(view.peers_live));
   put("t-peers-note", view.peers_quiet ? `${view.peers_quiet} silent` : "all telling");
   put("t-bytes", `${bytes(view.bytes_per_s)}/s`);
-  put("t-bytes-note", "sent in rounds, all peers");
+  put("t-bytes-note", "sent, all peers");
   put("state-note", [view.state ? `State of epoch ${whole(view.state.epoch)}: ${view.state.donors} donor${view.state.donors === 1 ? "" : "s"} hold ${view.state.digest.slice(0, 12)}${view.state.others ? `, ${view.state.others} hold another` : ""}.` : "", view.checkpoint].filter(Boolean).join(" "));
   document.title = `${status === "live" ? "" : "⚠ "}${view.loss === null ? "" : `${number(view.loss, 3)} · `}epoch ${whole(view.epoch)} · ${run.name || run.run_id}`;
   table.show(state.peers, now());
