@@ -12,6 +12,7 @@ from averaging.reduction.balance import Load, shares
 from benchmarks.allreduce import HIVEMIND, MIB, PEERS, TENSORS, Setting, reduction
 from benchmarks.contenders import Contender, Round, Workers, Workload
 from benchmarks.environments import OWN_PYTHON
+from benchmarks.launch import LaunchFailed
 from benchmarks.results import Aim, Row
 from benchmarks.turns import Plan, Tally, take_turns
 from swarm.compression import find
@@ -82,24 +83,28 @@ def rows(setting: Setting) -> Iterator[list[Row]]:
         setting.say(f"links: left out: {problem}")
         return
     until_s = time.monotonic() + TOTAL_S
+    gone = set() if setting.hivemind is not None else {HIVEMIND}  # who has not got through a round
     for scene in SCENES:
         for codec in CODECS:
-            others = [name for name in scene.beside.get(codec, ()) if name != HIVEMIND or setting.hivemind is not None]
+            others = [name for name in scene.beside.get(codec, ()) if name not in gone]
             if others and time.monotonic() > until_s:
                 setting.say(f"links, {scene.words}, {codec}: beside nobody, for want of time: {', '.join(others)}")
                 others = []
-            yield _rows(setting, scene, codec, others)
+            found, failed = _rows(setting, scene, codec, others)
+            gone |= failed
+            yield found
 
 
-def _rows(setting: Setting, scene: Scene, codec: str, others: list[str]) -> list[Row]:
-    """Ours beside each of the others, which were measured in turn with it; alone when there is nobody."""
+def _rows(setting: Setting, scene: Scene, codec: str, others: list[str]) -> tuple[list[Row], set[str]]:
+    """Ours beside each of the others, which were measured in turn with it, and which of them had no round; alone when there is nobody."""
     names = [f"swarm {codec}", *(f"{name} {codec}" for name in others)]
     setting.say(f"links, {PEERS} × {scene.vector_mib:g} MiB, {scene.words}: {', '.join(names)}")
     makers = [_maker(name, setting, scene, codec) for name in ("swarm", *others)]
     own, *tallies = take_turns(makers, names, scene.plan, setting.say)
     if not tallies:
-        return [_row(scene, codec, own, None, "alone")]
-    return [_row(scene, codec, own, tally, name.split()[-1].lower()) for name, tally in zip(_short(others), tallies, strict=True)]
+        return [_row(scene, codec, own, None, "alone")], set()
+    found = [_row(scene, codec, own, tally, name.split()[-1].lower()) for name, tally in zip(_short(others), tallies, strict=True)]
+    return found, {name for name, tally in zip(others, tallies, strict=True) if not tally.rounds}
 
 
 def _short(others: list[str]) -> list[str]:
@@ -111,7 +116,16 @@ def _maker(name: str, setting: Setting, scene: Scene, codec: str) -> Callable[[]
     workload = Workload(elements=elements, tensors=TENSORS, peers=PEERS, target_group_size=PEERS, codec=codec)
     module = {TCP: "bare_tcp", GLOO: "gloo", HIVEMIND: "hivemind_averager"}.get(name, "swarm_averager")
     python = setting.hivemind if name == HIVEMIND and setting.hivemind is not None else OWN_PYTHON
-    return lambda: Workers(f"{name} {codec}", python=python, module=module, workload=workload, links=Links(scene.links))
+    launched = False
+
+    def make() -> Contender:
+        nonlocal launched
+        if launched and name != "swarm":
+            raise LaunchFailed("not launched a second time, for want of time")
+        launched = True
+        return Workers(f"{name} {codec}", python=python, module=module, workload=workload, links=Links(scene.links))
+
+    return make
 
 
 def least_s(links: tuple[Link, ...], vector_bytes: float) -> float:

@@ -1,0 +1,65 @@
+"""The rows of emulated links: what is measured beside ours, what is left out and when, and the least that a round can take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks import links
+from benchmarks.allreduce import HIVEMIND, Setting
+from benchmarks.contenders import Contender, Round
+from benchmarks.turns import Plan, Tally
+from swarm.testing.links import Link
+
+OUTCOME = Round(ok=True, reason="", whole_s=3.0, reduce_s=2.5, wire_bytes=110_000_000, carried_bytes=101_000_000)
+
+
+def setting(said: list[str]) -> Setting:
+    return Setting(plan=Plan(passes=1, rounds=1), hivemind=Path("/hivemind/python"), copy_bytes_per_s=1.0, say=said.append)
+
+
+def play(monkeypatch: pytest.MonkeyPatch, *, round_s: float, broken: str = "") -> tuple[list[list[str]], list[str]]:
+    """Who was measured together, and the rows' identifiers; every row takes `round_s`, and `broken` never has a round."""
+    measured: list[list[str]] = []
+    clock = [0.0]
+
+    def take_turns(makers: Sequence[Callable[[], Contender]], names: Sequence[str], plan: Plan, say: Callable[[str], None]) -> list[Tally]:
+        assert len(makers) == len(names)
+        measured.append(list(names))
+        clock[0] += round_s
+        return [Tally(name, rounds=[] if broken and name.startswith(broken) else [OUTCOME]) for name in names]
+
+    monkeypatch.setattr(links, "take_turns", take_turns)
+    monkeypatch.setattr(links, "why_not", lambda: None)
+    monkeypatch.setattr(links.time, "monotonic", lambda: clock[0])
+    rows = [row for found in links.rows(setting([])) for row in found]
+    return measured, [row.identifier for row in rows]
+
+
+def test_every_codec_has_a_row_in_every_scene_and_all_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured, identifiers = play(monkeypatch, round_s=1.0)
+    assert len(set(identifiers)) == len(identifiers)
+    assert len(measured) == len(links.SCENES) * len(links.CODECS)
+    assert {names[0] for names in measured} == {f"swarm {codec}" for codec in links.CODECS}
+    assert any(HIVEMIND in name for names in measured for name in names)
+
+
+def test_who_has_had_no_round_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured, _ = play(monkeypatch, round_s=1.0, broken=HIVEMIND)
+    assert sum(HIVEMIND in name for names in measured for name in names) == 1
+
+
+def test_when_time_is_short_ours_alone_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured, identifiers = play(monkeypatch, round_s=links.TOTAL_S / 2)
+    assert len(measured) == len(links.SCENES) * len(links.CODECS)
+    assert all(len(names) == 1 for names in measured[3:])
+    assert identifiers[-1].endswith("-alone")
+
+
+def test_the_least_time_is_that_of_the_slowest_link_with_the_best_shares() -> None:
+    fast = Link.of(mbit_per_s=100)
+    assert links.least_s((fast,) * 4, 12.5e6) == pytest.approx(1.5)
+    slow = Link.of(mbit_per_s=100, up_mbit_per_s=1)
+    assert links.least_s((fast, fast, fast, slow), 125e3) == pytest.approx(1.0)  # its own values, and nothing to reduce
