@@ -39,7 +39,8 @@ def _row(way: str, pairs: int, say: Callable[[str], None]) -> Row:
     if found:
         step_s = statistics.median(pair["without_s"] for pair in found)
         rounds_per_s = sum(pair["rounds"] for pair in found) / len(found) / WINDOW_S
-        note = f"a step takes {step_s * 1e3:.1f} ms without; {rounds_per_s:.1f} rounds a second with"
+        own = 100.0 * statistics.median(pair["more_cpu"] for pair in found)
+        note = f"a step takes {step_s * 1e3:.1f} ms without; {rounds_per_s:.1f} rounds/s with; {own:+.1f} % processor time in its thread"
         say(f"slowdown, {way}: {statistics.median(slower) if slower else float('nan'):.1f} %; {note}")
     return Row(
         identifier=f"slowdown-{way}",

@@ -92,15 +92,15 @@ class Streaming:
 WAYS: dict[str, type[Averaging] | type[Streaming]] = {"averager": Averaging, "streaming": Streaming}
 
 
-def window(model: torch.nn.Module, generator: torch.Generator, step: Step) -> tuple[float, int]:
-    """(mean seconds of a training step, rounds completed)."""
-    began_s, steps, rounds = time.monotonic(), 0, 0
+def window(model: torch.nn.Module, generator: torch.Generator, step: Step) -> tuple[float, float, int]:
+    """(mean seconds of a training step, of them the processor's in this thread, rounds completed)."""
+    began_s, began_cpu_s, steps, rounds = time.monotonic(), time.thread_time(), 0, 0
     while time.monotonic() - began_s < WINDOW_S:
         model.zero_grad()
         backward(model, generator)
         rounds += step()
         steps += 1
-    return (time.monotonic() - began_s) / steps, rounds
+    return (time.monotonic() - began_s) / steps, (time.thread_time() - began_cpu_s) / steps, rounds
 
 
 def main() -> None:
@@ -118,14 +118,14 @@ def main() -> None:
             while True:  # until the command ends this process
                 way.partner()
         generator = torch.Generator().manual_seed(0)
-        while not window(model, generator, way.averaged)[1]:  # until the two have met
+        while not window(model, generator, way.averaged)[2]:  # until the two have met
             continue
         talk.say("ready")
         for _ in range(settings["pairs"]):
             way.settle()
-            without_s, _ = window(model, generator, way.plain)
-            with_s, rounds = window(model, generator, way.averaged)
-            talk.say("pair", without_s=without_s, with_s=with_s, rounds=rounds)
+            without_s, without_cpu_s, _ = window(model, generator, way.plain)
+            with_s, with_cpu_s, rounds = window(model, generator, way.averaged)
+            talk.say("pair", without_s=without_s, with_s=with_s, more_cpu=with_cpu_s / without_cpu_s - 1.0, rounds=rounds)
         talk.say("done")
 
 
