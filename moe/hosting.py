@@ -111,9 +111,12 @@ class HostingService:
     def dropped(self, hosted: Sequence[Hosted], reason: str) -> None:
         """A computing thread was stopped, with requests waiting; on the loop."""
         threads = {id(one.compute) for one in hosted}
-        for pending in list(self._jobs.values()):
-            if id(pending.compute) in threads and not pending.future.done():
-                pending.future.set_exception(Refused(expert_pb2.EXPERT_MISSING, reason))
+        self._pending = {name: pending for name, pending in self._pending.items() if id(pending.compute) not in threads}
+        for number, pending in list(self._jobs.items()):
+            if id(pending.compute) in threads:
+                del self._jobs[number]
+                if pending.waiting and not pending.future.done():
+                    pending.future.set_exception(Refused(expert_pb2.EXPERT_MISSING, reason))
 
     # --- handlers
 
