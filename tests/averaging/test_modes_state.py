@@ -133,6 +133,22 @@ def test_the_state_that_is_served_has_base_and_momentum_and_no_statistics_of_the
     assert other.mode.state.snapshot().digest == served.digest
 
 
+@pytest.mark.parametrize("settings", [Gradients(), Diloco(), Diloco(streaming=2)], ids=lambda one: f"{one!r:.40}")
+def test_a_checkpoint_of_the_state_is_where_it_goes_on(settings: ModeSettings) -> None:
+    donor, restored = seat(settings), seat(settings, model(8))
+    for seed in range(2):
+        donor.step(seed, 4)
+        hold([donor])
+    restored.step(7, 4)
+    restored.mode.state.load(donor.mode.state.snapshot().blob)
+    restored.mode.learner.loaded()
+    assert restored.mode.learner.samples == 0
+    if settings.name == "gradients" or settings == Diloco():
+        assert torch.equal(restored.theta, donor.theta)
+    restored.step(9, 5)
+    assert prepare([restored])[0][0] == 5.0, "no newcomer: it is the run itself that goes on"
+
+
 def test_settings_are_checked() -> None:
     assert settings_of("diloco") == Diloco()
     assert settings_of(Diloco(streaming=4)).build is not None

@@ -59,6 +59,10 @@ class Learner(Protocol):
         """The model's parameters were set from outside, by a checkpoint that knows nothing of the swarm: they are what counts."""
         ...
 
+    def loaded(self) -> None:
+        """The state was replaced by a checkpoint's: go on from it; what was accumulated is dropped. The state's lock is held."""
+        ...
+
     def set_aside(self) -> int:
         """The swarm is somewhere else, and its state is about to be loaded: until `resume` this peer weighs nothing. A second call does
         nothing. Returns how many samples are lost for good.

@@ -87,6 +87,13 @@ class LocalSteps:
             for p, base in zip(self.weights, self.base, strict=True):
                 base.copy_(p)
 
+    def loaded(self) -> None:
+        self.failed("")
+        self._aside, self._fresh, self.newcomer = None, False, False
+        self._take_learning_rates()
+        self.follow(None)
+        self.counted = self.dropped = self.total
+
     def set_aside(self) -> int:
         if self._aside is None:
             self.failed("")

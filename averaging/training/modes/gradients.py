@@ -56,6 +56,9 @@ class GradientsMode:
     def restart(self) -> None:
         return None
 
+    def loaded(self) -> None:
+        self.set_aside()
+
     def set_aside(self) -> int:
         self.failed("")
         samples = self._accumulator.samples
