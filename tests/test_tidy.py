@@ -22,7 +22,7 @@ WIDE = {
     "benchmarks/__main__.py:main": 9,
     "averaging/averager.py:__init__": 14,
     "averaging/averager.py:step": 7,
-    "averaging/optimizer.py:__init__": 16,
+    "averaging/optimizer.py:__init__": 17,
     "averaging/groups/service.py:__init__": 10,
     "moe/expert.py:__init__": 7,
     "averaging/training/catchup.py:__init__": 7,
