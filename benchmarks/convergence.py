@@ -127,6 +127,7 @@ class Section:
             peer=Series(name=f"{SYNCHRONOUS.name}: loss", unit="nats/byte", samples=_of_same_seeds(reference, found)),
             aim=None,
             shown="ours / peer",
+            limit=next((repr(way.mode) for way in (SYNCHRONOUS, *self._ways) if way.name == name), ""),
         )
 
     def _bytes_row(self, way: Way, found: Sequence[Outcome], reference: Sequence[Outcome]) -> Row:
