@@ -158,6 +158,10 @@ class Tracker:
         """The run is divided into 2^bits shards."""
         return self._tree.bits
 
+    def settled(self, bits: int) -> None:
+        """Before it runs: begin where members of a large run are, and not where newcomers ask."""
+        self._tree.bits = bits
+
     def contacts(self) -> list[Contact]:
         """Of peers that can be called."""
         return [contact for contact in list(self._contacts.values()) if contact.addresses]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from averaging.training.progress import ProgressConfig
 from averaging.training.runexchange import REPORT
+from averaging.training.shards import bits_for
 from averaging.training.tracker import Tracker, TrackerServices
 from swarm.dht.service import Entry
 from swarm.ids import Key, PeerId
@@ -160,14 +161,16 @@ class ProgressRun:
 
 
 def measure(peers: int, *, epoch_s: float = 30.0, settle_s: float = 75.0, measured_s: float = 60.0, seed: int = 1) -> ProgressFigures:
-    """A run of so many peers of speeds 1, ½ and ¼, begun within a second, watched after it has settled."""
+    """A run of so many peers of speeds 1, ½ and ¼, divided as if it had run for long, watched after it has settled."""
 
     async def scenario() -> ProgressFigures:
         network, chance = SimulatedNetwork(seed, LINK), Chance(seed, "progress")
         speeds = [chance.choice([8.0, 4.0, 2.0]) for _ in range(peers)]
         run = ProgressRun(network, target=round(epoch_s * sum(speeds)))
         async with asyncio.TaskGroup() as group:
-            tasks = run.start(group, [run.add(rate) for rate in speeds])
+            for rate in speeds:
+                run.add(rate).tracker.settled(bits_for(peers, 0))
+            tasks = run.start(group, run.trainers)
             await asyncio.sleep(settle_s)
             first = max(run.gathered, default=0) + 1
             run.table.forget_counts()

@@ -14,6 +14,7 @@ from averaging.training.download import Download, DownloadConfig, Fetched
 from averaging.training.runexchange import RunExchange, pack_chunk, parse_chunks_request
 from averaging.training.snapshot import CHUNK_BYTES
 from averaging.training.state import TrainingState
+from averaging.training.view import StateView
 from swarm.errors import DeadlineExceeded, NotEnoughPeers, PeerError
 from swarm.net.rpc import Stream
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
@@ -89,6 +90,41 @@ def test_chunks_come_from_all_who_hold_the_same() -> None:
         assert not any(one._fresh for one in donors), "and the copies are let go"
 
     play(scenario)
+
+
+class _Slow(Donor):
+    """Behind a link of 50 Mbit/s: each chunk waits until those before it have passed."""
+
+    free_s = 0.0
+
+    async def _chunk(self, view: StateView, index: int) -> memoryview:
+        chunk = await super()._chunk(view, index)
+        now_s = asyncio.get_running_loop().time()
+        self.free_s = max(self.free_s, now_s) + len(chunk) / (50e6 / 8)
+        await asyncio.sleep(self.free_s - now_s)
+        return chunk
+
+
+def test_three_slow_donors_are_two_and_a_half_times_as_fast_as_one() -> None:
+    took_s: dict[int, float] = {}
+    torch.manual_seed(1)
+    elements = 48 * CHUNK_BYTES // 4
+    states = [TrainingState(torch.optim.SGD([torch.nn.Parameter(torch.ones(elements))], lr=0.1)) for _ in range(4)]
+
+    async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
+        for state, peer in zip(states, peers, strict=False):
+            donor(peer, state, _Slow)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        download = joining(joiner, states[3], epoch_min=0, epoch_known=0)
+        fetched = await download.fetch([peer.contact for peer in peers], 600)
+        took_s[len(peers)] = loop.time() - began_s
+        assert sum(fetched.donors.values()) == len(fetched.blob)
+        assert min(fetched.donors.values()) >= len(fetched.blob) / (len(peers) + 1), "each gives its share"
+
+    for donors in (1, 3):
+        play(scenario, donors=donors, link=LinkConfig(delay_s=0.025))
+    assert took_s[1] / took_s[3] >= 2.5, took_s
 
 
 class _Liar(Donor):
