@@ -193,7 +193,8 @@ def _crowd(setting: Setting, clients: int) -> Row:
             slow += [report["slow_s"] for report in done if report["slow_s"] is not None]
     setting.say(f"  {clients} clients: {sorted(rates)[len(rates) // 2]:.0f} calls/s, {failed} failed")
     latency = f"a call takes {sorted(medians)[len(medians) // 2] * 1e3:.1f} ms in the middle, {max(slow) * 1e3:.0f} ms one in a hundred"
-    memory = f"the server took {(held_bytes - alone_bytes) / clients / 1e3:.0f} kB a client"
+    # of few clients the difference is lost in pages of libraries that more processes share
+    memory = f"; the server took {(held_bytes - alone_bytes) / clients / 1e3:.0f} kB a client" if clients == HELD else ""
     return Row(
         identifier=f"experts-clients-{clients}",
         workload=f"no-op expert, batch 1, {clients} connected client{'s' if clients > 1 else ''}, one call in flight each",
@@ -208,5 +209,5 @@ def _crowd(setting: Setting, clients: int) -> Row:
         peer=None,
         aim=None,
         limit=f"processor time: the server is one process, the clients are in {processes}",
-        notes=(f"{latency}; {memory}",),
+        notes=(latency + memory,),
     )

@@ -27,6 +27,16 @@ _CODEC_CALLS = (
     "on an idler machine the same code took a half to a third of the time (best of 25: 2.5 GB/s for int8, 1.6 for int4)."
 )
 
+_EXPERT_CALL = (
+    "processor time. Of 1.6 ms a call (server and caller together, by `py-spy`, on a machine with five times as many runnable threads as cores) "
+    "about 0.35 ms are ours: checks, framing, the queue and the change to the computing thread; the rest is gRPC, TLS and the event loops' wake-ups "
+    "for one 4 kB message each way (docs/decisions/0012: 0.6 ms on the same machine when it is idle). hivemind takes 8 to 13 ms here."
+)
+_EXPERT_PASS = (
+    "the module's own arithmetic, which both share: forward, forward again, backward and a step take 2 ms (four requests in one batch) to 4.4 ms "
+    "(one) of a single thread here, and the server has one computing thread; the two calls take 3.5 ms. Batches grow with the number of callers."
+)
+
 LIMITED_BY: dict[str, str] = {
     "allreduce-64-float16-hivemind": _PROCESSOR_TIME,
     "allreduce-64-float16-hivemind-whole": _PROCESSOR_TIME,
@@ -38,6 +48,8 @@ LIMITED_BY: dict[str, str] = {
     "allreduce-256-float32-gloo": _TENSOR_WORK + " gloo encrypts nothing and survives nobody's death.",
     **{f"dht-{peers}-{row}": _DHT_TIME for peers in (8, 16) for row in ("all", "all-bulk", "far")},
     **{f"dht-{peers}-one-get": _ONE_GET for peers in (8, 16)},
+    "experts-small": _EXPERT_CALL,
+    "experts-train": _EXPERT_PASS,
     "codec-3-int8-1-encode": _CODEC_CALLS,
     "codec-4-int4-1-encode": _CODEC_CALLS,
     "frozen-stall": (

@@ -41,7 +41,7 @@ from swarm.compression import Buffer, Codec, find
 from swarm.errors import NetworkError, PeerError, UsageError
 from swarm.net.channels import Channels
 from swarm.wire import expert_pb2
-from swarm.wire.expert_pb2 import DescribeRequest, ExpertPass, ExpertReply, ExpertRequest
+from swarm.wire.expert_pb2 import DescribeRequest, ExpertReply, ExpertRequest
 
 if TYPE_CHECKING:
     from swarm.node import Node
@@ -367,7 +367,7 @@ def _request(uid: ExpertUid, schema: Schema, batch: int, codec: Codec | None) ->
 def _raise_unless_ok(replica: Replica, request: ExpertRequest, reply: ExpertReply) -> None:
     if reply.status == expert_pb2.EXPERT_OK:
         return
-    what = "backward" if request.kind == ExpertPass.EXPERT_BACKWARD else "forward"
+    what = "backward" if request.kind == expert_pb2.EXPERT_BACKWARD else "forward"
     text = f"{what} of {request.uid} at peer {replica.peer_id}: {reply.reason[:500] or 'no reason given'}"
     if reply.status == expert_pb2.EXPERT_OVERLOADED:
         raise ExpertOverloaded(text, reply.queued)

@@ -40,7 +40,7 @@ from swarm.errors import PeerError
 from swarm.ids import PeerId
 from swarm.net.rpc import Stream
 from swarm.wire import expert_pb2
-from swarm.wire.expert_pb2 import DescribeReply, DescribeRequest, ExpertDescription, ExpertPass, ExpertReply, ExpertRequest, ExpertStatus
+from swarm.wire.expert_pb2 import DescribeReply, DescribeRequest, ExpertDescription, ExpertReply, ExpertRequest, ExpertStatus
 
 if TYPE_CHECKING:
     from swarm.node import Node
@@ -111,9 +111,12 @@ class HostingService:
     def dropped(self, hosted: Sequence[Hosted], reason: str) -> None:
         """A computing thread was stopped, with requests waiting; on the loop."""
         threads = {id(one.compute) for one in hosted}
-        for pending in list(self._jobs.values()):
-            if id(pending.compute) in threads and not pending.future.done():
-                pending.future.set_exception(Refused(expert_pb2.EXPERT_MISSING, reason))
+        self._pending = {name: pending for name, pending in self._pending.items() if id(pending.compute) not in threads}
+        for number, pending in list(self._jobs.items()):
+            if id(pending.compute) in threads:
+                del self._jobs[number]
+                if pending.waiting and not pending.future.done():
+                    pending.future.set_exception(Refused(expert_pb2.EXPERT_MISSING, reason))
 
     # --- handlers
 
@@ -189,7 +192,7 @@ class HostingService:
             raise refused(f"it was made for another schema than this expert's, which is {schema}")
         if not 1 <= batch <= hosted.batch_size_max:
             raise refused(f"a request has 1 to {hosted.batch_size_max} samples, not {batch}")
-        backward = request.kind == ExpertPass.EXPERT_BACKWARD
+        backward = request.kind == expert_pb2.EXPERT_BACKWARD
         if (backward or request.keep) and len(request.request_id) != REQUEST_ID_BYTES:
             raise refused(f"a request id has {REQUEST_ID_BYTES} bytes, not {len(request.request_id)}")
         codec = None
@@ -216,7 +219,15 @@ class HostingService:
             if busy:
                 raise overloaded(hosted, busy)
         return Admitted(
-            hosted=hosted, caller=caller, request=request, headers=headers, leaves=leaves, size_bytes=size, codec=codec, kept=kept
+            hosted=hosted,
+            caller=caller,
+            request=request,
+            headers=headers,
+            leaves=leaves,
+            size_bytes=size,
+            codec=codec,
+            is_backward=backward,
+            kept=kept,
         )
 
     def _receiving_refusal(self, caller: PeerId, size_bytes: int) -> str:

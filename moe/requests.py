@@ -17,7 +17,7 @@ from moe.uid import ExpertUid
 from swarm.compression import Codec
 from swarm.ids import PeerId
 from swarm.wire import expert_pb2
-from swarm.wire.expert_pb2 import ExpertPass, ExpertRequest, ExpertStatus
+from swarm.wire.expert_pb2 import ExpertRequest, ExpertStatus
 
 
 class Refused(Exception):
@@ -79,16 +79,13 @@ class Admitted:
     leaves: Sequence[Leaf]  # of what the payload holds
     size_bytes: int
     codec: Codec | None
+    is_backward: bool
     kept: KeptInputs | None  # of a backward pass that came without
 
     @property
     def name(self) -> tuple[PeerId, bytes]:
         """Of the pass, whoever computes it."""
         return self.caller, self.request.request_id
-
-    @property
-    def is_backward(self) -> bool:
-        return bool(self.request.kind == ExpertPass.EXPERT_BACKWARD)
 
 
 def refused(reason: str) -> Refused:

@@ -17,12 +17,13 @@ MODULE_LINES_MAX = 400
 # path or path:function -> lines it may have; take an entry out as soon as it fits
 ALLOWED_LONGER: dict[str, int] = {}
 PARAMETERS_MAX = 6
-# the public contract (docs of swarm.Averager and swarm.Optimizer, the command line), and services that are handed their neighbours by name
+# the public contract (swarm.Averager, swarm.Optimizer, swarm.Expert, the command line), and services that are handed neighbours by name
 WIDE = {
     "averaging/averager.py:__init__": 13,
     "averaging/averager.py:step": 7,
     "averaging/optimizer.py:__init__": 15,
     "averaging/groups/service.py:__init__": 10,
+    "moe/expert.py:__init__": 7,
     "averaging/training/catchup.py:__init__": 7,
     "averaging/groups/matchmaking.py:__init__": 7,
     "averaging/groups/presence.py:__init__": 7,
