@@ -192,6 +192,9 @@ def test_a_full_server_is_passed_over_and_not_blamed(swarm: ExpertSwarm) -> None
         assert layer.last_forward is not None
         assert not layer.last_forward.failed
     assert all(server.forwards for server in two)
+    fleet = layer._remote.calls.fleet
+    peers = [server.peer.peer_id for server in one]
+    assert all(fleet.why_avoided(name, peer, swarm.now_s) is None for peer in peers for name in MODULES)
 
 
 def test_newcomers_are_found_and_who_leaves_is_forgotten(swarm: ExpertSwarm) -> None:
