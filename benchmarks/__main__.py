@@ -27,19 +27,20 @@ from benchmarks import (
     quick,
     report,
     simulated,
+    simulated_progress,
     simulated_rounds,
     trainers,
 )
+from benchmarks import state as states
 from benchmarks.allreduce import Setting
 from benchmarks.environments import NoEnvironment, hivemind_python, machine, memory_copy_bytes_per_s
 from benchmarks.launch import ROOT
 from benchmarks.results import Row
 from benchmarks.turns import Plan
 
-SECTIONS = ("allreduce", "groups", "losses", "trainers", "dht", "experts", "simulated", "hostile", "codecs")
-COMPARED = frozenset(
-    {"allreduce", "groups", "losses", "trainers", "dht", "experts", "codecs"}
-)  # with hivemind, whose environment they need
+SECTIONS = ("allreduce", "groups", "losses", "trainers", "state", "dht", "experts", "simulated", "progress", "monitor", "hostile", "codecs")
+# with hivemind, whose environment they need
+COMPARED = frozenset({"allreduce", "groups", "losses", "trainers", "state", "dht", "experts", "codecs"})
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
@@ -122,6 +123,8 @@ def _measure(
         yield losses.rows(setting)
     if "trainers" in sections:
         yield trainers.rows(setting)
+    if "state" in sections:
+        yield states.rows(setting)
     if "dht" in sections:
         for peers in dht.SIZES:
             yield dht.rows(setting, peers=peers)
@@ -130,8 +133,11 @@ def _measure(
     if "simulated" in sections:
         yield from simulated_rounds.rows(say)
         yield from grid.rows(say)
-        yield from monitoring.rows(say)
         yield from simulated.rows(say)
+    if "simulated" in sections or "progress" in sections:  # of the former, a part that can be had by itself
+        yield from simulated_progress.rows(say)
+    if "simulated" in sections or "monitor" in sections:
+        yield from monitoring.rows(say)
     if "hostile" in sections:
         yield hostile.rows(say)
     if "codecs" in sections:

@@ -90,7 +90,7 @@ def merge(book: Mapping[str, Any], rows: Iterable[Row], *, run: str, about: Mapp
 
 def _order(item: tuple[str, Any]) -> tuple[int, int, str]:
     identifier = item[0]
-    sections = ("allreduce", "group", "trainer", "start", "dht", "experts", "simulated", "hostile", "codec")
+    sections = ("allreduce", "group", "trainer", "start", "state", "dht", "experts", "simulated", "hostile", "codec")
     section, _, rest = identifier.partition("-")
     size = rest.partition("-")[0]
     return (sections.index(section) if section in sections else len(sections), int(size) if size.isdecimal() else 0, identifier)

@@ -1,4 +1,5 @@
-"""How far the swarm is within its epoch, from what peers claim: a pure machine, one per peer, the dictionary form (up to 64 peers).
+"""How far the swarm is within its epoch, from what peers claim: a pure machine, one per peer. Up to 64 peers it has everybody's claims,
+above that those of its shard and what the whole adds up to (`averaging.training.shards`).
 
 An epoch is full when the claimed samples of all live peers reach the target. Claims are somebody else's word, so each is held against the
 others: a claimed rate counts up to `rate_ratio_max` times the median, claimed samples up to what such a rate gives since the epoch began.
@@ -12,10 +13,13 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from swarm.errors import PeerError, UsageError
 from swarm.ids import PeerId
+
+if TYPE_CHECKING:
+    from averaging.training.shards import Sum
 
 EPOCH_MAX = 1 << 40
 SAMPLES_MAX = 1 << 40
@@ -34,7 +38,10 @@ class ProgressConfig:
     claim_ttl_s: float = 15.0  # a peer that is silent for so long is gone
     refresh_s_min: float = 0.25  # between two looks at the DHT when the epoch is about to be full
     refresh_s_max: float = 3.0  # and when it is far from it
-    peers_max: int = 64  # claims kept; beyond it the oldest goes
+    peers_max: int = (
+        256  # claims kept; beyond it the oldest goes. Well above what one dictionary is for, so that it is seen to be too small
+    )
+    refresh_s_large: float = 1.0  # instead of refresh_s_min in a run of several shards, where word takes longer than that anyway
     # a peer that reports and does not move for so long does not count: its trainer hangs. Above the longest step
     stalled_s_max: float = 300.0
     clock_ahead_s_max: float = 10.0  # a claim from further in the future is refused
@@ -64,13 +71,13 @@ class Claim:
         if not isinstance(value, Mapping):
             raise PeerError("a progress record is a map")
         epoch, samples = value.get("epoch"), value.get("samples")
-        if not _is_count(epoch, EPOCH_MAX) or not _is_count(samples, SAMPLES_MAX):
+        if not is_count(epoch, EPOCH_MAX) or not is_count(samples, SAMPLES_MAX):
             raise PeerError("epoch and samples are whole numbers within bounds")
         rate, at_s, since_s = value.get("rate"), value.get("at"), value.get("since")
         if (
-            not _is_number(rate, 0.0, RATE_MAX)
-            or not _is_number(at_s, 0.0, now_s + config.clock_ahead_s_max)
-            or not _is_number(since_s, 0.0, at_s)
+            not is_number(rate, 0.0, RATE_MAX)
+            or not is_number(at_s, 0.0, now_s + config.clock_ahead_s_max)
+            or not is_number(since_s, 0.0, at_s)
         ):
             raise PeerError("rate, at and since are finite numbers, since <= at <= now")
         return cls(epoch=epoch, samples=samples, rate=float(rate), at_s=float(at_s), since_s=float(since_s))
@@ -99,7 +106,8 @@ class ProgressView:
     samples: float  # counted over the swarm
     target: int
     samples_per_s: float
-    peers: dict[PeerId, PeerProgress]  # this peer included
+    peers: dict[PeerId, PeerProgress]  # this peer included; in a run of several shards those of its own
+    peers_total: int = 0  # in the whole run
 
     @property
     def fraction(self) -> float:
@@ -131,6 +139,7 @@ class Progress:
         self.own, self.target, self.config = own, target, config
         self._own = Claim(epoch=0, samples=0, rate=0.0, at_s=now_s, since_s=now_s)
         self._others: dict[PeerId, _Entry] = {}
+        self.total: Sum | None = None  # of a run of several shards; the claims are those of our own shard then
 
     # what this peer does
 
@@ -222,14 +231,22 @@ class Progress:
 
     def is_full(self, now_s: float) -> bool:
         """Whether the epoch's batch is complete in this peer's view."""
-        return sum(self.counted(now_s).values()) >= self.target
+        return self.gathered(now_s) >= self.target
+
+    def gathered(self, now_s: float) -> float:
+        """Samples of the whole swarm that count towards this peer's epoch."""
+        if self.total is None:
+            return sum(self.counted(now_s).values())
+        return self.total.samples_at(now_s, self.config) if self.total.epoch == self._own.epoch else 0.0
 
     def believes(self, epoch: int, now_s: float) -> bool:
         """Whether another's word that `epoch` is full fits what this peer knows; ask again after a fresh look at the claims."""
-        return epoch == self._own.epoch and sum(self.counted(now_s).values()) >= self.target * self.config.begin_fraction
+        return epoch == self._own.epoch and self.gathered(now_s) >= self.target * self.config.begin_fraction
 
     def swarm_epoch(self, now_s: float) -> int:
         """The epoch that the swarm has reached: one claimed by enough others that a single liar does not move it, never below our own."""
+        if self.total is not None:
+            return max(self._own.epoch, self.total.epoch)
         epochs = sorted((claim.epoch for claim in self.others(now_s).values()), reverse=True)
         if not epochs:
             return self._own.epoch
@@ -251,21 +268,23 @@ class Progress:
         return ProgressView(
             epoch=self._own.epoch,
             swarm_epoch=self.swarm_epoch(now_s),
-            samples=sum(counted.values()),
+            samples=self.gathered(now_s),
             target=self.target,
-            samples_per_s=sum(peer.samples_per_s for peer in peers.values()),
+            samples_per_s=self.total.rate if self.total is not None else sum(peer.samples_per_s for peer in peers.values()),
             peers=peers,
+            peers_total=self.total.peers if self.total is not None else len(peers),
         )
 
     def refresh_s(self, now_s: float) -> float:
         """How long to wait before the next look at the others' claims."""
         eta_s = self.view(now_s).eta_s
-        return min(max(eta_s / 4, self.config.refresh_s_min), self.config.refresh_s_max)
+        shortest_s = self.config.refresh_s_min if self.total is None else self.config.refresh_s_large
+        return min(max(eta_s / 4, shortest_s), self.config.refresh_s_max)
 
 
-def _is_count(value: Any, maximum: int) -> TypeGuard[int]:
+def is_count(value: Any, maximum: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= maximum
 
 
-def _is_number(value: Any, minimum: float, maximum: float) -> TypeGuard[float]:
+def is_number(value: Any, minimum: float, maximum: float) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and minimum <= value <= maximum

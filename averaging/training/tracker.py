@@ -18,10 +18,11 @@ from averaging.training.admission import Banned
 from averaging.training.contacts import ADDRESSES_MAX, contact_of
 from averaging.training.progress import Claim, Progress, ProgressConfig, ProgressView
 from averaging.training.runexchange import REPORT
+from averaging.training.tree import Tree
 from swarm.clock import Clock
 from swarm.dht.service import DhtService, Entry
 from swarm.errors import NetworkError, PeerError, SwarmError, UsageError
-from swarm.ids import Contact, Key, PeerId
+from swarm.ids import Contact, PeerId
 from swarm.net.rpc import Caller
 from swarm.wire import state_pb2
 
@@ -52,8 +53,8 @@ class Tracker:
     def __init__(self, services: TrackerServices, run: str, target: int, config: ProgressConfig, banned: Banned | None = None) -> None:
         self._banned = banned or Banned()
         self._services, self.run_id, self._config = services, run, config
-        self._key = Key(f"run.{run}", "progress")
         self._own = services.own().peer_id
+        self._tree = Tree(services.dht, run, self._own, config, services.clock.swarm_s())
         self._progress = Progress(self._own, target, config, services.clock.swarm_s())
         self._lock = threading.Lock()
         self._news = threading.Condition(self._lock)  # for the trainer's thread: an epoch began, or a first look was had
@@ -139,6 +140,11 @@ class Tracker:
                 self._contacts.pop(peer, None)
             self._news.notify_all()
 
+    @property
+    def bits(self) -> int:
+        """The run is divided into 2^bits shards."""
+        return self._tree.bits
+
     def contacts(self) -> list[Contact]:
         """Of peers that can be called."""
         return [contact for contact in list(self._contacts.values()) if contact.addresses]
@@ -179,6 +185,7 @@ class Tracker:
             group.create_task(self._tell(), name=f"telling that an epoch of run {self.run_id} is full")
 
     async def _watch(self) -> None:
+        await self._look()  # before the first word: a newcomer to a large run does not know yet where that belongs
         while not self._closed:
             self._wake.clear()
             await self._publish()
@@ -215,7 +222,7 @@ class Tracker:
         await self._report_to(list(self.others()), goodbye=True)
         if self._published is not None:
             try:
-                await self._services.dht.delete(self._key, subkey=str(self._own), timeout_s=_GOODBYE_S)
+                await self._services.dht.delete(self._tree.key, subkey=str(self._own), timeout_s=_GOODBYE_S)
             except SwarmError as error:
                 _log.debug("the progress record of run %s was not withdrawn: %s", self.run_id, error)
 
@@ -296,7 +303,7 @@ class Tracker:
         if self._published is not None:
             last, at_s = self._published
             moved = (claim.epoch, claim.samples) != (last.epoch, last.samples)
-            if not moved and now_s - at_s < self._config.claim_ttl_s / 3:
+            if not moved and self._tree.said is None and now_s - at_s < self._config.claim_ttl_s / 3:
                 return
             claim = Claim(
                 epoch=claim.epoch,
@@ -306,10 +313,13 @@ class Tracker:
                 since_s=claim.since_s,
             )
         addresses = [address.multiaddr for address in self._services.own().addresses[:ADDRESSES_MAX]]
+        value = {**claim.encode(), "addresses": addresses}
+        if self._tree.said is not None:
+            value["total"] = self._tree.said.encode()
         try:
             await self._services.dht.store(
-                self._key,
-                {**claim.encode(), "addresses": addresses},
+                self._tree.key,
+                value,
                 ttl_s=self._config.claim_ttl_s,
                 subkey=str(self._own),
                 timeout_s=_READ_TIMEOUT_S,
@@ -325,19 +335,26 @@ class Tracker:
         begun_s = self._services.clock.swarm_s()
         self._looking = True
         try:
-            found = await self._services.dht.get(self._key, timeout_s=_READ_TIMEOUT_S)
+            found = await self._services.dht.get(self._tree.key, timeout_s=_READ_TIMEOUT_S)
         except SwarmError as error:
             _log.info("the progress of run %s could not be read: %s", self.run_id, error)
             await asyncio.sleep(_RETRY_S)
             return
         finally:
             self._looking = False
-        heard, newcomers = self._read(found.values() if isinstance(found, dict) else ())
+        entries = [entry for entry in found.values() if entry.writer not in self._banned] if isinstance(found, dict) else []
+        heard, newcomers = self._read(entries)
         with self._news:
             now_s = self._services.clock.swarm_s()
             for writer, claim, expires_s in heard:
                 self._progress.on_claim(writer, claim, now_s, expires_s)
-            self._settle(now_s)
+            claims = {self._own: self._progress.claim, **self._progress.others(now_s)}
+        if await self._tree.after_look(entries, claims, now_s):
+            self._published = None
+            self._wake.set()
+        with self._news:
+            self._progress.total = self._tree.total
+            self._settle(self._services.clock.swarm_s())
             self._looks, self._looked_s = self._looks + 1, begun_s
             self._news.notify_all()
         self._herald.set()
@@ -347,11 +364,11 @@ class Tracker:
         """The claims of the records, and whose contacts were not known yet."""
         heard, newcomers, now_s = [], [], self._services.clock.swarm_s()
         for entry in entries:
-            if entry.writer == self._own or entry.writer in self._banned:
-                continue
+            if entry.writer == self._own or (self._tree.bits == 0 and isinstance(entry.value, dict) and "total" in entry.value):
+                continue  # the latter: no claim, but a word about a run of several shards
             try:
                 claim = Claim.decode(entry.value, now_s, self._config)
-                contact = contact_of(entry.writer, entry.value.get("addresses"))
+                contact = self._contact_of(entry)
             except PeerError as error:
                 _log.info("peer %s keeps a malformed progress record: %s", entry.writer, error)
                 continue
@@ -363,6 +380,14 @@ class Tracker:
         for peer in [peer for peer in self._contacts if peer not in writers and len(self._contacts) > self._config.peers_max]:
             del self._contacts[peer]
         return heard, newcomers
+
+    def _contact_of(self, entry: Entry) -> Contact:
+        """PeerError when it is malformed. What is as it was is not read again: records come every second, and few peers move."""
+        raw = entry.value.get("addresses")
+        known = self._contacts.get(entry.writer)
+        if known is not None and isinstance(raw, list) and raw == [address.multiaddr for address in known.addresses]:
+            return known
+        return contact_of(entry.writer, raw)
 
 
 def _nothing() -> None:

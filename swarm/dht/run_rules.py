@@ -13,6 +13,17 @@ _ADDRESSES = Many(Text(300), 8)
 _COUNT_MAX = 1 << 40
 _TIME_S_MAX = 1e12
 _TTL_S_MAX = 3600.0  # all of these are renewed within seconds; a record that outlives its writer by a day would be a ghost
+_SUM = Many(Number(0.0, 1e16), 8)
+_PROGRESS = Table(
+    {
+        "epoch": Number(0, _COUNT_MAX, whole=True),
+        "samples": Number(0, _COUNT_MAX, whole=True),
+        "rate": Number(0.0, 1e12),
+        "at": Number(0.0, _TIME_S_MAX),
+        "since": Number(0.0, _TIME_S_MAX),
+    },
+    optional={"addresses": _ADDRESSES, "total": _SUM},
+)
 
 _COUNT = Number(0, _COUNT_MAX, whole=True)
 _BYTES = Number(0, 1 << 60, whole=True)
@@ -70,20 +81,16 @@ RUN_RULES: tuple[NamespaceRules, ...] = (
         ttl_s_max=_TTL_S_MAX,
         entries_per_writer_max=1,
     ),
-    # averaging.training.progress: how far each trainer is
+    # averaging.training.progress: how far each trainer is; `shards`: in a large run, a dictionary for each shard of it
+    *(
+        NamespaceRules(name=name, schema=_PROGRESS, value_bytes_max=8192, ttl_s_max=_TTL_S_MAX, entries_per_writer_max=1)
+        for name in ("progress", "progress.*")
+    ),
+    # averaging.training.shards: what the parts of a large run add up to
     NamespaceRules(
-        name="progress",
-        schema=Table(
-            {
-                "epoch": Number(0, _COUNT_MAX, whole=True),
-                "samples": Number(0, _COUNT_MAX, whole=True),
-                "rate": Number(0.0, 1e12),
-                "at": Number(0.0, _TIME_S_MAX),
-                "since": Number(0.0, _TIME_S_MAX),
-            },
-            optional={"addresses": _ADDRESSES},
-        ),
-        value_bytes_max=8192,
+        name="sums.*",
+        schema=Table({"child": Number(0, _COUNT_MAX, whole=True), "sum": _SUM}, optional={"total": _SUM}),
+        value_bytes_max=1024,
         ttl_s_max=_TTL_S_MAX,
         entries_per_writer_max=1,
     ),

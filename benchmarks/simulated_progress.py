@@ -1,0 +1,45 @@
+"""What telling progress costs in simulated runs of 10, 100 and 1,000 peers, and how well epochs keep to their target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from benchmarks.results import Row, Series
+from benchmarks.simulated import simulated_row
+from swarm.testing.progress_swarm import OperationCost, ProgressFigures, measure, operations
+
+SIZES = (10, 100, 1000)
+LARGE = 1000  # from here on watched for less: a virtual second of so many costs one of the processor
+
+
+def rows(say: Callable[[str], None], sizes: tuple[int, ...] = SIZES) -> Iterator[list[Row]]:
+    """Every figure of the section, as soon as it is there."""
+    for peers in sizes:
+        say(f"simulated, {peers:,} peers: progress")
+        figures = measure(peers) if peers < LARGE else measure(peers, settle_s=45.0, measured_s=40.0)
+        yield _rows(figures, operations(peers, figures.entries_most))
+
+
+def _rows(figures: ProgressFigures, cost: OperationCost) -> list[Row]:
+    shards = f"{figures.shards} shard{'s' if figures.shards > 1 else ''}"
+    title = f"simulated run of {figures.peers:,} peers telling progress, epochs of 30 s, {shards}"
+    messages = figures.reads * cost.read_messages + figures.writes * cost.write_messages + figures.reports
+    size_bytes = figures.reads * cost.read_bytes + figures.writes * cost.write_bytes + figures.report_bytes
+    gathered = ", ".join(f"{100 * share:.0f} %" for share in figures.gathered)
+    notes = (
+        f"{figures.reads:.0f} reads and {figures.writes:.0f} writes of the DHT in a minute, and {figures.reports:.0f} messages to other "
+        f"peers directly; a read is {cost.read_messages:.1f} messages, a write {cost.write_messages:.1f}",
+        f"epochs began when {gathered} of their target was there; the last peer began them {figures.spread_s:.1f} s after the first",
+    )
+
+    def row(kind: str, quantity: str, unit: str, value: float, *told: str) -> Row:
+        series = Series(name=f"swarm: {kind}", unit=unit, samples=(value,))
+        return simulated_row(f"progress-{figures.peers}-{kind}", title, quantity, series, notes=told)
+
+    return [
+        row("messages", "messages that a peer causes in a minute", "messages/min", messages, *notes),
+        row("bytes", "bytes that a peer causes in a minute", "kB/min", size_bytes / 1e3),
+        row("busiest", "reads and writes of the DHT by the busiest peer in a minute", "operations/min", figures.operations_most),
+        row("readers", "reads of the dictionary that is read most, in a minute", "reads/min", figures.readers_most),
+        row("entries", "entries in the largest dictionary", "", float(figures.entries_most)),
+    ]

@@ -1,0 +1,48 @@
+"""A peer that gives the state of a hivemind averager, or downloads it. Runs in hivemind's environment."""
+
+from __future__ import annotations
+
+import time
+
+import hivemind  # type: ignore[import-not-found,unused-ignore]
+import torch
+
+from benchmarks.conversation import Conversation
+
+LOAD_TIMEOUT_S = 180.0
+
+
+def main() -> None:
+    talk = Conversation()
+    settings = talk.configuration
+    torch.set_num_threads(1)
+    if settings["rank"] == 0:
+        dht = hivemind.DHT(start=True)
+        talk.publish("address", str(dht.get_visible_maddrs()[0]))
+    else:
+        dht = hivemind.DHT(initial_peers=[talk.published("address")], start=True)
+    torch.manual_seed(1 if settings["gives"] else 2)
+    averager = hivemind.averaging.DecentralizedAverager(
+        [torch.randn(settings["elements"] // 16) for _ in range(16)],
+        dht,
+        start=True,
+        prefix="benchmark",
+        target_group_size=4,
+        allow_state_sharing=bool(settings["gives"]),
+    )
+    time.sleep(2.0 if settings["gives"] else 0.0)  # it declares itself in the background
+    talk.say("ready")
+    while (order := talk.hear())["do"] != "stop":
+        if order["do"] == "load":
+            began_s = time.monotonic()
+            found = averager.load_state_from_peers(timeout=LOAD_TIMEOUT_S)
+            took_s = time.monotonic() - began_s
+            torch.manual_seed(1)
+            expected = [torch.randn(settings["elements"] // 16) for _ in range(4)][3]
+            right = found is not None and bool(torch.equal(found[1][3][:100], expected[:100]))
+            talk.say("loaded", ok=right, reason="" if right else "no state, or another", seconds=took_s, donors=1)
+    talk.say("stopped")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""A peer that gives the state of a swarm.Optimizer, or downloads it. Donors can be held to a speed, as a link would."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import torch
+
+import swarm
+from averaging.training.donor import Donor
+from averaging.training.view import StateView
+from benchmarks.conversation import Conversation
+
+LOAD_TIMEOUT_S = 180.0
+STEPS = 12  # of a donor that trains, in one measurement
+
+
+def main() -> None:
+    talk = Conversation()
+    settings = talk.configuration
+    torch.set_num_threads(1)
+    if settings["bytes_per_s"]:
+        pace(settings["bytes_per_s"])
+    bootstrap = [] if settings["rank"] == 0 else [talk.published("address")]
+    with swarm.Node(bootstrap=bootstrap, listen="127.0.0.1:0") as node:
+        if settings["rank"] == 0:
+            talk.publish("address", node.addresses[0])
+        torch.manual_seed(1 if settings["gives"] else 2)
+        parameters = [torch.nn.Parameter(torch.randn(settings["elements"] // 16)) for _ in range(16)]
+        inner = torch.optim.SGD(parameters, lr=1e-3)
+        with swarm.Optimizer(inner, node=node, run="benchmark", target_batch_size=1 << 30, batch_size_per_step=1) as optimizer:
+            if settings["gives"]:
+                loaded = optimizer.load_state_from_peers(timeout_s=LOAD_TIMEOUT_S)  # the first one is alone, the others have its state
+            talk.say("ready")
+            while (order := talk.hear())["do"] != "stop":
+                if order["do"] == "load":
+                    began_s = time.monotonic()
+                    loaded = optimizer.load_state_from_peers(timeout_s=LOAD_TIMEOUT_S)
+                    took_s = time.monotonic() - began_s
+                    right = bool(torch.equal(parameters[3].detach()[:100], _expected(settings)[:100]))
+                    talk.say("loaded", ok=loaded.loaded and right, reason=loaded.reason, seconds=took_s, donors=len(loaded.donors))
+                elif order["do"] == "train":
+                    talk.say("trained", steps_s=train(optimizer, parameters))
+    talk.say("stopped")
+
+
+def _expected(settings: dict[str, Any]) -> torch.Tensor:
+    torch.manual_seed(1)
+    return [torch.randn(settings["elements"] // 16) for _ in range(4)][3]
+
+
+def train(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[float]:
+    """Steps that write the whole state, as an epoch's end does; how long each took."""
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    steps_s = []
+    for _ in range(STEPS):
+        began_s = time.monotonic()
+        optimizer._catch_up.advance(optimizer.inner.step)
+        optimizer._donor.changed()
+        steps_s.append(time.monotonic() - began_s)
+        time.sleep(0.5)  # forward, backward and the round of an epoch, in which the processor has other things to do
+        optimizer._donor.round_begins()
+    return steps_s
+
+
+def pace(bytes_per_s: float) -> None:
+    """Each chunk waits until a link of this speed would have carried those before it."""
+    plain = Donor._chunk
+    free_s = [0.0]
+
+    async def paced(self: Donor, view: StateView, index: int) -> memoryview:
+        chunk = await plain(self, view, index)
+        now_s = asyncio.get_running_loop().time()
+        free_s[0] = max(free_s[0], now_s) + len(chunk) / bytes_per_s
+        await asyncio.sleep(free_s[0] - now_s)
+        return chunk
+
+    Donor._chunk = paced  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main()
