@@ -138,7 +138,7 @@ class Optimizer(torch.optim.Optimizer):
             own=node.peer_id,
             run_id=self.run_id,
             source=lambda: self._meter.metrics(self._pace(), node.clock.swarm_s(), reach=node.reach),
-            peers=lambda: len(self._tracker.view().peers),
+            peers=lambda: self._tracker.view().peers_total,
             config=config.metrics,
         )
         self._tasks = [

@@ -90,8 +90,8 @@ def merge(book: Mapping[str, Any], rows: Iterable[Row], *, run: str, about: Mapp
 
 # how the page's rows are ordered: by the first word of their identifiers
 _ORDER = (
-    *("allreduce", "links", "group", "losses", "trainer", "start", "state", "dht", "expert", "mixture"),
-    *("slowdown", "speeds", "convergence", "codec", "cuda", "simulated", "hostile"),
+    *("allreduce", "links", "group", "losses", "trainer", "start", "state", "dht", "experts"),
+    *("slowdown", "speeds", "convergence", "codec", "cuda", "simulated", "monitor", "hostile"),
 )
 
 

@@ -68,7 +68,6 @@ def _simulated(asked: Asked) -> Rows:
     if not asked.figures:
         yield from simulated_rounds.rows(say)
         yield from grid.rows(say)
-        yield from monitoring.rows(say)
     yield from simulated.rows(say, simulated.Plan(figures=asked.figures))
 
 
@@ -90,6 +89,7 @@ SECTIONS = {
     "experts": Section(rows=_once(lambda asked: [*experts.rows(asked.setting), *mixtures.rows(asked.setting)]), compared=True),
     "simulated": Section(rows=_simulated),
     "progress": Section(rows=lambda asked: simulated_progress.rows(asked.setting.say)),
+    "monitor": Section(rows=lambda asked: monitoring.rows(asked.setting.say)),
     "hostile": Section(rows=_once(lambda asked: hostile.rows(asked.setting.say))),
     "codecs": Section(rows=_once(lambda asked: codecs.rows(asked.setting.say, asked.setting.hivemind)), compared=True),
     "slowdown": Section(rows=_once(lambda asked: [*slowdown.rows(asked.setting.say), *speeds.rows(asked.setting.say)])),

@@ -102,7 +102,15 @@ class Collector:
             self._remember(found)
             self.looks += 1
             self.model.on_look(
-                Look(peers=found.peers, refused=found.refused, states=found.states, experts=self._experts, interval_s=interval_s), now_s
+                Look(
+                    peers=found.peers,
+                    refused=found.refused,
+                    states=found.states,
+                    total=found.total,
+                    experts=self._experts,
+                    interval_s=interval_s,
+                ),
+                now_s,
             )
             self._link("", now_s)
             await self._dial(found)

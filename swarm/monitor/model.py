@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from averaging.training.progress import ProgressConfig
+from averaging.training.shards import Sum
 from swarm.ids import PeerId
 from swarm.metrics.record import Metrics
 from swarm.monitor.eventlog import EventLog
@@ -17,6 +19,8 @@ from swarm.monitor.rounds import RoundBook, RoundKey
 from swarm.monitor.tracked import Heard, Judgement, Tracked
 from swarm.monitor.view import ExpertView, LinkView, OwnView, RunView, StateView, View
 
+_PROGRESS = ProgressConfig()
+_TOTAL_S = 15.0  # a total older than this says nothing
 _FIRST_TOLD_MAX = 3  # peers that a first look names one by one
 
 
@@ -44,6 +48,7 @@ class Look:
     peers: Mapping[PeerId, Heard]
     refused: int = 0
     states: Mapping[PeerId, tuple[int, str]] = field(default_factory=dict)  # the epoch and digest that donors declare
+    total: Sum | None = None  # of a run so large that its claims are spread over shards
     experts: tuple[ExpertView, ...] = ()
     interval_s: float = 2.0  # to the next one
 
@@ -204,6 +209,10 @@ class Model:
         claims = {peer: known.heard.claim for peer, known in live.items() if known.heard.claim is not None}
         present = {peer: claim for peer, claim in claims.items() if claim is not None and claim.epoch == self._epoch}
         since_s = median(claim.since_s for claim in present.values()) or now_s
+        told = self._look.total if self._look else None
+        if told is not None and told.epoch == self._epoch and 2 * len(present) < len(live) and now_s - told.at_s < _TOTAL_S:
+            sofar = told.samples_at(now_s, _PROGRESS)
+            return min(sofar, float(self.run.target)) if self.run.target else sofar
         total = 0.0
         for peer, claim in present.items():
             rate = rates.get(peer, 0.0)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from averaging.training.progress import Claim, ProgressConfig
+from averaging.training.shards import Sum, median_of
 from swarm.dht.records import Entry
 from swarm.errors import PeerError, UsageError
 from swarm.ids import Address, Contact, Key, PeerId
@@ -14,6 +15,7 @@ from swarm.metrics.record import Metrics, metrics_keys
 from swarm.monitor.tracked import Heard
 
 _ADDRESSES_MAX = 8
+_TOTALS_MAX = 3  # of the root's aggregators, as trainers read them
 _PROGRESS = ProgressConfig()
 
 
@@ -26,6 +28,7 @@ class Found:
     states: dict[PeerId, tuple[int, str]] = field(default_factory=dict)
     donors: dict[PeerId, Contact] = field(default_factory=dict)  # who gives its state
     refused: int = 0
+    total: Sum | None = None  # of a run that is divided into shards: the middle one of those who add it up
 
 
 def keys_of(run_id: str) -> list[Key]:
@@ -53,8 +56,11 @@ def read(run_id: str, answers: Mapping[Any, Any], now_s: float) -> Found:
                 continue
             at_s = min(metrics.at_s, entry.issued_at, now_s)
             _merge(found, entry, Heard(metrics=replace(metrics, at_s=at_s), expires_s=entry.expiration))
+    totals: list[Sum] = []
     for entry in _entries(answers.get(progress_key(run_id))):
         try:
+            if isinstance(entry.value, Mapping) and "total" in entry.value:
+                totals.append(Sum.decode(entry.value["total"], now_s, _PROGRESS))
             claim = Claim.decode(entry.value, now_s, _PROGRESS)
         except PeerError:
             found.refused += 1
@@ -63,6 +69,7 @@ def read(run_id: str, answers: Mapping[Any, Any], now_s: float) -> Found:
         contact = _contact(entry)
         if contact is not None:
             found.contacts[entry.writer] = contact
+    found.total = median_of(totals[:_TOTALS_MAX]) if len(totals) > 1 else None
     for entry in _entries(answers.get(donors_key(run_id))):
         value = entry.value if isinstance(entry.value, Mapping) else {}
         epoch, digest = value.get("epoch"), value.get("digest")

@@ -25,11 +25,12 @@ from starlette.routing import Route
 
 from swarm.errors import UsageError
 from swarm.monitor.history import History
-from swarm.monitor.view import PeerView, View, plain
+from swarm.monitor.view import Event, PeerView, View, plain
 from swarm.node import Node
 
 _CLIENTS_MAX = 64
 _HEARTBEAT_S = 3.0  # a page hears something this often: that the monitor still is there, and how old what it shows is
+_SHARED_S = 0.5
 _START_S = 10.0
 _STOP_S = 1.5
 _POINTS = 600
@@ -66,7 +67,7 @@ class Watched(Protocol):
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Client:
+class Client:
     """One open page: what it has been sent."""
 
     wake: asyncio.Event
@@ -79,11 +80,13 @@ class Stream:
 
     def __init__(self, watch: Watched) -> None:
         self._watch = watch
-        self._clients: set[_Client] = set()
+        self._clients: set[Client] = set()
         self._closed = False
+        self._told: tuple[float, Told] | None = None
         watch.listen(self._on_view)
 
     def _on_view(self, view: View) -> None:
+        self._told = None
         for client in self._clients:
             client.wake.set()
 
@@ -92,18 +95,25 @@ class Stream:
         for client in self._clients:
             client.wake.set()
 
+    def _latest(self) -> Told:
+        """Of this moment, made once for all pages that ask within half a second: of a thousand peers it takes a while."""
+        now_s = asyncio.get_running_loop().time()
+        if self._told is None or now_s - self._told[0] > _SHARED_S:
+            self._told = now_s, Told.of(self._watch.view_now())
+        return self._told[1]
+
     @property
     def full(self) -> bool:
         return len(self._clients) >= _CLIENTS_MAX
 
     async def messages(self) -> AsyncIterator[str]:
         """Server-sent events for one page, until it goes or the monitor does."""
-        client = _Client(asyncio.Event())
+        client = Client(asyncio.Event())
         self._clients.add(client)
         try:
             yield "retry: 1000\n\n"
             while not self._closed:
-                yield f"event: view\ndata: {json.dumps(news_for(client, self._watch.view_now()), ensure_ascii=False)}\n\n"
+                yield f"event: view\ndata: {json.dumps(news_for(client, self._latest()), ensure_ascii=False)}\n\n"
                 client.wake.clear()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_HEARTBEAT_S):
@@ -112,23 +122,30 @@ class Stream:
             self._clients.discard(client)
 
 
-def news_for(client: _Client, view: View) -> dict[str, Any]:
-    """The view without what the page has: rows of peers that did not change, events that it was sent."""
-    whole = {field.name: getattr(view, field.name) for field in dataclasses.fields(view) if field.name not in ("peers", "events")}
-    rows = {peer.peer_id: row_of(peer, view.at_s) for peer in view.peers}
-    changed = []
-    for peer_id, row in rows.items():
-        mark = hash(json.dumps(row))
-        if client.sent.get(peer_id) != mark:
-            client.sent[peer_id] = mark
-            changed.append(row)
-    gone = [peer_id for peer_id in client.sent if peer_id not in rows]
-    for peer_id in gone:
-        del client.sent[peer_id]
-    events = [event for event in view.events if event.number > client.event]
+@dataclasses.dataclass(frozen=True, slots=True)
+class Told:
+    """A view as it is told to pages."""
+
+    sums: dict[str, Any]
+    rows: dict[str, tuple[int, dict[str, Any]]]  # PeerID -> a mark that changes with the row, the row
+    events: tuple[Event, ...]
+
+    @classmethod
+    def of(cls, view: View) -> Told:
+        whole = {field.name: getattr(view, field.name) for field in dataclasses.fields(view) if field.name not in ("peers", "events")}
+        rows = {peer.peer_id: row_of(peer, view.at_s) for peer in view.peers}
+        marked = {peer_id: (hash(json.dumps(row)), row) for peer_id, row in rows.items()}
+        return cls(plain({name: _plain(value) for name, value in whole.items()}), marked, view.events)
+
+
+def news_for(client: Client, told: Told) -> dict[str, Any]:
+    """What the page does not have yet: the sums, rows of peers that changed, events that it was not sent."""
+    changed = [row for peer_id, (mark, row) in told.rows.items() if client.sent.get(peer_id) != mark]
+    gone = [peer_id for peer_id in client.sent if peer_id not in told.rows]
+    client.sent = {peer_id: mark for peer_id, (mark, _) in told.rows.items()}
+    events = [event for event in told.events if event.number > client.event]
     client.event = max([client.event, *(event.number for event in events)])
-    told: dict[str, Any] = plain({name: _plain(value) for name, value in whole.items()})
-    return told | {"peers": changed, "gone": gone, "events": plain([dataclasses.asdict(event) for event in events])}
+    return told.sums | {"peers": changed, "gone": gone, "events": plain([dataclasses.asdict(event) for event in events])}
 
 
 def row_of(peer: PeerView, now_s: float) -> dict[str, Any]:

@@ -142,6 +142,20 @@ def test_a_liar_cannot_push_the_others_rounds_out_nor_fill_the_log() -> None:
     assert len([event for event in watching.events() if event.peer_id == str(peer(9))]) <= 8
 
 
+def test_a_liars_rounds_are_few_and_leave_what_one_honest_peer_tells() -> None:
+    watching = Watching(4)
+    failed = told(watching.now_s, group="", digest="", reason="deadline", detail="nobody came")
+    watching.present[peer(1)] = {"rounds": (failed,)}
+    for number in range(60):
+        fakes = tuple(told(watching.now_s, epoch=7 + 1000 * (place % 2), group=f"f{number:03x}{place}") for place in range(4))
+        watching.present[peer(9)] = {"rounds": fakes}
+        watching.look(0.2)
+    rounds = watching.view().rounds
+    assert len(rounds) <= 5
+    assert {one.epoch for one in rounds} == {7}
+    assert sum(one.failed for one in rounds) == 1
+
+
 def test_members_words_about_a_round_become_one_row() -> None:
     watching = Watching(3)
     now_s = watching.now_s

@@ -1,0 +1,20 @@
+"""The measurement of what metrics cost runs, and sees what it says it sees."""
+
+from __future__ import annotations
+
+from benchmarks.monitoring import costs, rows
+
+
+def test_every_peer_is_seen_and_what_it_costs_is_counted() -> None:
+    found = costs(10, measured_s=8.0)
+    assert (found.seen, found.fresh) == (10, 10)
+    assert 0 < found.peer_bytes < 20_000
+    assert 0 < found.monitor_bytes < 200_000
+    assert found.age_s < 10.0
+    assert found.record_bytes < 1000
+
+
+def test_a_size_has_two_rows() -> None:
+    ((peer, monitor),) = rows(lambda text: None, sizes=(4,))
+    assert (peer.identifier, monitor.identifier) == ("simulated-4-metrics-peer", "simulated-4-metrics-monitor")
+    assert peer.ours.samples[0] > 0
