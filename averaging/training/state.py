@@ -46,6 +46,7 @@ class TrainingState:
     ) -> None:
         self.inner, self.scheduler, self.extras = inner, scheduler, tuple(extra_tensors)
         self.parameters = _parameters(inner)
+        self._probed: list[dict[str, Any]] | None = None
         self._reading = threading.RLock()
         self._views: list[StateView] = []  # somebody reads the state of a moment
         # to be held by whoever changes the state: views that are open are copied before that
@@ -63,6 +64,7 @@ class TrainingState:
         """The state has changed; call it with the lock still held."""
         self.epoch, self.canonical = epoch, canonical
         self.version += 1
+        self._probed = None  # what was probed may be part of the state now
 
     # averaging
 
@@ -223,7 +225,9 @@ class TrainingState:
         own = [dict(self.inner.state.get(p, {})) for p in self.parameters]
         if all(statistics or not p.requires_grad for statistics, p in zip(own, self.parameters, strict=True)):
             return own
-        return _probe(self.inner, self.parameters)
+        if self._probed is None:  # its size is asked for before a download, its tensors are used after it
+            self._probed = _probe(self.inner, self.parameters)
+        return self._probed
 
 
 def _probe(inner: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> list[dict[str, Any]]:

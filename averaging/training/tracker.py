@@ -154,13 +154,9 @@ class Tracker:
             self._news.notify_all()
 
     @property
-    def bits(self) -> int:
-        """The run is divided into 2^bits shards."""
-        return self._tree.bits
-
-    def settled(self, bits: int) -> None:
-        """Before it runs: begin where members of a large run are, and not where newcomers ask."""
-        self._tree.bits = bits
+    def tree(self) -> Tree:
+        """Our place in a run of several shards."""
+        return self._tree
 
     def contacts(self) -> list[Contact]:
         """Of peers that can be called."""

@@ -169,7 +169,7 @@ def measure(peers: int, *, epoch_s: float = 30.0, settle_s: float = 75.0, measur
         run = ProgressRun(network, target=round(epoch_s * sum(speeds)))
         async with asyncio.TaskGroup() as group:
             for rate in speeds:
-                run.add(rate).tracker.settled(bits_for(peers, 0))
+                run.add(rate).tracker.tree.bits = bits_for(peers, 0)
             tasks = run.start(group, run.trainers)
             await asyncio.sleep(settle_s)
             first = max(run.gathered, default=0) + 1
@@ -195,7 +195,7 @@ def _figures(run: ProgressRun, first: int, sent: list[tuple[int, int]], per_minu
     size_bytes = sum(trainer.peer.bytes_sent - before for trainer, (_, before) in zip(run.trainers, sent, strict=True))
     return ProgressFigures(
         peers=peers,
-        shards=1 << run.trainers[0].tracker.bits,
+        shards=1 << run.trainers[0].tracker.tree.bits,
         reads=table.reads.total() / peers * per_minute,
         writes=table.writes.total() / peers * per_minute,
         operations_most=max((table.reads + table.writes).values()) * per_minute,

@@ -63,11 +63,11 @@ def test_lying_members_and_one_lying_aggregator_a_shard_do_not_advance_the_epoch
         trainers = [run.add(RATE, (lambda samples: samples * 1000) if number < members else None) for number in range(PEERS)]
         tasks = run.start(group, trainers)
         await asyncio.sleep(30.0)
-        assert {trainer.tracker.bits for trainer in trainers} == {2}
+        assert {trainer.tracker.tree.bits for trainer in trainers} == {2}
         if not members:
             by_shard: dict[Any, list[Trainer]] = {}
             for trainer in trainers:
-                by_shard.setdefault(trainer.tracker._tree.leaf, []).append(trainer)
+                by_shard.setdefault(trainer.tracker.tree.leaf, []).append(trainer)
             for leaf, there in by_shard.items():
                 adding = aggregators(leaf, "a" * 20, [trainer.peer_id for trainer in there], there[0].peer.clock.swarm_s())
                 assert len(adding) == AGGREGATORS
@@ -79,7 +79,7 @@ def test_lying_members_and_one_lying_aggregator_a_shard_do_not_advance_the_epoch
         honest_min = 0.75 if not members else 0.4  # a fifth of all counts three times each: 5/7 of the target is honest then
         assert all(run.gathered[epoch] >= honest_min * TARGET for epoch in whole), run.gathered
         assert max(trainer.epoch for trainer in trainers) - first <= 60.0 / (EPOCH_S * honest_min) + 1
-        assert {trainer.tracker.bits for trainer in trainers} == {2}
+        assert {trainer.tracker.tree.bits for trainer in trainers} == {2}
         for task in tasks:
             task.cancel()
 
@@ -95,12 +95,12 @@ def test_a_run_that_shrinks_is_one_dictionary_again_and_a_newcomer_finds_its_sha
         late = run.add(RATE)
         joined = run.start(group, [late])
         await asyncio.sleep(8.0)
-        assert late.tracker.bits == 2, "it looked before it said anything"
+        assert late.tracker.tree.bits == 2, "it looked before it said anything"
         assert late.tracker.view().peers_total >= 80
         for task in tasks[2 * 20 :]:
             task.cancel()
         await asyncio.sleep(150.0)
-        assert {trainer.tracker.bits for trainer in [*trainers[:20], late]} == {0}
+        assert {trainer.tracker.tree.bits for trainer in [*trainers[:20], late]} == {0}
         assert late.tracker.view().peers_total == 21
         for task in [*tasks, *joined]:
             task.cancel()
