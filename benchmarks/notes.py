@@ -28,13 +28,13 @@ _CODEC_CALLS = (
 )
 
 _EXPERT_CALL = (
-    "processor time. Of 1.6 ms a call (server and caller together, by `py-spy`, on a machine with five times as many runnable threads as cores) "
-    "about 0.35 ms are ours: checks, framing, the queue and the change to the computing thread; the rest is gRPC, TLS and the event loops' wake-ups "
-    "for one 4 kB message each way (docs/decisions/0012: 0.6 ms on the same machine when it is idle). hivemind takes 8 to 13 ms here."
+    "processor time. Of 1.6 ms a call (server and caller together, by `py-spy`, on a machine with five runnable threads a core) "
+    "about 0.35 ms are ours: checks, framing, the queue, the change to the computing thread; the rest is gRPC, TLS and the wake-ups "
+    "of event loops for one 4 kB message each way (docs/decisions/0012: 0.6 ms on the machine when idle). hivemind takes 8 to 13 ms."
 )
 _EXPERT_PASS = (
-    "the module's own arithmetic, which both share: forward, forward again, backward and a step take 2 ms (four requests in one batch) to 4.4 ms "
-    "(one) of a single thread here, and the server has one computing thread; the two calls take 3.5 ms. Batches grow with the number of callers."
+    "the module's own arithmetic, which both share: forward, forward again, backward and a step take 2 ms (four requests in one batch) to "
+    "4.4 ms (one) of a single thread here, and the server has one computing thread; the two calls take 3.5 ms."
 )
 
 LIMITED_BY: dict[str, str] = {

@@ -17,8 +17,8 @@ T = TypeVar("T")
 class RememberedConfig:
     """How much is kept; 0 bytes: nothing."""
 
-    bytes_max: int = 512 << 20
-    bytes_per_caller_max: int = 128 << 20
+    bytes_max: int = 256 << 20
+    bytes_per_caller_max: int = 64 << 20
     entry_overhead_bytes: int = 1024  # counted for each, so that small ones are bounded in number, too
 
 
