@@ -231,16 +231,10 @@ class Optimizer(torch.optim.Optimizer):
         return self._state.view()
 
     def load_state(self, blob: bytearray) -> None:
-        """Go on from the state of a checkpoint; what was accumulated is dropped. PeerError, and parameters as they were, when it does not
-        fit.
-        """
-        learner = self._training.learner
-        learner.set_aside()
-        try:
-            self._state.load(blob)
-        finally:
-            with self._state.lock:
-                learner.resume()
+        """Go on from the state of a checkpoint; what was accumulated is dropped. PeerError, and nothing changed, when it does not fit."""
+        self._state.load(blob)
+        with self._state.lock:
+            self._training.learner.loaded()
         self._loop.resumed()
 
     # --- what the run's owner may change while it is running
