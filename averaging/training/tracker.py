@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from averaging.training.admission import Banned
-from averaging.training.contacts import ADDRESSES_MAX, contact_of
+from averaging.training.claimrecords import ClaimRecords
 from averaging.training.progress import Claim, Progress, ProgressConfig, ProgressView
 from averaging.training.runexchange import REPORT
 from averaging.training.tree import Tree
 from swarm.clock import Clock
-from swarm.dht.service import DhtService, Entry
-from swarm.errors import NetworkError, PeerError, SwarmError, UsageError
+from swarm.dht.service import DhtService
+from swarm.errors import NetworkError, PeerError
 from swarm.ids import Contact, PeerId
 from swarm.net.rpc import Caller
 from swarm.wire import state_pb2
@@ -31,8 +31,6 @@ _log = logging.getLogger(__name__)
 _CALL_TIMEOUT_S = 2.0  # of a report to a peer; a live one answers within a round trip
 _GOODBYE_S = 0.5  # leaving must not take long
 _CALLS_MAX = 16  # reports on their way at once
-_READ_TIMEOUT_S = 5.0
-_RETRY_S = 1.0
 _DOUBT_S = 0.2  # between two looks at the DHT because somebody claims what we do not see
 
 
@@ -55,6 +53,7 @@ class Tracker:
         self._services, self.run_id, self._config = services, run, config
         self._own = services.own().peer_id
         self._tree = Tree(services.dht, run, self._own, config, services.clock.swarm_s())
+        self._records = ClaimRecords(services.own, services.dht, services.clock, self._tree, config)
         self._progress = Progress(self._own, target, config, services.clock.swarm_s())
         self._lock = threading.Lock()
         self._news = threading.Condition(self._lock)  # for the trainer's thread: an epoch began, or a first look was had
@@ -65,10 +64,8 @@ class Tracker:
         self._called = -1  # the latest epoch that somebody called full
         self._told = -1  # the latest epoch of which this peer told the others
         self._calls = 0  # how often somebody called our epoch full
-        self._contacts: dict[PeerId, Contact] = {}
         self._wake = asyncio.Event()  # look and publish now
         self._herald = asyncio.Event()  # tell the others now
-        self._published: tuple[Claim, float] | None = None
         self._closed = False
         self.on_full: Callable[[], None] = _nothing  # our epoch is full, its round begins; called with the lock held
 
@@ -150,7 +147,7 @@ class Tracker:
         with self._news:
             for peer in peers:
                 self._progress.on_goodbye(peer)
-                self._contacts.pop(peer, None)
+                self._records.contacts.pop(peer, None)
             self._news.notify_all()
 
     @property
@@ -160,10 +157,10 @@ class Tracker:
 
     def contacts(self) -> list[Contact]:
         """Of peers that can be called."""
-        return [contact for contact in list(self._contacts.values()) if contact.addresses]
+        return [contact for contact in list(self._records.contacts.values()) if contact.addresses]
 
     def contact(self, peer: PeerId) -> Contact | None:
-        return self._contacts.get(peer)
+        return self._records.contacts.get(peer)
 
     def wait_look(self, timeout_s: float, *, first: bool = False) -> bool:
         """Wait for a look at the DHT that begins after this call (`first`: or any earlier one); False when there was none in time."""
@@ -201,7 +198,9 @@ class Tracker:
         await self._look()  # before the first word: a newcomer to a large run does not know yet where that belongs
         while not self._closed:
             self._wake.clear()
-            await self._publish()
+            with self._lock:
+                claim = self._progress.claim
+            await self._records.publish(claim)
             await self._look()
             with self._lock:
                 wait_s = self._progress.refresh_s(self._services.clock.swarm_s())
@@ -233,11 +232,7 @@ class Tracker:
         self._wake.set()
         self._herald.set()
         await self._report_to(list(self.others()), goodbye=True)
-        if self._published is not None:
-            try:
-                await self._services.dht.delete(self._tree.key, subkey=str(self._own), timeout_s=_GOODBYE_S)
-            except SwarmError as error:
-                _log.debug("the progress record of run %s was not withdrawn: %s", self.run_id, error)
+        await self._records.withdraw(_GOODBYE_S)
 
     async def on_report(self, peer: PeerId, request: state_pb2.ReportRequest) -> state_pb2.ReportReply:
         """Another peer tells its progress, and perhaps that the epoch is full."""
@@ -278,7 +273,7 @@ class Tracker:
                 group.create_task(self._report_one(peer, full, goodbye, limit))
 
     async def _report_one(self, peer: PeerId, full: bool, goodbye: bool, limit: asyncio.Semaphore) -> None:
-        contact = self._contacts.get(peer)
+        contact = self._records.contacts.get(peer)
         if contact is None or not contact.addresses:
             return  # a client peer: it reads the DHT
         async with limit:
@@ -306,65 +301,28 @@ class Tracker:
         with self._news:
             self._progress.on_claim(peer, claim, now_s)
             self._news.notify_all()
-        if peer not in self._contacts:
+        if peer not in self._records.contacts:
             self._wake.set()  # its record says where it is
         return claim
 
-    async def _publish(self) -> None:
-        with self._lock:
-            claim = self._progress.claim
-        now_s = self._services.clock.swarm_s()
-        if self._published is not None:
-            last, at_s = self._published
-            moved = (claim.epoch, claim.samples) != (last.epoch, last.samples)
-            if not moved and self._tree.said is None and now_s - at_s < self._config.claim_ttl_s / 3:
-                return
-            claim = Claim(
-                epoch=claim.epoch,
-                samples=claim.samples,
-                rate=claim.rate,
-                at_s=max(claim.at_s, now_s if not moved else 0.0),
-                since_s=claim.since_s,
-            )
-        addresses = [address.multiaddr for address in self._services.own().addresses[:ADDRESSES_MAX]]
-        value = {**claim.encode(), "addresses": addresses}
-        if self._tree.said is not None:
-            value["total"] = self._tree.said.encode()
-        try:
-            await self._services.dht.store(
-                self._tree.key,
-                value,
-                ttl_s=self._config.claim_ttl_s,
-                subkey=str(self._own),
-                timeout_s=_READ_TIMEOUT_S,
-            )
-            self._published = (claim, now_s)
-        except UsageError:
-            raise
-        except SwarmError as error:
-            _log.info("the progress of run %s was not published: %s", self.run_id, error)
-
     async def _look(self) -> None:
-        """Read the dictionary once; what is malformed in it is its writer's fault and skipped. Newcomers are told of us."""
+        """Read the dictionary once. Newcomers are told of us."""
         begun_s = self._services.clock.swarm_s()
         self._looking = True
         try:
-            found = await self._services.dht.get(self._tree.key, timeout_s=_READ_TIMEOUT_S)
-        except SwarmError as error:
-            _log.info("the progress of run %s could not be read: %s", self.run_id, error)
-            await asyncio.sleep(_RETRY_S)
-            return
+            entries = await self._records.read(self._banned)
         finally:
             self._looking = False
-        entries = [entry for entry in found.values() if entry.writer not in self._banned] if isinstance(found, dict) else []
-        heard, newcomers = self._read(entries)
+        if entries is None:
+            return
+        heard, newcomers = self._records.claims(entries)
         with self._news:
             now_s = self._services.clock.swarm_s()
             for writer, claim, expires_s in heard:
                 self._progress.on_claim(writer, claim, now_s, expires_s)
             claims = {self._own: self._progress.claim, **self._progress.others(now_s)}
         if await self._tree.after_look(entries, claims, now_s):
-            self._published = None
+            self._records.moved()
             self._wake.set()
         with self._news:
             self._progress.total = self._tree.total
@@ -373,35 +331,6 @@ class Tracker:
             self._news.notify_all()
         self._herald.set()
         await self._report_to(newcomers)
-
-    def _read(self, entries: Iterable[Entry]) -> tuple[list[tuple[PeerId, Claim, float]], list[PeerId]]:
-        """The claims of the records, and whose contacts were not known yet."""
-        heard, newcomers, now_s = [], [], self._services.clock.swarm_s()
-        for entry in entries:
-            if entry.writer == self._own or (self._tree.bits == 0 and isinstance(entry.value, dict) and "total" in entry.value):
-                continue  # the latter: no claim, but a word about a run of several shards
-            try:
-                claim = Claim.decode(entry.value, now_s, self._config)
-                contact = self._contact_of(entry)
-            except PeerError as error:
-                _log.info("peer %s keeps a malformed progress record: %s", entry.writer, error)
-                continue
-            heard.append((entry.writer, claim, entry.expiration))
-            if entry.writer not in self._contacts:
-                newcomers.append(entry.writer)
-            self._contacts[entry.writer] = contact
-        writers = {writer for writer, _, _ in heard}
-        for peer in [peer for peer in self._contacts if peer not in writers and len(self._contacts) > self._config.peers_max]:
-            del self._contacts[peer]
-        return heard, newcomers
-
-    def _contact_of(self, entry: Entry) -> Contact:
-        """PeerError when it is malformed. What is as it was is not read again: records come every second, and few peers move."""
-        raw = entry.value.get("addresses")
-        known = self._contacts.get(entry.writer)
-        if known is not None and isinstance(raw, list) and raw == [address.multiaddr for address in known.addresses]:
-            return known
-        return contact_of(entry.writer, raw)
 
 
 def _nothing() -> None:
