@@ -43,7 +43,7 @@ def run_demo(*, volunteers: int, seconds: int, web: str | None, as_json: bool, e
                 if line is not None:
                     name, event = line
                     demo.take(name, event)
-                    if event is not None and name != _MONITOR:
+                    if event is not None and (name != _MONITOR or event.get("url")):
                         view.event(name, event)
                 view.show(state, time.monotonic() - started_s)
         summary = state.summary(time.monotonic() - started_s)

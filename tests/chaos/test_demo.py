@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,28 @@ def test_the_demo_trains_sums_up_and_ends_by_itself() -> None:
     assert all(peer["samples"] > 0 and peer["rounds"] > 0 for peer in summary["peers"])
     assert summary["join_line"].startswith("swarm join /ip4/127.0.0.1/")
     assert {line["from"] for line in lines[:-1]} == {"bootstrap", "founder", "volunteer 2", "volunteer 3"}
+
+
+@pytest.mark.chaos
+def test_the_demo_shows_its_page_and_takes_it_down_with_itself() -> None:
+    command = [sys.executable, "-m", "swarm.cli", "demo", "--json", "--seconds", "10", "--volunteers", "2", "--web", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as child:
+        assert child.stdout is not None
+        told, url = [], ""
+        for line in child.stdout:
+            told.append(json.loads(line))
+            if told[-1].get("url"):
+                url = told[-1]["url"]
+            if url and told[-1].get("event") == "epoch":
+                break
+        with urllib.request.urlopen(f"{url}api/view", timeout=10) as reply:
+            view = json.load(reply)
+        assert view["run"]["name"] == "demo"
+        assert {peer["name"] for peer in view["peers"]} <= {"founder", "volunteer 2"}
+        rest, errors = child.communicate(timeout=200)
+        assert child.returncode == 0, (errors, rest[-2000:])
+    with pytest.raises(OSError):
+        urllib.request.urlopen(url, timeout=2)
 
 
 def test_the_plain_demo_prints_no_control_characters_and_tells_what_failed() -> None:

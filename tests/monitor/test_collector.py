@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -105,7 +104,6 @@ def test_it_knocks_at_peers_of_the_run_that_nothing_else_remembers() -> None:
         await collector.look()
         assert collector.model.view(clock.swarm_s()).live
         dht.found = {}
-        await asyncio.sleep(5.0)
         await collector.look()
         assert collector.model.view(clock.swarm_s()).link.status == "lost"
         assert {contact.peer_id for contact in dht.knocked} == {peer(50), peer(1)}
