@@ -17,6 +17,8 @@ _data = click.option("--data", metavar="DIR", type=click.Path(path_type=Path), d
 _name = click.option("--name", default="", help="What those who watch the run may call this machine; at most 40 characters.")
 _yes = click.option("--yes", "-y", is_flag=True, help="Do not ask before training begins.")
 _parent = click.option("--exit-with-parent", is_flag=True, hidden=True, help="Leave when standard input ends.")
+_upload = click.option("--upload", metavar="MBIT", type=click.FloatRange(min=0.1), default=None, help="Send no faster, in Mbit/s.")
+_download = click.option("--download", metavar="MBIT", type=click.FloatRange(min=0.1), default=None, help="Receive no faster, in Mbit/s.")
 _hours = click.option("--hours", metavar="FROM-TO", multiple=True, help="Train in these hours only (local time): 22-7. Repeatable.")
 _memory = click.option("--memory", metavar="SIZE", default=None, help="Take no more memory than this: 4G. Leaves before it takes more.")
 _resume = click.option("--resume", is_flag=True, help="Go on from the newest good checkpoint on this machine.")
@@ -74,6 +76,8 @@ def demo(volunteers: int, seconds: int, web: str | None, as_json: bool, exit_wit
 )
 @_every("10m")
 @_resume
+@_upload
+@_download
 @_hours
 @_memory
 @_listen
@@ -107,6 +111,8 @@ def start(file: Path, bootstrap: tuple[str, ...], identity: str | None, listen: 
 @_yes
 @_every("0")
 @_resume
+@_upload
+@_download
 @_hours
 @_memory
 @_listen
@@ -125,7 +131,7 @@ def join(address: str, run: str | None, identity: str | None, listen: str | None
       swarm join /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
       swarm join ADDRESS --run bytelm --yes
       swarm join ADDRESS --device cpu --data ~/texts
-      swarm join ADDRESS --hours 22-7 --memory 4G
+      swarm join ADDRESS --upload 20 --download 50 --hours 22-7 --memory 4G
     """
     from swarm.cli.taking_part import Choices, join_and_train
 

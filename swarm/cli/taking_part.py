@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swarm.cli.control import Control
 from swarm.cli.identity import open_identity
@@ -26,6 +26,10 @@ from swarm.run.limits import Limits, parse_duration_s, parse_size
 from swarm.run.saving import SavingConfig
 from swarm.run.specification import RunSpecification
 
+if TYPE_CHECKING:
+    from swarm.net.throttle import Bandwidth
+
+_BYTES_PER_MBIT = 125_000.0
 _LOOK_S = 0.5
 _REFUSED_S = 1.5  # for the first peer to answer, when every address said at once that nobody is there
 _ANSWER_S = 6.0  # when nothing was heard at all
@@ -45,6 +49,8 @@ class Choices:
     exit_with_parent: bool
     checkpoint_every: str
     resume: bool
+    upload: float | None  # Mbit/s
+    download: float | None
     hours: tuple[str, ...]
     memory: str | None
     yes: bool = True
@@ -62,6 +68,13 @@ class Choices:
         if choices.data is not None and not choices.data.expanduser().is_dir():
             raise UsageError(f"--data {choices.data}: there is no such folder")
         return choices
+
+    def bandwidth(self) -> Bandwidth:
+        """What the node may use of its link, each way."""
+        from swarm.net.throttle import Bandwidth
+
+        up, down = (None if mbit is None else mbit * _BYTES_PER_MBIT for mbit in (self.upload, self.download))
+        return Bandwidth(up_bytes_per_s=up, down_bytes_per_s=down)
 
     def limits(self) -> Limits:
         """What the volunteer allows its machine to be used for; bandwidth is the node's business."""
@@ -167,7 +180,7 @@ def _session(choices: Choices, identity: Path | None) -> Iterator[_Session]:
         try:
             from swarm.node import Node, NodeConfig
 
-            config = NodeConfig(name=choices.name)
+            config = NodeConfig(name=choices.name, bandwidth=choices.bandwidth())
             with Node(bootstrap=choices.contacts(), listen=choices.listen_at(), identity=own, config=config) as node:
                 # torch takes seconds to import; the network finds its peers meanwhile
                 importing = threading.Thread(target=_import_torch, name="imports torch", daemon=True)
