@@ -3,75 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
 import torch
 
-from averaging.training.donor import Donor, DonorConfig, DonorServices
+from averaging.training.donor import Donor
 from averaging.training.download import Download, DownloadConfig, Fetched
-from averaging.training.runexchange import RunExchange, pack_chunk, parse_chunks_request
+from averaging.training.runexchange import pack_chunk, parse_chunks_request
 from averaging.training.snapshot import CHUNK_BYTES
 from averaging.training.state import TrainingState
 from averaging.training.view import StateView
 from swarm.errors import DeadlineExceeded, NotEnoughPeers, PeerError
 from swarm.net.rpc import Stream
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
-from swarm.testing.virtual_loop import run_virtual
 from swarm.wire import state_pb2
-
-RUN = "run"
-CHUNKS = 8
-LINK = LinkConfig(bandwidth=2e6)  # a chunk takes half a second; two of each donor are on their way
-
-
-def state_of(seed: int, epoch: int = 5) -> TrainingState:
-    torch.manual_seed(seed)
-    p = torch.nn.Parameter(torch.randn(CHUNKS * CHUNK_BYTES // 4 - 1000))
-    state = TrainingState(torch.optim.SGD([p], lr=0.1))
-    state.epoch = epoch
-    return state
-
-
-class _NoDht:
-    async def store(self, *args: Any, **options: Any) -> None:
-        return None
-
-    delete = store
-
-
-def donor(peer: SimulatedPeer, state: TrainingState, wrap: type[Donor] = Donor, **config: Any) -> Donor:
-    services = DonorServices(
-        own=lambda: peer.contact,
-        dht=_NoDht(),  # type: ignore[arg-type]
-        clock=peer.clock,
-        loop=asyncio.get_running_loop(),
-        pool=None,  # type: ignore[arg-type]
-    )
-    made = wrap(services, RUN, state, DonorConfig(**config))
-    made.start()
-    RunExchange(peer.handlers.unary, peer.handlers.stream).add(RUN, None, made)  # type: ignore[arg-type]
-    return made
-
-
-def joining(peer: SimulatedPeer, state: TrainingState, **changes: Any) -> Download:
-    options = {"bytes_max": state.bytes_max(), "epoch_min": 5, "epoch_known": 5, "config": DownloadConfig(chunk_timeout_s=3.0), **changes}
-    return Download(run=RUN, caller=peer.caller, **options)
-
-
-Scenario = Callable[[SimulatedNetwork, SimulatedPeer, list[SimulatedPeer]], Awaitable[None]]
-
-
-def play(scenario: Scenario, donors: int = 3, seed: int = 1, link: LinkConfig = LINK) -> None:
-    async def main() -> None:
-        network = SimulatedNetwork(seed, link)
-        peers = [network.peer() for _ in range(donors + 1)]
-        await scenario(network, peers[0], peers[1:])
-        assert not network.errors
-        await network.close()
-
-    run_virtual(main(), limit_s=3600)
+from tests.sim.donors import CHUNKS, donor, joining, play, state_of
 
 
 def test_chunks_come_from_all_who_hold_the_same() -> None:
@@ -359,55 +305,3 @@ def test_it_ends_by_its_deadline() -> None:
             await joining(joiner, state_of(2)).fetch([], 1.0)
 
     play(scenario, donors=1)
-
-
-def test_a_donor_that_trains_keeps_the_leased_state_and_limits_its_copies() -> None:
-    async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
-        state = state_of(1)
-        digest = state.snapshot().digest
-        made = donor(peers[0], state, snapshots_max=1, leases_max=2)
-
-        async def update() -> None:
-            await asyncio.sleep(0.8)
-            with state.lock, torch.no_grad():
-                state.parameters[0].add_(1.0)
-                state.moved(6)
-            request = state_pb2.OpenRequest(run=RUN)
-            with pytest.raises(PeerError, match="earlier epochs"):
-                await made.on_open(joiner.peer_id, request)
-
-        async with asyncio.TaskGroup() as group:
-            group.create_task(update())
-            task = group.create_task(joining(joiner, state_of(2)).fetch([peers[0].contact], 60))
-        assert task.result().digest == digest, "the snapshot is of the moment when the lease was opened"
-        reply = await made.on_open(joiner.peer_id, state_pb2.OpenRequest(run=RUN))
-        assert reply.epoch == 6
-        await made.on_open(joiner.peer_id, state_pb2.OpenRequest(run=RUN))
-        with pytest.raises(PeerError, match="busy"):
-            await made.on_open(joiner.peer_id, state_pb2.OpenRequest(run=RUN))
-        await asyncio.sleep(DonorConfig().lease_idle_s + 1)
-        assert (await made.on_open(joiner.peer_id, state_pb2.OpenRequest(run=RUN))).epoch == 6, "idle leases make room"
-        with pytest.raises(PeerError, match="epoch 6 only"):
-            await made.on_open(joiner.peer_id, state_pb2.OpenRequest(run=RUN, epoch_min=7))
-
-    play(scenario, donors=1)
-
-
-def test_a_lease_is_its_openers_and_requests_are_checked() -> None:
-    async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
-        from averaging.training import runexchange
-
-        made = donor(peers[0], state_of(1))
-        reply = await made.on_open(joiner.peer_id, state_pb2.OpenRequest(run=RUN))
-        for caller, request, complaint in [
-            (peers[1], state_pb2.ChunksRequest(run=RUN, lease=reply.lease, indices=[0]), "lease is over"),
-            (joiner, state_pb2.ChunksRequest(run=RUN, lease=reply.lease, indices=[99]), "there is no number 99"),
-            (joiner, state_pb2.ChunksRequest(run=RUN, lease=reply.lease, indices=[0] * 2000), "at most 1024"),
-            (joiner, state_pb2.ChunksRequest(run="another", lease=reply.lease, indices=[0]), "does not take part in run 'another'"),
-        ]:
-            async with caller.caller.open_stream(peers[0].contact, runexchange.CHUNKS, timeout_s=10) as stream:
-                await stream.send(request.SerializeToString())
-                with pytest.raises(PeerError, match=complaint):
-                    await stream.receive()
-
-    play(scenario, donors=2)
