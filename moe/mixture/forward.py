@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -245,7 +245,7 @@ class ForwardPass:
         places = [branch.places for branch in branches]
         outputs = await worked(self._pool, size, lambda: spread(batch, width, places, answers, like))
         # they are in `outputs` now, and need not be held twice until the backward pass
-        branches = [Branch(replace(one.made, forwarded=replace(one.made.forwarded, outputs=[])), one.places) for one in branches]
+        branches = [Branch(one.made.without_outputs(), one.places) for one in branches]
         chosen = torch.zeros_like(self._there_BS)
         chosen[:, : at_first.shape[1]] = at_first
         seconds = self._calls.clock.monotonic_s() - self._begun_s

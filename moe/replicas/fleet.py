@@ -150,6 +150,10 @@ class Fleet:
         self._avoidance.failed((_SLOW, peer), now_s, "it was overtaken")
         self.failed(uid, peer, now_s, "it was overtaken by another replica")
 
+    def full(self, peer: PeerId, now_s: float) -> None:
+        """Its queue takes no more: nothing is held against it, but where there is a choice others come first for a while."""
+        self._avoidance.failed((_SLOW, peer), now_s, "its queue was full")
+
     def _dawdles(self, peer: PeerId, now_s: float) -> bool:
         key = (_SLOW, peer)
         return self._avoidance.avoided(key, now_s) or (self._avoidance.failures(key) > 0 and peer in self._in_flight)
