@@ -16,7 +16,7 @@ from moe.replicas.hedging import HedgeBudget, HedgingConfig
 from swarm.errors import UsageError
 from swarm.ids import PeerId
 
-Replica = tuple[str, PeerId]  # (the expert's name, who holds it)
+_Place = tuple[str, PeerId]  # (the expert's name, who holds it)
 _SLOW = ""  # in the place of an expert's name: the peer as a whole dawdles
 
 
@@ -50,7 +50,7 @@ class Fleet:
         self.budget = HedgeBudget(self.config.hedging)
         self._rng = rng
         self._avoidance = Avoidance(self.config.avoidance)
-        self._paces: OrderedDict[Replica, _Pace] = OrderedDict()
+        self._paces: OrderedDict[_Place, _Pace] = OrderedDict()
         self._in_flight: dict[PeerId, int] = {}
         self._waits: OrderedDict[PeerId, tuple[float, float]] = OrderedDict()  # what it said, and when
 

@@ -214,14 +214,14 @@ class ExpertSwarm:
 
     def restart(self, server: SimulatedExperts) -> None:
         """The same identity and address; its experts are as they were (a checkpoint), what it remembers of requests is gone."""
+        self.run(self.restarted(server))
 
-        async def restart() -> None:
-            self.network.restart(server.peer)
-            server.applied.clear()
-            server._busy = asyncio.Lock()
-            await server.start([self.trainer])
-
-        self.run(restart())
+    async def restarted(self, server: SimulatedExperts) -> None:
+        """`restart`, from within the loop."""
+        self.network.restart(server.peer)
+        server.applied.clear()
+        server._busy = asyncio.Lock()
+        await server.start([self.trainer])
 
     def __enter__(self) -> ExpertSwarm:
         return self
