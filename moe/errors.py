@@ -22,7 +22,7 @@ class ExpertMissing(ExpertError):
 
 
 class ExpertRefused(ExpertError, UsageError):
-    """The request does not fit the expert's schema or limits, and the text says where: asking again, or elsewhere, does not help."""
+    """The request does not fit the expert's schema or limits; the text says where. When the server is right, others say the same."""
 
 
 class ExpertFailed(ExpertError):

@@ -11,14 +11,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from moe.batching import BatchingConfig
-from moe.checkpoints import ExpertCheckpoints
-from moe.compute import ComputeThread, Counts, Job, Outcome
 from moe.declarations import Declarations, DeclaringConfig, Load
 from moe.expert import Expert
-from moe.hosting import HostingService
-from moe.replicating import Replicating, ReplicatingConfig
-from moe.requests import Hosted
+from moe.serving.batching import BatchingConfig
+from moe.serving.checkpoints import ExpertCheckpoints
+from moe.serving.compute import ComputeThread, Counts, Job, Outcome
+from moe.serving.hosting import HostingService
+from moe.serving.replicating import Replicating, ReplicatingConfig
+from moe.serving.requests import Hosted
 from moe.uid import ExpertUid
 from swarm.errors import DeadlineExceeded, UsageError
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 
 import torch
 
-from moe.calls import Forwarded, GradientPass
+from moe.calls import GradientPass
 from moe.mixture.dispatch import add_up
 from moe.mixture.forward import REASONS_SHOWN, Branch, Mixed, rows_of, worked
 from moe.mixture.gathering import Gathering
 from moe.mixture.terms import PassReport, Terms
-from moe.replicas.calling import ReplicaCalls
+from moe.replicas.calling import ReplicaCalls, afresh
 from swarm.errors import NotEnoughPeers, SwarmError
 
 
@@ -83,15 +82,10 @@ class BackwardPass:
         size = sum(one.nbytes for one in gradients if one is not None)
         cut = await worked(self._pool, size, lambda: [one[places.rows, places.columns] if one is not None else None for one in gradients])
         if again:
-            made = replace(made, forwarded=afresh(made.forwarded))
+            made = afresh(made)
         try:
             tensors = GradientPass(inputs, cut)
             answer = await self._calls.backward(made, tensors, deadline_s=deadline_s, travel=self._terms.travel)
         except SwarmError as error:
             return error
         return answer.gradients
-
-
-def afresh(forwarded: Forwarded) -> Forwarded:
-    """The same answer under another request id: its backward pass is applied beside the one under the first."""
-    return replace(forwarded, request_id=os.urandom(len(forwarded.request_id)), kept=False)

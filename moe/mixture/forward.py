@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -80,7 +80,7 @@ class ForwardPass:
         self._tasks: dict[asyncio.Task[Made | SwarmError], int] = {}
         self._hopeless: set[ExpertUid] = set()  # failed in this pass
         self._replicas: dict[ExpertUid, Sequence[Replica]] = {}
-        self._anew = self._asked_anew = self._desperate = False
+        self._anew = self._asked_anew = self._desperate = self._last_resort = False
         self._lost = True  # some sample may have too few experts
         self._silent: set[PeerId] = set()  # peers that were not heard of in this pass when others were
         self._replaced_B = torch.zeros(batch, dtype=torch.int64)  # how often others were looked for
@@ -129,7 +129,7 @@ class ForwardPass:
         usable = []
         for place, replicas in below.experts.items():
             expert = ExpertUid(self._terms.grid.block, (*prefix, place))
-            silent = not self._desperate and all(one.peer_id in self._silent for one in replicas)
+            silent = not self._last_resort and all(one.peer_id in self._silent for one in replicas)
             if (
                 expert not in self._hopeless
                 and not silent
@@ -194,7 +194,9 @@ class ForwardPass:
         self._lost = True
 
     async def _replace_lost(self, tasks: asyncio.TaskGroup) -> None:
-        """For samples that lost too many experts ask others: from the second time on also those that are avoided."""
+        """For samples that lost too many experts ask others: from the second time on also those that are avoided, and the last time also
+        those that have been silent in this pass.
+        """
         times_max = self._terms.replacements_max if self._lost else 0
         self._lost = False
         for times in range(times_max):
@@ -202,9 +204,9 @@ class ForwardPass:
             short = short[self._replaced_B[short] == times]
             if len(short) and self._calls.clock.monotonic_s() < self._deadline_s:
                 self._replaced_B[short] += 1
-                self._desperate = times > 0
+                self._desperate, self._last_resort = times > 0, times + 1 == times_max
                 await self._replace(tasks, short)
-        self._desperate = False
+        self._desperate = self._last_resort = False
 
     async def _replace(self, tasks: asyncio.TaskGroup, short: torch.Tensor) -> None:
         """The best that these samples have not chosen yet. Should some find none, the DHT is asked anew who there is, once in a pass."""
@@ -245,7 +247,7 @@ class ForwardPass:
         places = [branch.places for branch in branches]
         outputs = await worked(self._pool, size, lambda: spread(batch, width, places, answers, like))
         # they are in `outputs` now, and need not be held twice until the backward pass
-        branches = [Branch(replace(one.made, forwarded=replace(one.made.forwarded, outputs=[])), one.places) for one in branches]
+        branches = [Branch(one.made.without_outputs(), one.places) for one in branches]
         chosen = torch.zeros_like(self._there_BS)
         chosen[:, : at_first.shape[1]] = at_first
         seconds = self._calls.clock.monotonic_s() - self._begun_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,9 @@ from moe.mixture.beam import BeamConfig
 from moe.mixture.dispatch import mixed
 from moe.mixture.gate import ProductKeyGate, gate_input, logits_of, softmax_over
 from moe.mixture.gathering import Patience
-from moe.mixture.session import Remote, Session, branches
+from moe.mixture.session import Seen, Session
 from moe.mixture.terms import PassReport, Terms
+from moe.replicas.crossing import Remote, check_batch
 from moe.uid import Grid
 from swarm.errors import UsageError
 
@@ -84,38 +86,34 @@ class RemoteMixtureOfExperts(nn.Module):
             beam=config.beam,
         )
         self.gate = ProductKeyGate(in_features, self.grid.shape)
-        self._remote = Remote(node)
+        self._remote, self._seen = Remote(node), Seen()
 
     def forward(self, inputs: torch.Tensor, *more: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        check_batch(inputs, more)
+        check_batch((inputs, *more))
         scores = self.gate(gate_input(inputs, self.in_features, self.gate.projection.weight))
-        session = Session(self._remote, self.terms)
-        found = session.forward(scores, (inputs, *more))
+        found = self.session().forward(scores, (inputs, *more))
         weights = softmax_over(logits_of(scores, found.coordinates_BSD), found.answered_BS.to(scores[0].device))
-        return combined(weights, branches(session, (inputs, *more)), inputs)
+        return combined(weights, found.outputs, inputs)
+
+    def session(self) -> Session:
+        """For one pass."""
+        return Session(self._remote, self._seen, self.terms)
 
     @property
     def last_forward(self) -> PassReport | None:
         """What became of the last forward pass: who was asked, who answered, who failed and why."""
-        return self._remote.forward_report
+        return self._seen.forward
 
     @property
     def last_backward(self) -> PassReport | None:
         """The same of the last backward pass."""
-        return self._remote.backward_report
+        return self._seen.backward
 
     def extra_repr(self) -> str:
         return f"grid={self.grid}, k_best={self.terms.k_best}, k_min={self.terms.k_min}"
 
 
-def check_batch(inputs: torch.Tensor, more: tuple[torch.Tensor, ...]) -> None:
-    """UsageError unless all are tensors with the same, non-empty first dimension."""
-    for tensor in (inputs, *more):
-        if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0 or not len(tensor) or len(tensor) != len(inputs):
-            raise UsageError("a layer of experts takes tensors whose first dimension is the batch, the same for all, and at least 1")
-
-
-def combined(weights_BS: torch.Tensor, outputs: tuple[torch.Tensor, ...], inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
+def combined(weights_BS: torch.Tensor, outputs: Sequence[torch.Tensor], inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """The mixture of every output, where and in the precision that the inputs are in."""
     if any(not output.is_floating_point() for output in outputs):
         raise UsageError("experts of a mixture return floating-point tensors: others cannot be weighted")

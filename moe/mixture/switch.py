@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from moe.mixture.gate import ProductKeyGate, balancing_loss, gate_input, switch_weights
-from moe.mixture.layer import MixtureConfig, RemoteMixtureOfExperts, check_batch, combined
-from moe.mixture.session import Session, branches
+from moe.mixture.layer import MixtureConfig, RemoteMixtureOfExperts, combined
 from moe.mixture.terms import PassReport
+from moe.replicas.crossing import check_batch
 from swarm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -95,20 +95,19 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
         return self._mixture.last_backward
 
     def forward(self, inputs: torch.Tensor, *more: torch.Tensor) -> tuple[torch.Tensor | tuple[torch.Tensor, ...], torch.Tensor]:
-        check_batch(inputs, more)
+        check_batch((inputs, *more))
         seen = gate_input(inputs, self.in_features, self.gate.projection.weight)
         if self.training and self.config.jitter_eps:
             seen = seen * torch.empty_like(seen).uniform_(1.0 - self.config.jitter_eps, 1.0 + self.config.jitter_eps)
         scores = self.gate(seen)
-        session = Session(self._mixture._remote, self.terms)
-        found = session.forward([score - self._dropped(score) for score in scores], (inputs, *more))
+        found = self._mixture.session().forward([score - self._dropped(score) for score in scores], (inputs, *more))
         device = scores[0].device
         weights = switch_weights(scores, found.coordinates_BSD, found.chosen_BS.to(device), found.answered_BS.to(device))
         if self.training:
             self._count(found.coordinates_BSD, found.chosen_BS)
         # clones: the next batch changes the buffers before this loss may have been differentiated
         loss = balancing_loss(scores, [used.clone() for used in self.utilization])
-        return combined(weights, branches(session, (inputs, *more)), inputs), loss
+        return combined(weights, found.outputs, inputs), loss
 
     def _dropped(self, score: torch.Tensor) -> torch.Tensor:
         """What to take from the scores of one dimension."""

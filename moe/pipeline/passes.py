@@ -17,8 +17,7 @@ import torch
 
 from moe.calls import AS_THEY_ARE, GradientPass, Travel
 from moe.errors import ExpertRefused
-from moe.mixture.backward import afresh
-from moe.replicas.calling import ForwardCall, Made, ReplicaCalls
+from moe.replicas.calling import ForwardCall, Made, ReplicaCalls, afresh
 from moe.uid import ExpertUid
 from swarm.errors import NetworkError, NotEnoughPeers, PeerError, SwarmError, UsageError
 
@@ -161,7 +160,7 @@ class PipelinePass:
         """The backward pass of a stage where it was answered; should that peer be gone, forward and backward at another."""
         clock, terms, made = self._calls.clock, self._terms, step.made
         if again:
-            made = Made(made.uid, made.replica, afresh(made.forwarded))
+            made = afresh(made)
         tensors = GradientPass(step.inputs, gradients)
         while True:
             limit_s = min(clock.monotonic_s() + terms.stage_timeout_s, self._deadline_s)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from moe.calls import AS_THEY_ARE, Travel
-from moe.mixture.layer import check_batch
-from moe.mixture.session import CROSSING_MARGIN_S, Remote, on_host
 from moe.pipeline.passes import STAGES_MAX, PipelinePass, PipelineReport, PipelineTerms, Trail
-from moe.tensors import finite
+from moe.replicas.crossing import Remote, check_batch, crossed, sendable
 from moe.uid import Grid
 from swarm.errors import UsageError
 
@@ -76,9 +72,13 @@ class RemoteSequential(nn.Module):
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         if not inputs:
             raise UsageError("a pipeline takes at least one tensor")
-        check_batch(inputs[0], inputs[1:])
-        anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
-        outputs: tuple[torch.Tensor, ...] = _ThroughStages.apply(_Journey(self), anchor, *inputs)  # type: ignore[no-untyped-call]
+        check_batch(inputs)
+        trails = self._ahead(inputs)
+
+        def back(_: list[torch.Tensor], gradients: list[torch.Tensor | None], again: bool) -> Sequence[torch.Tensor | None]:
+            return self._back(trails, gradients, again)
+
+        outputs = crossed(inputs, [torch.cat(parts) for parts in zip(*(trail.outputs for trail in trails), strict=True)], back)
         return outputs[0] if len(outputs) == 1 else outputs
 
     def terms(self, batch: int, timeout_s: float) -> PipelineTerms:
@@ -96,70 +96,23 @@ class RemoteSequential(nn.Module):
     def extra_repr(self) -> str:
         return str(self.grid)
 
-
-class _Journey:
-    """One batch's way through all stages, and back."""
-
-    def __init__(self, layer: RemoteSequential) -> None:
-        self._layer, self._remote = layer, layer._remote
-        self._lock = threading.Lock()
-        self._backwards = 0
-        self._trails: list[Trail] = []
-
-    def forward(self, inputs: Sequence[torch.Tensor], *, keep: bool) -> list[torch.Tensor]:
-        here = on_host(inputs)
-        for number, tensor in enumerate(here):
-            if not finite(tensor):
-                raise UsageError(f"input {number} of the pipeline has NaN or infinity; nobody was asked")
-        terms = self._layer.terms(len(here[0]), self._layer._forward_timeout_s)
+    def _ahead(self, inputs: Sequence[torch.Tensor]) -> list[Trail]:
+        here, keep = sendable(inputs, "pipeline"), torch.is_grad_enabled()
+        terms = self.terms(len(here[0]), self._forward_timeout_s)
 
         async def work() -> tuple[list[Trail], PipelineReport]:
             passing = PipelinePass(self._remote.calls, terms)
             return await passing.forward(here, keep=keep), passing.report
 
-        found, self._layer.last_forward = self._remote.node.network.run(work(), terms.timeout_s + CROSSING_MARGIN_S)
-        self._trails = found if keep else []
-        return [torch.cat(parts) for parts in zip(*(trail.outputs for trail in found), strict=True)]
+        trails, self.last_forward = self._remote.run(work(), terms.timeout_s)
+        return trails
 
-    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        given = [None if one is None else one.detach().to("cpu") for one in gradients]
-        first = [tensor for trail in self._trails[:1] for tensor in trail.steps[0].inputs if tensor.is_floating_point()]
-        if not all(one is None or finite(one) for one in given):
-            batch = sum(len(trail.outputs[0]) for trail in self._trails)
-            return [torch.full((batch, *tensor.shape[1:]), float("nan"), dtype=tensor.dtype) for tensor in first]
-        terms = self._layer.terms(len(self._trails[0].outputs[0]), self._layer._backward_timeout_s)
-        with self._lock:
-            again, self._backwards = self._backwards > 0, self._backwards + 1
+    def _back(self, trails: list[Trail], gradients: list[torch.Tensor | None], again: bool) -> list[torch.Tensor | None]:
+        terms = self.terms(len(trails[0].outputs[0]), self._backward_timeout_s)
 
         async def work() -> tuple[list[torch.Tensor | None], PipelineReport]:
             passing = PipelinePass(self._remote.calls, terms)
-            return await passing.backward(self._trails, given, again=again), passing.report
+            return await passing.backward(trails, gradients, again=again), passing.report
 
-        found, self._layer.last_backward = self._remote.node.network.run(work(), terms.timeout_s + CROSSING_MARGIN_S)
+        found, self.last_backward = self._remote.run(work(), terms.timeout_s)
         return found
-
-
-class _ThroughStages(torch.autograd.Function):
-    """The outputs of the last stage as a function of the inputs of the first."""
-
-    @staticmethod
-    def forward(ctx: Any, journey: _Journey, anchor: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.journey = journey
-        ctx.save_for_backward(*inputs)  # the stages' inputs are views of these: autograd notices when they are overwritten
-        ctx.set_materialize_grads(False)
-        outputs = tuple(one.to(inputs[0].device) for one in journey.forward(inputs, keep=anchor.requires_grad))
-        ctx.floating = [output.is_floating_point() for output in outputs]
-        ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
-        return outputs
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator, unused-ignore]
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        inputs: Sequence[torch.Tensor] = ctx.saved_tensors
-        given = [one for one, is_floating in zip(gradients, ctx.floating, strict=True) if is_floating]
-        found = iter(ctx.journey.backward(given) if any(one is not None for one in given) else [])
-        back: list[torch.Tensor | None] = []
-        for tensor, wanted in zip(inputs, ctx.needs_input_grad[2:], strict=True):
-            gradient = next(found, None) if tensor.is_floating_point() else None
-            back.append(gradient.to(tensor) if wanted and gradient is not None else None)
-        return (None, None, *back)

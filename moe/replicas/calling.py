@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import random
 import threading
 import weakref
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from moe.calls import Backwarded, Described, ExpertCalls, Forwarded, GradientPass, Travel
 from moe.declarations import Directory, Replica
-from moe.errors import ExpertApplied, ExpertOverloaded
+from moe.errors import ExpertApplied, ExpertMissing, ExpertOverloaded
 from moe.replicas.atlas import Atlas
 from moe.replicas.fleet import Fleet
 from moe.replicas.hedging import HedgedCall
-from moe.schema import Leaf
+from moe.schema import Leaf, Schema
 from moe.uid import ExpertUid
 from swarm.clock import Clock
 from swarm.errors import DeadlineExceeded, NetworkError, NotEnoughPeers, PeerError, SwarmError, UsageError
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 _REPEATS_MAX = 3  # of a backward pass that got no answer
 _REPEAT_FIRST_S = 0.05  # before the first repetition; doubles
+_WAIT_SHARE = 0.6  # of the time that is left: an answer that was lost is asked for again while there is time for it
+_ATTEMPTS_MAX = 8  # replicas that a call asks for which there is no other expert
 _lock = threading.Lock()
 _of_node: weakref.WeakKeyDictionary[Node, ReplicaCalls] = weakref.WeakKeyDictionary()
 
@@ -46,6 +49,10 @@ class Made:
     replica: Replica
     forwarded: Forwarded
 
+    def without_outputs(self) -> Made:
+        """What a backward pass needs of it."""
+        return replace(self, forwarded=replace(self.forwarded, outputs=[]))
+
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class ForwardCall:
@@ -56,6 +63,7 @@ class ForwardCall:
     inputs: Sequence[torch.Tensor]
     keep: bool  # a backward pass is likely to follow
     desperate_since_s: float | None = None  # ask those that are avoided, too, but for those that failed since then
+    attempts_max: int | None = None  # replicas that are asked; None: as the fleet's hedging says
 
 
 class ReplicaCalls:
@@ -65,15 +73,52 @@ class ReplicaCalls:
         self.calls, self.fleet, self.atlas, self.clock = calls, fleet, atlas, clock
 
     @classmethod
-    def of(cls, node: Node) -> ReplicaCalls:
-        """The one of this node. To be called on its network loop."""
+    def of(cls, node: Node, rng: random.Random | None = None) -> ReplicaCalls:
+        """The one of this node. To be called on its network loop. `rng` counts when it is made: it draws whom to ask."""
         with _lock:
             found = _of_node.get(node)
             if found is None:
                 atlas = Atlas(Directory(node.dht.service), node.clock, node.supervisor)
-                found = cls(ExpertCalls.of(node), Fleet(random.SystemRandom()), atlas, node.clock)
+                found = cls(ExpertCalls.of(node), Fleet(rng or random.SystemRandom()), atlas, node.clock)
                 _of_node[node] = found
             return found
+
+    async def schema(self, uid: ExpertUid, *, deadline_s: float) -> Schema:
+        """The expert's, as the first of its replicas says that answers. Errors as of `forward_of`."""
+        begun_s = self.clock.monotonic_s()
+        replicas = await self.atlas.replicas(uid, timeout_s=deadline_s - begun_s)
+        if not replicas:
+            replicas = await self.atlas.replicas(uid, timeout_s=deadline_s - begun_s, anew=True)
+        error: SwarmError = self._nobody(uid, replicas, begun_s)
+        for replica in self._ordered(uid, replicas, begun_s, begun_s):
+            timeout_s = deadline_s - self.clock.monotonic_s()
+            try:
+                return await self.calls.schema_of(replica, uid, timeout_s=max(timeout_s, 0.001))
+            except (PeerError, NetworkError) as failure:
+                self._blame(uid, replica, failure)
+                error = failure
+        raise error
+
+    async def forward_of(self, uid: ExpertUid, inputs: Sequence[torch.Tensor], *, keep: bool, deadline_s: float, travel: Travel) -> Made:
+        """Ask whoever holds this expert, those that are avoided last; when all who were known fail, those who came since.
+
+        NotEnoughPeers when nobody declares it, NetworkError when the DHT cannot say who does, else the error of the last that failed.
+        """
+        begun_s = self.clock.monotonic_s()
+        known = await self.atlas.replicas(uid, timeout_s=deadline_s - begun_s)
+        try:
+            call = ForwardCall(uid, known, inputs, keep, begun_s, _ATTEMPTS_MAX)
+            return await self.forward(call, deadline_s=deadline_s, travel=travel)
+        except (NetworkError, NotEnoughPeers, ExpertMissing):
+            now_s = self.clock.monotonic_s()
+            if now_s >= deadline_s:
+                raise
+            asked = {replica.peer_id for replica in known}
+            found = await self.atlas.replicas(uid, timeout_s=deadline_s - now_s, anew=True)
+            call = replace(call, replicas=[replica for replica in found if replica.peer_id not in asked])
+            if not call.replicas:
+                raise
+        return await self.forward(call, deadline_s=deadline_s, travel=travel)
 
     async def forward(self, call: ForwardCall, *, deadline_s: float, travel: Travel) -> Made:
         """Ask replicas until one answers. NotEnoughPeers when all are avoided, else the error of the last that failed.
@@ -81,14 +126,13 @@ class ReplicaCalls:
         `deadline_s` is on the node's monotonic clock. Cancelling it counts as lateness of those that were asked.
         """
         begun_s = self.clock.monotonic_s()
-        by_peer = {replica.peer_id: replica for replica in call.replicas}
-        waits_s = [replica.load.wait_s for replica in by_peer.values()]
-        order = self.fleet.order(str(call.uid), list(by_peer), begun_s, waits_s)
-        if call.desperate_since_s is not None:
-            order += [peer for peer in self.fleet.untried(str(call.uid), by_peer, call.desperate_since_s) if peer not in order]
+        by_peer = {replica.peer_id: replica for replica in self._ordered(call.uid, call.replicas, begun_s, call.desperate_since_s)}
+        order = list(by_peer)
         if not order:
-            raise NotEnoughPeers(f"nobody can be asked for {call.uid}: {self._why_nobody(call, begun_s)}")
+            raise self._nobody(call.uid, call.replicas, begun_s)
         config = self.fleet.config.hedging
+        if call.attempts_max is not None:
+            config = replace(config, attempts_max=call.attempts_max)
         hedged = HedgedCall(order, self.fleet.hedge_after_s(str(call.uid), order[0]), self.fleet.budget, config)
         error: SwarmError = DeadlineExceeded(f"no replica of {call.uid} answered in time")
         running: dict[asyncio.Task[Forwarded | SwarmError], Hashable] = {}
@@ -131,7 +175,7 @@ class ReplicaCalls:
         schema = await self.calls.schema_of(made.replica, made.uid, timeout_s=deadline_s - self.clock.monotonic_s())
         tensors = GradientPass(fitted(schema.input_leaves, tensors.inputs), fitted(schema.gradient_leaves, tensors.gradients))
         for left in range(_REPEATS_MAX, -1, -1):
-            timeout_s = deadline_s - self.clock.monotonic_s()
+            timeout_s = (deadline_s - self.clock.monotonic_s()) * (_WAIT_SHARE if left else 1.0)
             self.fleet.begin(peer)
             try:
                 answer = await self.calls.backward(made.replica, made.uid, made.forwarded, tensors, timeout_s=timeout_s, travel=travel)
@@ -139,7 +183,7 @@ class ReplicaCalls:
                 return answer
             except (NetworkError, ExpertOverloaded) as error:
                 now_s = self.clock.monotonic_s()
-                if not left or isinstance(error, DeadlineExceeded) or now_s + pause_s >= deadline_s:
+                if not left or now_s + pause_s >= deadline_s:
                     self._blame(made.uid, made.replica, error)
                     raise
             except PeerError as error:
@@ -182,16 +226,34 @@ class ReplicaCalls:
 
     def _blame(self, uid: ExpertUid, replica: Replica, error: SwarmError) -> None:
         now_s, peer = self.clock.monotonic_s(), replica.peer_id
-        if isinstance(error, ExpertOverloaded | ExpertApplied):
-            return  # it is alive and honest
+        if isinstance(error, ExpertOverloaded | ExpertApplied):  # it is alive and honest
+            if isinstance(error, ExpertOverloaded):
+                self.fleet.full(peer, now_s)
+            return
         if isinstance(error, NetworkError) and not isinstance(error, DeadlineExceeded):
             self.fleet.unreachable(peer, now_s, str(error))
         elif isinstance(error, PeerError | NetworkError) or not isinstance(error, UsageError):
             self.fleet.failed(str(uid), peer, now_s, str(error))
 
-    def _why_nobody(self, call: ForwardCall, now_s: float) -> str:
-        reasons = [self.fleet.why_avoided(str(call.uid), replica.peer_id, now_s) or "" for replica in call.replicas]
-        return f"all of its {len(reasons)} replicas are avoided, {reasons[0]}" if reasons else "nobody declares it"
+    def _ordered(self, uid: ExpertUid, replicas: Sequence[Replica], now_s: float, desperate_since_s: float | None) -> list[Replica]:
+        """Whom to ask, the best first."""
+        name, by_peer = str(uid), {replica.peer_id: replica for replica in replicas}
+        order = self.fleet.order(name, list(by_peer), now_s, [replica.load.wait_s for replica in by_peer.values()])
+        if desperate_since_s is not None:
+            order += [peer for peer in self.fleet.untried(name, by_peer, desperate_since_s) if peer not in order]
+        return [by_peer[peer] for peer in order]
+
+    def _nobody(self, uid: ExpertUid, replicas: Sequence[Replica], now_s: float) -> NotEnoughPeers:
+        if not replicas:
+            return NotEnoughPeers(f"nobody hosts {uid}: no live declaration of it is in the DHT. Is its server up, and in this swarm?")
+        why = self.fleet.why_avoided(str(uid), replicas[0].peer_id, now_s) or "they failed just now"
+        return NotEnoughPeers(f"nobody can be asked for {uid}: all of its {len(replicas)} replicas are avoided, {why}")
+
+
+def afresh(made: Made) -> Made:
+    """The same answer under another request id: its backward pass is applied beside the one under the first."""
+    forwarded = made.forwarded
+    return replace(made, forwarded=replace(forwarded, request_id=os.urandom(len(forwarded.request_id)), kept=False))
 
 
 TensorT = TypeVar("TensorT", torch.Tensor, torch.Tensor | None)

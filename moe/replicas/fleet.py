@@ -16,7 +16,7 @@ from moe.replicas.hedging import HedgeBudget, HedgingConfig
 from swarm.errors import UsageError
 from swarm.ids import PeerId
 
-Replica = tuple[str, PeerId]  # (the expert's name, who holds it)
+_Place = tuple[str, PeerId]  # (the expert's name, who holds it)
 _SLOW = ""  # in the place of an expert's name: the peer as a whole dawdles
 
 
@@ -50,7 +50,7 @@ class Fleet:
         self.budget = HedgeBudget(self.config.hedging)
         self._rng = rng
         self._avoidance = Avoidance(self.config.avoidance)
-        self._paces: OrderedDict[Replica, _Pace] = OrderedDict()
+        self._paces: OrderedDict[_Place, _Pace] = OrderedDict()
         self._in_flight: dict[PeerId, int] = {}
         self._waits: OrderedDict[PeerId, tuple[float, float]] = OrderedDict()  # what it said, and when
 
@@ -149,6 +149,10 @@ class Fleet:
         """Another replica, asked later, answered before it. Slowness is the whole peer's: where there is a choice, others come first."""
         self._avoidance.failed((_SLOW, peer), now_s, "it was overtaken")
         self.failed(uid, peer, now_s, "it was overtaken by another replica")
+
+    def full(self, peer: PeerId, now_s: float) -> None:
+        """Its queue takes no more: nothing is held against it, but where there is a choice others come first for a while."""
+        self._avoidance.failed((_SLOW, peer), now_s, "its queue was full")
 
     def _dawdles(self, peer: PeerId, now_s: float) -> bool:
         key = (_SLOW, peer)

@@ -166,7 +166,7 @@ class _Factory:
 def _names(choices: Choices, grids: list[Grid], node: Node) -> list[ExpertUid]:
     """Which experts to host: all of the patterns, or so many free places, those with a checkpoint first."""
     from moe.declarations import Directory
-    from moe.places import choose_places, taken_places
+    from moe.serving.places import choose_places, taken_places
 
     if choices.num_experts is None:
         names = sorted({uid for grid in grids for uid in grid.names()})
@@ -185,14 +185,14 @@ def _names(choices: Choices, grids: list[Grid], node: Node) -> list[ExpertUid]:
 
 
 def _checkpointed(folder: Path | None, grid: Grid) -> list[ExpertUid]:
-    from moe.checkpoints import kept_names
+    from moe.serving.checkpoints import kept_names
 
     return [uid for uid in kept_names(folder) if uid in grid] if folder is not None else []
 
 
 def _opened(choices: Choices, node: Node, names: list[ExpertUid], factory: _Factory) -> ExpertServer:
-    from moe.replicating import ReplicatingConfig
     from moe.server import ExpertServer, ExpertServerConfig
+    from moe.serving.replicating import ReplicatingConfig
 
     folder = choices.checkpoint.expanduser() if choices.checkpoint is not None else None
     config = ExpertServerConfig(checkpoints=folder, replicating=ReplicatingConfig(period_s=choices.average_s))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import random
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from types import SimpleNamespace, TracebackType
@@ -24,6 +25,7 @@ import torch
 
 from moe.declarations import Declarations, DeclaringConfig, Load
 from moe.methods import CALL, DESCRIBE, read_headers, wire_headers
+from moe.replicas.calling import ReplicaCalls
 from moe.schema import Schema, unflatten
 from moe.tensors import check_headers, decode, encode, joined
 from moe.uid import ExpertUid
@@ -165,7 +167,7 @@ class ExpertSwarm:
     async def _trainer(self) -> object:
         peer = self.trainer
         service = service_of(peer)
-        return _TrainersNode(
+        node = _TrainersNode(
             peer_id=peer.peer_id,
             network=self._thread,
             channels=cast(Channels, peer.caller),
@@ -173,6 +175,8 @@ class ExpertSwarm:
             supervisor=peer.supervisor,
             dht=SimpleNamespace(service=service),
         )
+        ReplicaCalls.of(cast(Node, node), random.Random(self.network.seed))  # so that a seed replays whom layers ask
+        return node
 
     def serve(
         self,
@@ -210,14 +214,14 @@ class ExpertSwarm:
 
     def restart(self, server: SimulatedExperts) -> None:
         """The same identity and address; its experts are as they were (a checkpoint), what it remembers of requests is gone."""
+        self.run(self.restarted(server))
 
-        async def restart() -> None:
-            self.network.restart(server.peer)
-            server.applied.clear()
-            server._busy = asyncio.Lock()
-            await server.start([self.trainer])
-
-        self.run(restart())
+    async def restarted(self, server: SimulatedExperts) -> None:
+        """`restart`, from within the loop."""
+        self.network.restart(server.peer)
+        server.applied.clear()
+        server._busy = asyncio.Lock()
+        await server.start([self.trainer])
 
     def __enter__(self) -> ExpertSwarm:
         return self

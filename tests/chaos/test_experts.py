@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+from moe.asking import Asking
 
 import swarm
-from moe.asking import Asking
 from moe.uid import ExpertUid
 from swarm.errors import NetworkError, NotEnoughPeers, PeerError
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe.batching import Batcher, BatchingConfig, Queued
+from moe.serving.batching import Batcher, BatchingConfig, Queued
 from swarm.errors import UsageError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moe.declarations import NAMESPACE, RULES, Declarations, Load
-from moe.places import choose_places
+from moe.serving.places import choose_places
 from moe.uid import ExpertUid, Grid
 from swarm.dht.namespaces import Namespaces
 from swarm.dht.records import Record, encode_value

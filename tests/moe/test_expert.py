@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe.checkpoints import ExpertCheckpoints, kept_names
 from moe.expert import ComputationFailed, Expert
+from moe.serving.checkpoints import ExpertCheckpoints, kept_names
 from moe.uid import ExpertUid
 from swarm.errors import UsageError
 

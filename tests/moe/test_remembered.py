@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from moe.remembered import Remembered, RememberedConfig
+from moe.serving.remembered import Remembered, RememberedConfig
 
 
 def test_what_was_put_is_there_until_it_is_dropped() -> None:

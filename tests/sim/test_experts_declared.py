@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from moe.declarations import Branch, Declarations, DeclaringConfig, Directory, Load
-from moe.places import taken_places
+from moe.serving.places import taken_places
 from moe.uid import ExpertUid, Grid
 from swarm.dht.service import DhtService
 from swarm.testing.dht_swarm import DhtSwarm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections import Counter
 from collections.abc import Iterator
@@ -144,12 +145,8 @@ def test_a_stage_whose_only_peer_restarts_is_waited_for(swarm: ExpertSwarm) -> N
     swarm.crash(servers[2][0])
 
     async def return_later() -> None:
-        import asyncio
-
         await asyncio.sleep(4.0)
-        swarm.network.restart(servers[2][0].peer)
-        servers[2][0]._busy = asyncio.Lock()
-        await servers[2][0].start([swarm.trainer])
+        await swarm.restarted(servers[2][0])
 
     async def begin() -> None:
         swarm.trainer.supervisor.spawn("restart", return_later)

@@ -12,13 +12,13 @@ import torch
 
 from moe.calls import AS_THEY_ARE, Backwarded, Described, Forwarded, GradientPass
 from moe.declarations import Branch, Replica
-from moe.errors import ExpertApplied, ExpertFailed, ExpertOverloaded
+from moe.errors import ExpertApplied, ExpertFailed, ExpertMissing, ExpertOverloaded, ExpertRefused
 from moe.replicas.atlas import Atlas, AtlasConfig
 from moe.replicas.calling import ForwardCall, Made, ReplicaCalls
 from moe.replicas.fleet import Fleet
 from moe.schema import Leaf, Schema
 from moe.uid import ExpertUid
-from swarm.errors import DeadlineExceeded, NetworkError, NotEnoughPeers
+from swarm.errors import DeadlineExceeded, NetworkError, NotEnoughPeers, SwarmError
 from swarm.ids import Address, Contact, PeerId
 from swarm.runtime.supervise import Supervisor
 from swarm.testing.identities import SeededIdentity
@@ -35,12 +35,15 @@ Answer = Callable[[], Awaitable[None]]
 class Scripted:
     """Stands where `ExpertCalls` would: each call waits, then raises or answers, as told per peer."""
 
-    def __init__(self, forward: dict[PeerId, Any] | None = None, backward: Sequence[Any] = ()) -> None:
-        self._forward, self._backward = forward or {}, list(backward)
+    def __init__(
+        self, forward: dict[PeerId, Any] | None = None, backward: Sequence[Any] = (), schema: dict[PeerId, Any] | None = None
+    ) -> None:
+        self._forward, self._backward, self._schema = forward or {}, list(backward), schema or {}
         self.asked: list[tuple[float, PeerId]] = []
         self.request_ids: list[bytes] = []
 
     async def schema_of(self, replica: Replica, uid: ExpertUid, *, timeout_s: float) -> Schema:
+        await self._play(self._schema.get(replica.peer_id, 0.0))
         return SCHEMA
 
     async def forward(self, replica: Replica, uid: ExpertUid, inputs: Sequence[torch.Tensor], **settings: Any) -> Forwarded:
@@ -51,7 +54,11 @@ class Scripted:
     async def backward(self, replica: Replica, uid: ExpertUid, forwarded: Forwarded, tensors: GradientPass, **settings: Any) -> Backwarded:
         self.asked.append((asyncio.get_running_loop().time(), replica.peer_id))
         self.request_ids.append(forwarded.request_id)
-        await self._play(self._backward.pop(0) if self._backward else 0.1)
+        try:
+            async with asyncio.timeout(settings["timeout_s"]):
+                await self._play(self._backward.pop(0) if self._backward else 0.1)
+        except TimeoutError:
+            raise DeadlineExceeded("silent") from None
         return Backwarded(gradients=[tensors.inputs[0]], version=1, wait_s=0.0)
 
     async def _play(self, what: Any) -> None:
@@ -60,8 +67,9 @@ class Scripted:
         await asyncio.sleep(what)
 
 
-def calls_of(scripted: Scripted) -> ReplicaCalls:
-    return ReplicaCalls(cast(Described, scripted), Fleet(random.Random(0)), cast(Atlas, None), VirtualClock())
+def calls_of(scripted: Scripted, table: Table | None = None) -> ReplicaCalls:
+    clock = VirtualClock()
+    return ReplicaCalls(cast(Described, scripted), Fleet(random.Random(0)), Atlas(table or Table(), clock, Supervisor()), clock)
 
 
 def forward(calls: ReplicaCalls, replicas: Sequence[Replica], deadline_s: float = 10.0) -> Awaitable[Made]:
@@ -74,6 +82,11 @@ def made() -> Made:
 
 def backward(calls: ReplicaCalls, deadline_s: float = 10.0) -> Awaitable[Backwarded]:
     return calls.backward(made(), GradientPass(INPUTS, INPUTS), deadline_s=deadline_s, travel=AS_THEY_ARE)
+
+
+def anybody(calls: ReplicaCalls, timeout_s: float = 10.0) -> Awaitable[Made]:
+    deadline_s = asyncio.get_running_loop().time() + timeout_s
+    return calls.forward_of(UID, INPUTS, keep=True, deadline_s=deadline_s, travel=AS_THEY_ARE)
 
 
 def test_a_failure_goes_to_the_next_replica_at_once() -> None:
@@ -98,6 +111,89 @@ def test_a_replica_that_dawdles_is_overtaken_and_comes_last_then() -> None:
         assert asyncio.get_running_loop().time() == pytest.approx(1.2), "a second of patience with the unknown, 0.2 for the answer"
         assert calls.fleet.available(str(UID), PEERS[:2], 1.2) == [PEERS[1]]
         assert len([task for task in asyncio.all_tasks() if task is not asyncio.current_task()]) == 0
+
+    run_virtual(scenario())
+
+
+def test_the_one_that_dawdles_may_still_win() -> None:
+    async def scenario() -> None:
+        calls = calls_of(Scripted({PEERS[0]: 1.5, PEERS[1]: 9.0}))
+        calls.fleet.answered(str(UID), PEERS[1], 5.0)
+        assert (await forward(calls, REPLICAS[:2])).replica.peer_id == PEERS[0]
+        assert asyncio.get_running_loop().time() == pytest.approx(1.5)
+        assert calls.fleet.available(str(UID), PEERS[:2], 1.5) == PEERS[:2], "the second was not late"
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("error", [ExpertOverloaded("full", 9), ExpertMissing("gone"), ExpertRefused("no"), DeadlineExceeded("silent")])
+def test_what_one_replica_says_is_not_the_last_word(error: SwarmError) -> None:
+    async def scenario() -> None:
+        scripted = Scripted({PEERS[0]: error})
+        calls = calls_of(scripted)
+        calls.fleet.answered(str(UID), PEERS[1], 5.0)  # so that the other is asked first
+        for _ in range(3):
+            assert (await forward(calls, REPLICAS[:2])).replica.peer_id == PEERS[1]
+        assert [peer for _, peer in scripted.asked] == [PEERS[0], *PEERS[1:2] * 3], "and it comes last for a while"
+        held = calls.fleet.why_avoided(str(UID), PEERS[0], 0.5)
+        assert held is None if isinstance(error, ExpertOverloaded) else held == str(error)
+
+    run_virtual(scenario())
+
+
+def test_when_all_queues_are_full_that_is_said_at_once() -> None:
+    async def scenario() -> None:
+        scripted = Scripted({peer: ExpertOverloaded("full", 9) for peer in PEERS})
+        for _ in range(2):
+            with pytest.raises(ExpertOverloaded):
+                await anybody(calls_of(scripted, Table(REPLICAS)), 60.0)
+        assert asyncio.get_running_loop().time() < 1.0
+        assert len(scripted.asked) == 6
+
+    run_virtual(scenario())
+
+
+def test_an_expert_for_which_there_is_no_other_is_asked_of_everybody_and_then_of_those_who_came() -> None:
+    async def scenario() -> None:
+        many = [Replica(Contact(SeededIdentity(f"many/{number}").peer_id), b"", expiration=EPOCH_UNIX_S + 1e6) for number in range(9)]
+        table, scripted = Table(many[:6]), Scripted({replica.peer_id: NetworkError("gone") for replica in many[:5]})
+        calls = calls_of(scripted, table)
+        assert (await anybody(calls)).replica == many[5]
+        scripted._forward = {replica.peer_id: NetworkError("gone") for replica in many[:8]}
+        table.branches_of[ROOT] = Branch({0: tuple(many)})
+        assert (await anybody(calls)).replica == many[8]
+        del scripted._forward[many[0].peer_id]
+        scripted._forward[many[8].peer_id] = NetworkError("gone, too")
+        assert (await anybody(calls)).replica == many[0], "though it is avoided"
+        scripted._forward[many[0].peer_id] = NetworkError("gone")
+        with pytest.raises(NetworkError, match="gone"):
+            await anybody(calls)
+
+    run_virtual(scenario())
+
+
+def test_nobody_hosts_it_or_the_dht_is_silent() -> None:
+    async def scenario() -> None:
+        table = Table()
+        for ask in (anybody, lambda calls: calls.schema(UID, deadline_s=10.0)):
+            with pytest.raises(NotEnoughPeers, match=r"nobody hosts ffn\.0"):
+                await ask(calls_of(Scripted(), table))
+        table.down = True
+        with pytest.raises(NetworkError, match="the DHT is silent"):
+            await anybody(calls_of(Scripted(), table))
+
+    run_virtual(scenario())
+
+
+def test_a_schema_is_asked_of_one_after_the_other() -> None:
+    async def scenario() -> None:
+        told = {PEERS[0]: NetworkError("gone"), PEERS[1]: ExpertMissing("not here")}
+        calls = calls_of(Scripted(schema=dict(told)), Table(REPLICAS))
+        assert await calls.schema(UID, deadline_s=10.0) == SCHEMA
+        alone = calls_of(Scripted(schema=dict(told)), Table(REPLICAS[:2]))
+        with pytest.raises((NetworkError, ExpertMissing)):
+            await alone.schema(UID, deadline_s=10.0)
+        assert not alone.available(UID, REPLICAS[:2])
 
     run_virtual(scenario())
 
@@ -143,8 +239,11 @@ def test_backward_is_repeated_under_the_same_request_id_until_it_is_answered() -
     ("outcomes", "error", "avoided"),
     [
         ([NetworkError("broken")] * 9, NetworkError, True),
-        ([DeadlineExceeded("silent")], DeadlineExceeded, True),
+        ([DeadlineExceeded("silent")] * 9, DeadlineExceeded, True),
+        ([ExpertOverloaded("full")] * 9, ExpertOverloaded, False),
         ([ExpertFailed("NaN")], ExpertFailed, True),
+        ([ExpertMissing("gone")], ExpertMissing, True),
+        ([ExpertRefused("wrong")], ExpertRefused, True),
         ([ExpertApplied("twice")], ExpertApplied, False),
     ],
 )
@@ -160,11 +259,24 @@ def test_a_backward_pass_that_is_lost_is_an_error(outcomes: list[Exception], err
     run_virtual(scenario())
 
 
+def test_an_answer_that_is_lost_is_asked_for_again_while_there_is_time() -> None:
+    async def scenario() -> None:
+        scripted = Scripted(backward=[1e6])
+        await backward(calls_of(scripted))
+        assert scripted.request_ids == [b"one"] * 2
+        assert asyncio.get_running_loop().time() == pytest.approx(6.15)
+        with pytest.raises(DeadlineExceeded):
+            await backward(calls_of(Scripted(backward=[1e6] * 9)), deadline_s=16.15)
+        assert asyncio.get_running_loop().time() == pytest.approx(16.15)
+
+    run_virtual(scenario())
+
+
 class Table:
     """Stands where the DHT's directory would."""
 
-    def __init__(self) -> None:
-        self.branches_of: dict[ExpertUid, Branch] = {}
+    def __init__(self, replicas: Sequence[Replica] = ()) -> None:
+        self.branches_of: dict[ExpertUid, Branch] = {ROOT: Branch({0: tuple(replicas)})} if replicas else {}
         self.reads: list[Sequence[ExpertUid]] = []
         self.delay_s, self.down = 0.1, False
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import swarm
-from moe.asking import Asking
 from moe.calls import GradientPass
+from moe.declarations import Directory
 from moe.uid import ExpertUid
 from swarm.errors import NotEnoughPeers, UsageError
 from tests.wire.expert_pair import UID, expert, gated, network, pair, sgd
@@ -142,20 +142,17 @@ def test_a_second_replica_is_asked_when_the_first_is_slow_and_backward_goes_to_w
         swarm.Node(bootstrap=two.host.addresses, listen="127.0.0.1:0") as other,
         swarm.ExpertServer(other, {"ffn.0": swarm.Expert(torch.nn.Identity(), (torch.zeros(1, 16),))}) as second,
     ):
+        remote = two.remote()
 
-        async def first_asked() -> Asking:
-            asking = Asking.of(two.guest)
-            found = await asking.replicas(UID, timeout_s=5.0)
+        async def slow_one_first() -> None:
+            calls = remote._remote.calls
+            found = await calls.atlas.replicas(UID, timeout_s=5.0)
             assert {replica.peer_id for replica in found} == {two.host.peer_id, other.peer_id}
-            asking.health.answered(
-                (other.peer_id, UID), 0.1, asyncio.get_running_loop().time()
-            )  # so that the slow one, of which nothing bad is known, comes first
-            asking.health.answered((two.host.peer_id, UID), 0.01, asyncio.get_running_loop().time())
-            return asking
+            calls.fleet.answered(str(UID), other.peer_id, 1e3)
 
-        two.run(first_asked())
+        two.run(slow_one_first())
         x = torch.ones(2, 16, requires_grad=True)
-        y = two.remote()(x)
+        y = remote(x)
         assert torch.equal(y, x)
         assert module.entered.is_set()
         y.sum().backward()
@@ -210,8 +207,9 @@ def test_a_server_that_closes_is_no_longer_found_and_names_are_taken_once() -> N
             swarm.ExpertServer(two.host, {"ffn.0": expert()})
 
         async def found() -> Any:
-            directory = Asking.of(two.guest).directory
-            return await directory.branches([ExpertUid.parse_prefix(text) for text in ("ffn", "block", "block.3")], timeout_s=5.0)
+            return await Directory(two.guest.dht.service).branches(
+                [ExpertUid.parse_prefix(text) for text in ("ffn", "block", "block.3")], timeout_s=5.0
+            )
 
         branches = {str(prefix): sorted(branch.coordinates) for prefix, branch in two.run(found()).items()}
         assert branches == {"ffn": [0], "block": [3], "block.3": [1]}

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import swarm
-from moe.batching import BatchingConfig
 from moe.calls import Forwarded, GradientPass
 from moe.methods import CALL, EXCHANGE
+from moe.serving.batching import BatchingConfig
 from swarm.errors import NetworkError, PeerError
 from swarm.wire import expert_pb2
 from swarm.wire.expert_pb2 import ExpertReply, ExpertRequest, TensorHeader

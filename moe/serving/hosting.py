@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 import torch
 from google.protobuf.message import DecodeError
 
-from moe.applied import Applied, AppliedConfig
-from moe.compute import Job, Outcome
 from moe.methods import (
     CALL,
     DESCRIBE,
@@ -32,8 +30,10 @@ from moe.methods import (
     send_pieces,
     wire_headers,
 )
-from moe.remembered import Remembered, RememberedConfig
-from moe.requests import Admitted, Hosted, KeptInputs, PendingJob, Refused, overloaded, refused
+from moe.serving.applied import Applied, AppliedConfig
+from moe.serving.compute import Job, Outcome
+from moe.serving.remembered import Remembered, RememberedConfig
+from moe.serving.requests import Admitted, Hosted, KeptInputs, PendingJob, Refused, overloaded, refused
 from moe.tensors import check_headers, decode, expected_bytes, joined, payload_bytes
 from swarm.compression import Buffer, find_wire_id
 from swarm.errors import PeerError

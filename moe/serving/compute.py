@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from moe.batching import Batcher, BatchingConfig, Queued
 from moe.expert import ComputationFailed, Expert, Tensors, joined, split
+from moe.serving.batching import Batcher, BatchingConfig, Queued
 from moe.tensors import Piece, encode, finite
 from swarm.compression import Codec
 from swarm.ids import PeerId

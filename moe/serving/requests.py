@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from moe.compute import ComputeThread, Outcome
 from moe.expert import Expert
 from moe.schema import Leaf
+from moe.serving.compute import ComputeThread, Outcome
 from moe.tensors import Header
 from moe.uid import ExpertUid
 from swarm.compression import Codec
