@@ -138,7 +138,7 @@ class Averager:
         matchmaking = replace(self.config.groups.matchmaking, target_group_size=target_group_size, min_group_size=min_group_size)
         self._lock = threading.Lock()
         self._pending: PendingRound | None = None
-        self._landing = Landing(self._staging.lanes)
+        self._landing = Landing(self._staging.queues)
         self._averages: Averages | None = None  # of the pending round, until they are written back
         self._last_round_s = 0.0
         self._closed = False
@@ -150,7 +150,7 @@ class Averager:
         if self._round.min_fraction < 1.0:
             raise UsageError("PowerSGD needs the whole of its factors: min_fraction is 1")
         seed = f"{self.config.run} {self.name}".encode()
-        return LowRank(self._staging.tensors, strategy, find(codec), seed=seed, reduces=not audit, lanes=self._staging.lanes)
+        return LowRank(self._staging.tensors, strategy, find(codec), seed=seed, reduces=not audit, queues=self._staging.queues)
 
     @property
     def rounds_to_mix(self) -> int:
@@ -241,7 +241,7 @@ class Averager:
         average several things in turns.
         """
         staging = self._staging
-        return Feedback(staging.layout.numel, self._codec, reduces=not self._round.audit, cut=staging.cut, lanes=staging.lanes)
+        return Feedback(staging.layout.numel, self._codec, reduces=not self._round.audit, cut=staging.cut, queues=staging.queues)
 
     def _stage(self, contributes: bool, delta: bool, *, lent: bool) -> Strategy:
         """Take what goes into the round, in the caller's thread."""

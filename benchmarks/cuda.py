@@ -63,7 +63,7 @@ def _codec_rows(device: torch.device, size: Size) -> list[Row]:
         for where in (device, torch.device("cpu")):
             staging = Staging([torch.randn(size.elements, device=where)])
             plan = plan_parts(size.elements, [1.0], codec, 1 << 20)
-            bench = Workbench(plan, codec, 0, staging.take(lent=True), Averages(plan, codec, Landing(staging.lanes)))
+            bench = Workbench(plan, codec, 0, staging.take(lent=True), Averages(plan, codec, Landing(staging.queues)))
             rates[where] = []
             for _ in range(size.rounds + 1):
                 started_s = time.perf_counter()

@@ -13,7 +13,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from averaging.reduction.devices import NO_LANES, Lane, Lanes
+from averaging.reduction.devices import NO_QUEUES, Queue, Queues
 from averaging.reduction.partition import Part, Plan
 from averaging.reduction.reduce import blocks
 from averaging.reduction.vector import FlatVector
@@ -23,9 +23,9 @@ from swarm.compression import Buffer, Codec
 class Landing:
     """Memory for the averages of one round after the other."""
 
-    def __init__(self, lanes: Lanes = NO_LANES) -> None:
-        """`lanes`: of the devices that the averages will be brought to."""
-        self._lanes = lanes
+    def __init__(self, queues: Queues = NO_QUEUES) -> None:
+        """`queues`: of the devices that the averages will be brought to."""
+        self._queues = queues
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._held: Averages | None = None  # what lies there: members that come late can still be given it
 
@@ -35,7 +35,7 @@ class Landing:
             self._held.gone = True
         self._held = averages
         if self._memory.numel() < size_bytes:
-            self._memory = self._lanes.host_memory(size_bytes, torch.uint8)
+            self._memory = self._queues.host_memory(size_bytes, torch.uint8)
         return self._memory[:size_bytes]
 
 
@@ -71,10 +71,10 @@ class Averages:
     def write(self, target: FlatVector) -> None:
         """target[:] = the averages, where there are any. Each block is decoded where it is to lie, unless tensors meet within it.
 
-        On a device it is done when `target.lanes.finish` returns; what this thread asks of the device afterwards comes after it anyway.
+        On a device it is done when `target.queues.finish` returns; what this thread asks of the device afterwards comes after it anyway.
         """
-        for part, lane in self._there(target):
-            values = self._brought(part, lane, target)
+        for part, queue in self._there(target):
+            values = self._brought(part, queue, target)
             for first, piece in target.pieces(part.start, part.stop):
                 if piece.data_ptr() != values.data_ptr():
                     piece.copy_(values[first - part.start : first - part.start + piece.numel()])
@@ -95,8 +95,8 @@ class Averages:
         for part in (self.plan.parts[index] for index in self._empty):
             for _, piece in target.pieces(part.start, part.stop):
                 piece.zero_()
-        for part, lane in self._there(target):
-            values = self._brought(part, lane, None)
+        for part, queue in self._there(target):
+            values = self._brought(part, queue, None)
             for first, piece in target.pieces(part.start, part.stop):
                 torch.sub(values[first - part.start : first - part.start + piece.numel()], piece, out=piece)
         scratch = torch.empty(max((part.numel for part in self.plan.parts), default=0))
@@ -111,16 +111,16 @@ class Averages:
         self.write(FlatVector([whole]))
         return whole
 
-    def _there(self, target: FlatVector) -> Iterator[tuple[Part, Lane]]:
-        """Parts that are to lie on one device with a lane: they are decoded there, whole."""
-        for part in self.plan.parts if target.lanes else ():
-            lane = target.lanes.of(target.device_of(part.start, part.stop))
-            if lane is not None and part.index not in self._empty:
-                yield part, lane
+    def _there(self, target: FlatVector) -> Iterator[tuple[Part, Queue]]:
+        """Parts that are to lie on one device with a queue: they are decoded there, whole."""
+        for part in self.plan.parts if target.queues else ():
+            queue = target.queues.of(target.device_of(part.start, part.stop))
+            if queue is not None and part.index not in self._empty:
+                yield part, queue
 
-    def _brought(self, part: Part, lane: Lane, target: FlatVector | None) -> torch.Tensor:
-        """The values of a part on the lane's device; in `target`, where that has them in one piece."""
-        payload = lane.bring(self.payload(part))
+    def _brought(self, part: Part, queue: Queue, target: FlatVector | None) -> torch.Tensor:
+        """The values of a part on the queue's device; in `target`, where that has them in one piece."""
+        payload = queue.bring(self.payload(part))
         pieces = [piece for _, piece in target.pieces(part.start, part.stop)] if target is not None else []
         place = pieces[0] if len(pieces) == 1 else torch.empty(part.numel, device=payload.device)
         return self.codec.decode(payload, place)

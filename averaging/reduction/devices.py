@@ -4,7 +4,7 @@ A GPU does what its streams are asked, in order within a stream. The trainer's c
 threads, on a stream of its own (`working`), which begins after what the trainer had asked for when the round did (`fork`); copies run on
 another one, so that a part is on its way to the host while the next is being encoded.
 
-Not yet run on a GPU: what is tested is the order of calls, and with a lane whose copies arrive as late as they may.
+Not yet run on a GPU: what is tested is the order of calls, and with a queue whose copies arrive as late as they may.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Fetch(Protocol):
         ...
 
 
-class Lane(Protocol):
-    """The queues of one device. Any thread may use it."""
+class Queue(Protocol):
+    """Where calls to one device, and copies to and from it, are lined up beside the trainer's. Any thread may use it."""
 
     def fork(self) -> None:
-        """What this thread's current stream was asked so far comes before all that the lane is asked from now on."""
+        """What this thread's current stream was asked so far comes before all that the queue is asked from now on."""
         ...
 
     def working(self) -> AbstractContextManager[Any]:
-        """Torch's calls within are queued on the lane."""
+        """Torch's calls within go to this queue."""
         ...
 
     def fetch(self, source: torch.Tensor, target: torch.Tensor) -> Fetch:
@@ -45,7 +45,7 @@ class Lane(Protocol):
         ...
 
     def finish(self) -> None:
-        """Return when everything that the lane, and this thread's current stream, was asked is done."""
+        """Return when everything that the queue, and this thread's current stream, was asked is done."""
         ...
 
 
@@ -57,8 +57,8 @@ class _CudaFetch:
         self._done.synchronize()
 
 
-class CudaLane:
-    """A lane of one CUDA device: a stream for work and one for copies."""
+class CudaQueue:
+    """Of one CUDA device: a stream for work and one for copies."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         """`cuda`: the module, or what stands for it in tests."""
@@ -105,7 +105,7 @@ class _Arrived:
         return
 
 
-class PlainLane:
+class PlainQueue:
     """For devices without streams that we know of: everything in the order in which it is asked."""
 
     def __init__(self, device: torch.device) -> None:
@@ -128,48 +128,48 @@ class PlainLane:
         return
 
 
-def lane_of(device: torch.device) -> Lane | None:
-    """The lane for this device; None for the host, whose memory everybody works on directly."""
+def queue_of(device: torch.device) -> Queue | None:
+    """The queue for this device; None for the host, whose memory everybody works on directly."""
     if device.type == "cpu":
         return None
-    return CudaLane(device) if device.type == "cuda" else PlainLane(device)
+    return CudaQueue(device) if device.type == "cuda" else PlainQueue(device)
 
 
-class Lanes:
-    """The lanes of all devices that a list of tensors lies on; none when that is the host alone."""
+class Queues:
+    """The queues of all devices that a list of tensors lies on; none when that is the host alone."""
 
-    def __init__(self, devices: Iterable[torch.device] = (), make: Callable[[torch.device], Lane | None] = lane_of) -> None:
+    def __init__(self, devices: Iterable[torch.device] = (), make: Callable[[torch.device], Queue | None] = queue_of) -> None:
         made = {device: make(device) for device in dict.fromkeys(devices)}
-        self._lanes = {device: lane for device, lane in made.items() if lane is not None}
+        self._queues = {device: queue for device, queue in made.items() if queue is not None}
 
     def __bool__(self) -> bool:
-        return bool(self._lanes)
+        return bool(self._queues)
 
-    def of(self, device: torch.device) -> Lane | None:
-        """Its lane; None for the host."""
-        return self._lanes.get(device)
+    def of(self, device: torch.device) -> Queue | None:
+        """Its queue; None for the host."""
+        return self._queues.get(device)
 
     def fork(self) -> None:
-        """As `Lane.fork`, for all."""
-        for lane in self._lanes.values():
-            lane.fork()
+        """As `Queue.fork`, for all."""
+        for queue in self._queues.values():
+            queue.fork()
 
     def finish(self) -> None:
-        """As `Lane.finish`, for all."""
-        for lane in self._lanes.values():
-            lane.finish()
+        """As `Queue.finish`, for all."""
+        for queue in self._queues.values():
+            queue.finish()
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """As `Lane.working`, for all: what is called within goes to the lane of the device that it is for."""
+        """As `Queue.working`, for all: what is called within goes to the queue of the device that it is for."""
         with contextlib.ExitStack() as stack:
-            for lane in self._lanes.values():
-                stack.enter_context(lane.working())
+            for queue in self._queues.values():
+                stack.enter_context(queue.working())
             yield
 
     def host_memory(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Flat memory on the host; pinned where there are lanes, so that copies run beside other work. torch keeps what is freed."""
-        return torch.empty(numel, dtype=dtype, pin_memory=any(isinstance(lane, CudaLane) for lane in self._lanes.values()))
+        """Flat memory on the host; pinned where there are queues, so that copies run beside other work. torch keeps what is freed."""
+        return torch.empty(numel, dtype=dtype, pin_memory=any(isinstance(queue, CudaQueue) for queue in self._queues.values()))
 
 
-NO_LANES = Lanes()
+NO_QUEUES = Queues()

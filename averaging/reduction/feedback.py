@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from averaging.reduction.devices import NO_LANES, Lanes
+from averaging.reduction.devices import NO_QUEUES, Queues
 from averaging.reduction.vector import HOST, FlatVector
 from swarm.compression import Buffer, Codec
 from swarm.errors import UsageError
@@ -37,29 +37,29 @@ class Residual:
     `cut`: where it lies; None: on the host. Twice the memory of that span: what is held, and what the round that is open would make of it.
     """
 
-    def __init__(self, start: int, stop: int, cut: Cut | None = None, lanes: Lanes = NO_LANES) -> None:
+    def __init__(self, start: int, stop: int, cut: Cut | None = None, queues: Queues = NO_QUEUES) -> None:
         self.start, self.stop = start, stop
-        self._cut, self._lanes = cut if cut is not None else [(stop - start, HOST)], lanes
+        self._cut, self._queues = cut if cut is not None else [(stop - start, HOST)], queues
         self.vector = self._made(torch.zeros)
         self._spare: FlatVector | None = None
 
     @property
     def held(self) -> torch.Tensor:
         """On the host: not to be written. Not of an open round."""
-        self._lanes.finish()
+        self._queues.finish()
         return self.vector.read(0, self.stop - self.start).to(HOST)
 
     def fill(self, values: torch.Tensor) -> None:
         """Hold these (flat float32 on the host) from now on."""
         for start, piece in self.vector.pieces(0, self.stop - self.start):
             piece.copy_(values[start : start + piece.numel()])
-        self._lanes.fork()
+        self._queues.fork()
 
     def stage(self) -> Staged:
         """What the next round makes of it."""
         spare, self._spare = self._spare, None
         if spare is None:
-            with self._lanes.working():  # memory belongs to the stream that works on it: given back, it goes to nobody else too early
+            with self._queues.working():  # memory belongs to the stream that works on it: given back, it goes to nobody else too early
                 spare = self._made(torch.empty)
         return Staged(self, spare)
 
@@ -68,7 +68,7 @@ class Residual:
         self.vector, self._spare = new, self.vector
 
     def _made(self, make: Callable[..., torch.Tensor]) -> FlatVector:
-        return FlatVector([make(numel, device=device) for numel, device in self._cut], self._lanes)
+        return FlatVector([make(numel, device=device) for numel, device in self._cut], self._queues)
 
 
 class Staged:
@@ -227,18 +227,18 @@ class Feedback:
     """The residuals of one averager, over a vector of `numel` elements that travels in `codec`; one round at a time.
 
     `reduces`: hold a residual for the span that this member reduces, too. Not where reducers are audited: what they encode must then follow
-    from what they were sent. `cut`: where the vector lies, and the sender's residual with it; a round's work on it is done within `lanes`'
+    from what they were sent. `cut`: where the vector lies, and the sender's residual with it; a round's work on it is done within `queues`'
     `working`. The reducer's is on the host.
     """
 
-    def __init__(self, numel: int, codec: Codec, *, reduces: bool = True, cut: Cut | None = None, lanes: Lanes = NO_LANES) -> None:
+    def __init__(self, numel: int, codec: Codec, *, reduces: bool = True, cut: Cut | None = None, queues: Queues = NO_QUEUES) -> None:
         self.numel, self.codec, self.reduces = numel, codec, reduces
         self.committed = 0  # rounds
         self.sent = 0  # of these, those to which this member contributed
         self.dropped = 0  # times that a reducer's residual was given up, because the span or the members changed
         self.dropped_norm = 0.0  # of the last one
-        self._cut, self._lanes = cut, lanes
-        self._sender = Residual(0, numel, cut, lanes)
+        self._cut, self._queues = cut, queues
+        self._sender = Residual(0, numel, cut, queues)
         self._reducer = Residual(0, 0)
         self._span = NO_SPAN
         self._round: FeedbackRound | None = None
@@ -289,7 +289,7 @@ class Feedback:
         if missing or state["format"] != _FORMAT:
             raise UsageError(f"this is no saved error feedback: {', '.join(sorted(missing)) or 'its format'} is not what it must be")
         span = _span_of(state["span"], self.numel)
-        sender = _residual_of(state["sender"], Residual(0, self.numel, self._cut, self._lanes), "the sender's")
+        sender = _residual_of(state["sender"], Residual(0, self.numel, self._cut, self._queues), "the sender's")
         reducer = _residual_of(state["reducer"], Residual(span.start, span.stop), "the reducer's")
         for name in ("committed", "dropped"):
             if type(state[name]) is not int or state[name] < 0:

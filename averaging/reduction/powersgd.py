@@ -23,7 +23,7 @@ import torch
 from blake3 import blake3
 
 from averaging.reduction.averages import Landing
-from averaging.reduction.devices import NO_LANES, Lanes
+from averaging.reduction.devices import NO_QUEUES, Queues
 from averaging.reduction.feedback import Feedback
 from averaging.reduction.lowrank import Factoring, Matrix, PowerSgd, expand, orthonormal, product, renewed, seeded
 from averaging.reduction.vector import FlatVector, HollowVector
@@ -59,9 +59,9 @@ class LowRank:
         *,
         seed: bytes,
         reduces: bool = True,
-        lanes: Lanes | None = None,
+        queues: Queues | None = None,
     ) -> None:
-        """`seed`: from which all peers draw what the first round starts from. `reduces`: see `Feedback`. `lanes`: of the tensors' devices.
+        """`seed`: from which all peers draw what the first round starts from. `reduces`: see `Feedback`. `queues`: of the tensors' devices.
 
         UsageError for a codec that loses more than rounding: what a reducer loses of a factor is kept by nobody.
         """
@@ -73,7 +73,7 @@ class LowRank:
         self.layout = Factoring.of([tuple(tensor.shape) for tensor in tensors], terms)
         self.others = Feedback(self.layout.second_numel, codec, reduces=reduces)
         self.landings = (Landing(), Landing())  # where the averages of the two all-reduces come to lie
-        self.lanes = Lanes(tensor.device for tensor in tensors) if lanes is None else lanes
+        self.queues = Queues(tensor.device for tensor in tensors) if queues is None else queues
         self._seed = seed
         self._held: list[torch.Tensor] = []  # residuals of the matrices, float32 where they are; made when they are first needed
         self._spare: list[torch.Tensor] = []
@@ -104,15 +104,15 @@ class LowRank:
             given = []
             for matrix, held, spare in zip(matrices, *self._residuals(), strict=True):
                 given.append(torch.add(self._view(matrix), held, out=spare))
-            others = self.lanes.host_memory(self.layout.second_numel - self._factor_elements)
+            others = self.queues.host_memory(self.layout.second_numel - self._factor_elements)
             for place, begin, stop in self._other_places():
                 others[begin:stop].view(self.tensors[place].shape).copy_(self.tensors[place].detach())
-            first = self.lanes.host_memory(self.layout.first_numel)
+            first = self.queues.host_memory(self.layout.first_numel)
             for matrix, whole, start in zip(matrices, given, self._starts, strict=True):
                 factor = product(whole, start.to(whole.device))
                 first[matrix.p_start : matrix.p_stop].view(matrix.n, matrix.rank).copy_(factor)  # waits for the device, and all before
-        self.lanes.fork()
-        self._taken = _Taken(given, others, FlatVector([first], NO_LANES), before, [], [])
+        self.queues.fork()
+        self._taken = _Taken(given, others, FlatVector([first], NO_QUEUES), before, [], [])
 
     def first(self, *, alike: bool) -> FlatVector:
         """What goes into the first all-reduce. `alike`: most members start from where this one does, so that it has something to say."""
@@ -129,11 +129,11 @@ class LowRank:
         if mean is None or not self._gives(taken):
             return HollowVector(self.layout.second_numel)
         factors = torch.empty(self._factor_elements)
-        with self.lanes.working(), torch.no_grad():
+        with self.queues.working(), torch.no_grad():
             for matrix, given, basis in zip(self.layout.matrices, taken.given, taken.basis, strict=True):
                 taken.sent.append(product(given.t(), basis.to(given.device)))
                 factors[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank).copy_(taken.sent[-1])
-        return FlatVector([factors, taken.others], NO_LANES)
+        return FlatVector([factors, taken.others], NO_QUEUES)
 
     def commit(self, mean: torch.Tensor | None, *, sent: bool) -> None:
         """The second all-reduce is committed, with this `mean`. `sent`: this member took part in it, even if it was left out somewhere."""
@@ -143,11 +143,11 @@ class LowRank:
             return
         taken.mean = mean
         if sent and self._gives(taken):
-            with self.lanes.working(), torch.no_grad():
+            with self.queues.working(), torch.no_grad():
                 for matrix, given, basis, q in zip(self.layout.matrices, taken.given, taken.basis, taken.sent, strict=True):
                     delivered = q - lost[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank).to(q.device)
                     given.addmm_(basis.to(given.device), delivered.t(), alpha=-1.0)
-            self.lanes.finish()
+            self.queues.finish()
             self._held, self._spare = taken.given, self._held
             taken.given = []
         self._starts = [
@@ -181,7 +181,7 @@ class LowRank:
                 tensor = self.tensors[place].detach()
                 average = mean[self._factor_elements :][start:stop].view(tensor.shape).to(tensor.device)
                 _move(tensor, average, before[place] if before is not None else None)
-        self.lanes.finish()  # other threads may read the tensors from now on
+        self.queues.finish()  # other threads may read the tensors from now on
         self._taken = None
 
     # ---- state

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from averaging.reduction.averages import Averages
-from averaging.reduction.devices import Lanes
+from averaging.reduction.devices import Queues
 from averaging.reduction.layout import TensorLayout
 from averaging.reduction.vector import FlatVector, HollowVector
 from swarm.errors import UsageError
@@ -21,8 +21,8 @@ from swarm.errors import UsageError
 class Staging:
     """Holds the tensors to average. They may be of any float type, stride and device, also of several."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], lanes: Lanes | None = None) -> None:
-        """`lanes`: of the tensors' devices, when not the usual ones."""
+    def __init__(self, tensors: Sequence[torch.Tensor], queues: Queues | None = None) -> None:
+        """`queues`: of the tensors' devices, when not the usual ones."""
         self.tensors = tuple(tensors)
         for place, tensor in enumerate(self.tensors):
             if not isinstance(tensor, torch.Tensor):
@@ -31,7 +31,7 @@ class Staging:
                 raise UsageError(f"tensor {place} is on the meta device: it has no values to average yet")
         self.layout = TensorLayout.of(self.tensors)
         _refuse_overlaps(self.tensors)
-        self.lanes = Lanes(tensor.device for tensor in self.tensors) if lanes is None else lanes
+        self.queues = Queues(tensor.device for tensor in self.tensors) if queues is None else queues
         self._begins: list[int] = []  # of each tensor in its device's copy, in elements
         self._numels: dict[torch.device, int] = {}
         for tensor in self.tensors:
@@ -58,12 +58,12 @@ class Staging:
         with torch.no_grad():
             for tensor, copy in self._pairs(lent=lent):
                 copy.copy_(tensor, non_blocking=True)
-        self.lanes.fork()  # the round begins after what this thread has asked of the devices
+        self.queues.fork()  # the round begins after what this thread has asked of the devices
         return vector
 
     def nothing(self) -> FlatVector:
         """For who contributes nothing: tensors are not read."""
-        self.lanes.fork()
+        self.queues.fork()
         return HollowVector(self.layout.numel)
 
     def put(self, averages: Averages) -> None:
@@ -75,7 +75,7 @@ class Staging:
         with torch.no_grad():
             for tensor, copy in self._pairs(lent=True):
                 tensor.copy_(copy, non_blocking=True)
-        self.lanes.finish()  # the next round takes the averages' memory
+        self.queues.finish()  # the next round takes the averages' memory
 
     def add_difference(self, averages: Averages) -> None:
         """Add the averages minus what `take` copied to the tensors, which may have moved on since. The staged copy is spent."""
@@ -84,7 +84,7 @@ class Staging:
         with torch.no_grad():
             for tensor, copy in self._pairs(lent=False):
                 tensor.add_(copy.to(tensor.dtype))
-        self.lanes.finish()
+        self.queues.finish()
 
     def _vector(self, *, lent: bool) -> FlatVector:
         """Tensors that are read where they are, and between them stretches of the copies."""
@@ -100,7 +100,7 @@ class Staging:
                 run = (tensor.device, begin if run is None else run[1], begin + tensor.numel())
         if run is not None:
             pieces.append(self._copy(run[0])[run[1] : run[2]])
-        return FlatVector(pieces, self.lanes)
+        return FlatVector(pieces, self.queues)
 
     def _direct(self, tensor: torch.Tensor, lent: bool) -> bool:
         return lent and tensor.dtype == torch.float32 and tensor.is_contiguous()

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import torch
 
-from averaging.reduction.devices import Lanes
+from averaging.reduction.devices import Queues
 from swarm.errors import UsageError
 
 HOST = torch.device("cpu")
@@ -22,8 +22,8 @@ HOST = torch.device("cpu")
 class FlatVector:
     """Flat, contiguous float32 tensors, end to end. Holds references, never copies."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], lanes: Lanes | None = None) -> None:
-        """`lanes`: of their devices, forked after what made the values; None: made here. UsageError when a tensor is anything else."""
+    def __init__(self, tensors: Sequence[torch.Tensor], queues: Queues | None = None) -> None:
+        """`queues`: of their devices, forked after what made the values; None: made here. UsageError when a tensor is anything else."""
         for tensor in tensors:
             if tensor.dtype != torch.float32 or tensor.dim() != 1 or not tensor.is_contiguous() or tensor.is_meta:
                 raise UsageError(
@@ -34,7 +34,7 @@ class FlatVector:
         # What an element is called in messages: whoever made the vector of tensors that have names says it better.
         self.describe: Callable[[int], str] = "element {} of its vector".format
         self.devices = tuple(dict.fromkeys(tensor.device for tensor in self._tensors))
-        self.lanes = Lanes(self.devices) if lanes is None else lanes
+        self.queues = Queues(self.devices) if queues is None else queues
 
     @property
     def numel(self) -> int:
@@ -71,7 +71,7 @@ class FlatVector:
     def element(self, index: int) -> float:
         """One value, for messages."""
         ((_, piece),) = self.pieces(index, index + 1)
-        with self.lanes.working():
+        with self.queues.working():
             return float(piece[0])
 
 

@@ -121,9 +121,9 @@ class Workbench:
         """The messages that carry our values of `parts`; an element of the vector that cannot be sent ends the list with its index."""
         started_s = time.perf_counter()
         messages: list[bytes | int] = []
-        scratches = [self._borrow() for _ in (parts if self.vector.lanes else parts[:1])]
+        scratches = [self._borrow() for _ in (parts if self.vector.queues else parts[:1])]
         # on a device all are on their way before any is waited for: copies to the host run beside the next one's encoding
-        launched = [self._launch(part, scratch) for part, scratch in zip(parts, scratches, strict=False)] if self.vector.lanes else []
+        launched = [self._launch(part, scratch) for part, scratch in zip(parts, scratches, strict=False)] if self.vector.queues else []
         try:
             for nth, part in enumerate(parts):
                 way = launched[nth] if launched else None
@@ -172,16 +172,16 @@ class Workbench:
     def own_values(self, part: Part) -> torch.Tensor:
         """What this member contributes to a part that it reduces itself: float32, as it is, on the host, where it meets the others'."""
         vector = self.vector
-        with vector.lanes.working():
+        with vector.queues.working():
             values = vector.read(part.start, part.stop)
             if self.feedback is not None:
                 values = self.feedback.give(part.start, values, torch.empty_like(values))
                 self.feedback.kept(part.start, part.stop)
-        lane = vector.lanes.of(values.device)
-        if lane is None:
+        queue = vector.queues.of(values.device)
+        if queue is None:
             return values
-        host = vector.lanes.host_memory(part.numel)
-        lane.fetch(values, host).wait()
+        host = vector.queues.host_memory(part.numel)
+        queue.fetch(values, host).wait()
         return host
 
     def first_bad(self, part: Part) -> int:
@@ -213,7 +213,7 @@ class Workbench:
 
     def _message(self, part: Part, values: torch.Tensor, payload: memoryview) -> bytes | int:
         if not self.codec.is_finite(payload):
-            with self.vector.lanes.working():
+            with self.vector.queues.working():
                 return part.start + (first_bad(values, self.codec.magnitude_max) or 0)
         signature = self.sign(part.index, payload) if self.sign is not None else b""
         return pack(ExchangeHeader(chunk=ExchangeChunk(part=part.index, signature=signature)), payload)
@@ -223,7 +223,7 @@ class Workbench:
         launched = self._launch(part, scratch)
         if launched is not None:
             return launched.collect()
-        with self.vector.lanes.working():  # pieces may lie on several devices
+        with self.vector.queues.working():  # pieces may lie on several devices
             values = self.vector.read(part.start, part.stop, scratch.read)
             if self.feedback is None:
                 return values, self.codec.encode(values, scratch.encoded)
@@ -236,10 +236,10 @@ class Workbench:
     def _launch(self, part: Part, scratch: _Scratch) -> _Launched | None:
         """Have a part encoded on the device where it is, and brought to the host; None when that is the host."""
         vector = self.vector
-        lane = vector.lanes.of(vector.device_of(part.start, part.stop)) if vector.lanes else None
-        if lane is None:
+        queue = vector.queues.of(vector.device_of(part.start, part.stop)) if vector.queues else None
+        if queue is None:
             return None
-        with lane.working():
+        with queue.working():
             values = vector.read(part.start, part.stop)
             if self.feedback is not None:
                 values = self.feedback.give(part.start, values, torch.empty_like(values))
@@ -248,7 +248,7 @@ class Workbench:
             if self.feedback is not None:  # of values that cannot be sent, too: then it is withdrawn as a whole
                 self.feedback.sent(part.start, values, encoded, torch.empty_like(values))
         place = scratch.encoded[: encoded.numel()]
-        return _Launched(values, lane.fetch(encoded, place), place)
+        return _Launched(values, queue.fetch(encoded, place), place)
 
     def conclude(self, held: Mapping[int, Version], *, committed: bool) -> None:
         """The round has ended, with these versions of the parts: error feedback moves on, or stays where it was.
@@ -261,9 +261,9 @@ class Workbench:
         if not committed:
             feedback.roll_back()
             return
-        with self.vector.lanes.working():
+        with self.vector.queues.working():
             self._commit(feedback, held)
-        self.vector.lanes.finish()  # the vector's owner may write to it from now on
+        self.vector.queues.finish()  # the vector's owner may write to it from now on
 
     def _commit(self, feedback: FeedbackRound, held: Mapping[int, Version]) -> None:
         if self.withdrawn is not None or not self.weights[self.own]:
@@ -332,5 +332,5 @@ class Workbench:
             return self._free.pop()
         except IndexError:
             numel_max = max((part.numel for part in self.plan.parts), default=0)
-            encoded = self.vector.lanes.host_memory(self.codec.encoded_bytes(numel_max), torch.uint8)
+            encoded = self.vector.queues.host_memory(self.codec.encoded_bytes(numel_max), torch.uint8)
             return _Scratch(torch.empty(numel_max), torch.empty(numel_max), encoded, torch.empty(numel_max), Rows())

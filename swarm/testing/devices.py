@@ -27,8 +27,8 @@ class LateFetch:
                 self.done = True
 
 
-class LateLane:
-    """Satisfies `averaging.reduction.devices.Lane`. AssertionError for whoever does not keep to its rules."""
+class LateQueue:
+    """Satisfies `averaging.reduction.devices.Queue`. AssertionError for whoever does not keep to its rules."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -42,8 +42,8 @@ def test_parts_are_encoded_and_averages_written_as_on_the_host(codec: str, devic
     stagings = [Staging(tensors(["cpu"])), Staging(tensors(devices))]
     numel = stagings[0].layout.numel
     plan = plan_parts(numel, [1.0, 1.0], found, 1 << 16)
-    feedback = [Feedback(numel, found, cut=staging.cut, lanes=staging.lanes) for staging in stagings]
-    landings = [Landing(staging.lanes) for staging in stagings]
+    feedback = [Feedback(numel, found, cut=staging.cut, queues=staging.queues) for staging in stagings]
+    landings = [Landing(staging.queues) for staging in stagings]
     for _ in range(3):
         messages = []
         for staging, fed_back, landing in zip(stagings, feedback, landings, strict=True):
@@ -61,7 +61,7 @@ def test_parts_are_encoded_and_averages_written_as_on_the_host(codec: str, devic
                 bench.averages.keep(part, unpack(message)[1])
             assert all(value.device.type == "cpu" for value in own)
             assert bench.feedback is not None
-            with staging.lanes.working():
+            with staging.queues.working():
                 bench.feedback.commit()
             if not lent:
                 for tensor, value in zip(staging.tensors, before, strict=True):
@@ -80,7 +80,7 @@ def test_what_cannot_be_sent_is_found_on_the_device() -> None:
     mine[1][3, 7] = float("inf")
     staging = Staging(mine)
     plan = plan_parts(staging.layout.numel, [1.0], find("int8"), 1 << 16)
-    bench = Workbench(plan, find("int8"), 0, staging.take(lent=True), Averages(plan, find("int8"), Landing(staging.lanes)))
+    bench = Workbench(plan, find("int8"), 0, staging.take(lent=True), Averages(plan, find("int8"), Landing(staging.queues)))
     assert bench.encode(plan.parts)[-1] == 300_000 + 3 * 500 + 7
     bench.withdraw(300_000 + 3 * 500 + 7)
     assert "is inf" in str(bench.withdrawn)
@@ -94,7 +94,7 @@ def test_a_snapshot_is_of_the_moment_on_the_trainers_own_stream() -> None:
             staging.tensors[0].add_(1.0)
         vector = staging.take(lent=False)
         staging.tensors[0].add_(1000.0)
-    with staging.lanes.working():
+    with staging.queues.working():
         assert vector.read(0, 1 << 24).cpu().unique().tolist() == [50.0]
 
 

@@ -1,6 +1,6 @@
 """Rounds over tensors on accelerators: what is asked of the streams, and that nobody reads what may not be there yet.
 
-Where there is no GPU, `LateLane` is one: its copies come when they are waited for. Tests with a GPU are in `tests/averaging/test_cuda.py`.
+Where there is no GPU, `LateQueue` is one: its copies come when they are waited for. Tests with a GPU are in `tests/averaging/test_cuda.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from averaging.reduction.averages import Averages, Landing
 from averaging.reduction.chunks import unpack
-from averaging.reduction.devices import CudaLane, Lanes, PlainLane, lane_of
+from averaging.reduction.devices import CudaQueue, PlainQueue, Queues, queue_of
 from averaging.reduction.feedback import Feedback
 from averaging.reduction.partition import Part, plan_parts
 from averaging.reduction.reduce import Contribution
@@ -24,14 +24,14 @@ from averaging.rounds.assembly import encode_places
 from averaging.rounds.commit import Version
 from averaging.rounds.work import Averaged, Workbench
 from swarm.compression import find, names
-from swarm.testing.devices import LateLane
+from swarm.testing.devices import LateQueue
 
 SHAPES = [(3000,), (40, 50), (), (0,), (70, 100), (9000,)]
 NUMEL = sum(torch.Size(shape).numel() for shape in SHAPES)
 
 
 class FakeCuda:
-    """`torch.cuda` as far as lanes use it: each stream knows which calls are over before its next one."""
+    """`torch.cuda` as far as queues use it: each stream knows which calls are over before its next one."""
 
     class Stream:
         def __init__(self, device: torch.device) -> None:
@@ -75,24 +75,24 @@ class FakeCuda:
         self._now.known = {*self._now.known, name}
 
 
-def test_a_lane_orders_what_streams_are_asked() -> None:
+def test_a_queue_orders_what_streams_are_asked() -> None:
     cuda = FakeCuda()
-    lane = CudaLane(torch.device("cpu"), cuda)
+    queue = CudaQueue(torch.device("cpu"), cuda)
     cuda.call("backward")
-    lane.fork()
+    queue.fork()
     cuda.call("next forward")
-    with lane.working():
+    with queue.working():
         working = cuda.current_stream(torch.device("cpu"))
         assert working is not cuda.default
         assert "backward" in working.known
         assert "next forward" not in working.known  # the trainer goes on beside the round
         cuda.call("encode 1")
     source, target = torch.arange(4), torch.zeros(4, dtype=torch.int64)
-    fetch: Any = lane.fetch(source, target)
+    fetch: Any = queue.fetch(source, target)
     copies = cuda.entered[-1]
     assert copies not in (working, cuda.default)
     assert "encode 1" in copies.known
-    with lane.working():
+    with queue.working():
         cuda.call("encode 2")
     assert "encode 2" not in copies.known  # beside the copy
     fetch.wait()
@@ -102,28 +102,28 @@ def test_a_lane_orders_what_streams_are_asked() -> None:
     assert torch.equal(target, source)
     with cuda.stream(copies):
         cuda.call("copy in")
-    there = lane.bring(source)
+    there = queue.bring(source)
     assert torch.equal(there, source)
     assert there.data_ptr() != source.data_ptr()
     assert "copy in" in cuda.default.known  # decoding, on the trainer's stream, comes after it
-    lane.finish()
+    queue.finish()
     assert working.synchronized
     assert copies.synchronized
     assert cuda.default.synchronized
 
 
-def test_the_host_needs_no_lane_and_other_devices_get_a_plain_one() -> None:
-    assert lane_of(HOST) is None
-    assert not Lanes([HOST])
-    assert isinstance(lane_of(torch.device("meta")), PlainLane)
-    lane = PlainLane(HOST)
+def test_the_host_needs_no_queue_and_other_devices_get_a_plain_one() -> None:
+    assert queue_of(HOST) is None
+    assert not Queues([HOST])
+    assert isinstance(queue_of(torch.device("meta")), PlainQueue)
+    queue = PlainQueue(HOST)
     target = torch.zeros(3)
-    lane.fetch(torch.ones(3), target).wait()
+    queue.fetch(torch.ones(3), target).wait()
     assert target.tolist() == [1, 1, 1]
-    with lane.working():
-        assert lane.bring(target) is target
-    lane.fork()
-    lane.finish()
+    with queue.working():
+        assert queue.bring(target) is target
+    queue.fork()
+    queue.finish()
 
 
 class HalfThere(FlatVector):
@@ -133,11 +133,11 @@ class HalfThere(FlatVector):
         return torch.device("meta") if start // 4096 % 2 else HOST
 
 
-def late() -> tuple[Lanes, LateLane]:
-    lanes = Lanes([HOST], LateLane)
-    lane = lanes.of(HOST)
-    assert isinstance(lane, LateLane)
-    return lanes, lane
+def late() -> tuple[Queues, LateQueue]:
+    queues = Queues([HOST], LateQueue)
+    queue = queues.of(HOST)
+    assert isinstance(queue, LateQueue)
+    return queues, queue
 
 
 def tensors(seed: int) -> list[torch.Tensor]:
@@ -176,18 +176,18 @@ def everything(work: Workbench) -> dict[str, Any]:
 @pytest.mark.parametrize("codec", sorted(set(names())))
 @pytest.mark.parametrize("fed", [False, True])
 def test_a_round_makes_the_same_bytes_with_copies_that_come_late(codec: str, fed: bool) -> None:
-    lanes, lane = late()
-    here, there = Staging(tensors(1)), Staging(tensors(1), lanes)
+    queues, queue = late()
+    here, there = Staging(tensors(1)), Staging(tensors(1), queues)
     cut = there.cut
-    feedback = [Feedback(NUMEL, find(codec)), Feedback(NUMEL, find(codec), cut=cut, lanes=lanes)] if fed else [None, None]
-    landings = [Landing(), Landing(lanes)]
+    feedback = [Feedback(NUMEL, find(codec)), Feedback(NUMEL, find(codec), cut=cut, queues=queues)] if fed else [None, None]
+    landings = [Landing(), Landing(queues)]
     for _ in range(2):
         works = [
             bench(staging.take(lent=True), codec, fed_back, landing)
             for staging, fed_back, landing in zip((here, there), feedback, landings, strict=True)
         ]
         assert everything(works[0]) == everything(works[1])
-        assert lane.under_way == 0
+        assert queue.under_way == 0
         states = []
         for work, staging, fed_back in zip(works, (here, there), feedback, strict=True):
             if fed_back is not None:
@@ -198,46 +198,46 @@ def test_a_round_makes_the_same_bytes_with_copies_that_come_late(codec: str, fed
             staging.put(work.averages)
         assert all(torch.equal(one, other) for one, other in zip(here.tensors, there.tensors, strict=True))
         assert all(torch.equal(state, states[0]) for state in states)
-    assert lane.forks >= 2
-    assert not lane.brought
+    assert queue.forks >= 2
+    assert not queue.brought
 
 
 def test_parts_of_several_devices_are_put_together_on_the_host() -> None:
-    lanes = Lanes([torch.device("meta")], LateLane)
+    queues = Queues([torch.device("meta")], LateQueue)
     pieces = [tensor.view(-1) for tensor in tensors(3)]
-    lanes.fork()
-    mixed, plain = HalfThere(pieces, lanes), FlatVector(pieces)
+    queues.fork()
+    mixed, plain = HalfThere(pieces, queues), FlatVector(pieces)
     found = everything(bench(mixed, "int8", None, Landing()))
     work = bench(plain, "int8", None, Landing())
     assert found == everything(work)
     targets = [torch.zeros(NUMEL) for _ in range(2)]
-    work.averages.write(HalfThere([targets[0]], lanes))
+    work.averages.write(HalfThere([targets[0]], queues))
     work.averages.write(FlatVector([targets[1]]))
     assert torch.equal(targets[0], targets[1])
-    work.averages.subtract(HalfThere([targets[0]], lanes))
+    work.averages.subtract(HalfThere([targets[0]], queues))
     assert float(targets[0].abs().max()) == 0.0
 
 
 def test_what_cannot_be_sent_is_found_there_too() -> None:
-    lanes, lane = late()
+    queues, queue = late()
     mine = tensors(1)
     mine[-1][5000] = float("nan")
-    work = bench(Staging(mine, lanes).take(lent=True), "int8", None, Landing(lanes))
+    work = bench(Staging(mine, queues).take(lent=True), "int8", None, Landing(queues))
     parts = work.plan.of_reducer(1)
     messages = work.encode(parts)
     assert messages[-1] == NUMEL - 9000 + 5000
-    assert lane.under_way == 0  # those behind it were waited for: their memory is used again
+    assert queue.under_way == 0  # those behind it were waited for: their memory is used again
     work.withdraw(int(messages[-1]))
     assert "nan" in str(work.withdrawn)
 
 
 def test_differences_arrive_on_devices() -> None:
-    lanes, _ = late()
-    here, there = Staging(tensors(1)), Staging(tensors(1), lanes)
+    queues, _ = late()
+    here, there = Staging(tensors(1)), Staging(tensors(1), queues)
     plan = plan_parts(NUMEL, [1.0], find("float16"), 4096)
     for staging in (here, there):
         staging.take(lent=False)
-        averages = Averages(plan, find("float16"), Landing(staging.lanes))
+        averages = Averages(plan, find("float16"), Landing(staging.queues))
         for part in plan.parts:
             values = torch.linspace(-1, 1, part.numel)
             averages.keep(part, find("float16").encode(values, torch.empty(2 * part.numel, dtype=torch.uint8)))
@@ -267,17 +267,17 @@ def test_a_part_knows_its_device() -> None:
 
 def test_working_before_a_fork_is_noticed() -> None:
     """The stand-in itself must be able to fail."""
-    lanes, lane = late()
-    with pytest.raises(AssertionError, match="after a fork"), lanes.working():
+    queues, queue = late()
+    with pytest.raises(AssertionError, match="after a fork"), queues.working():
         pass
-    lane.fork()
+    queue.fork()
     target = torch.zeros(2)
-    fetch = lane.fetch(torch.ones(2), target)
+    fetch = queue.fetch(torch.ones(2), target)
     assert target.tolist() != [1, 1]
     fetch.wait()
     assert target.tolist() == [1, 1]
     source = torch.ones(2)
-    lane.bring(source)
+    queue.bring(source)
     source.zero_()
     with pytest.raises(AssertionError, match="changed while"):
-        lane.finish()
+        queue.finish()

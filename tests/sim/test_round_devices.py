@@ -10,14 +10,14 @@ import torch
 
 from averaging.groups.group import Group, Member
 from averaging.reduction.averages import Landing
-from averaging.reduction.devices import Lanes
+from averaging.reduction.devices import Queues
 from averaging.reduction.feedback import Feedback
 from averaging.reduction.staging import Staging
 from averaging.reduction.vector import HOST
 from averaging.rounds.allreduce import AllReduce, RoundOutcome
 from averaging.rounds.config import RoundConfig
 from swarm.compression import find
-from swarm.testing.devices import LateLane
+from swarm.testing.devices import LateQueue
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.virtual_loop import run_virtual
 
@@ -43,10 +43,10 @@ async def _rounds(codec: str, dies: bool, devices: tuple[int, ...]) -> list[list
     ]
     members = tuple(Member(contact=peer.contact, weight=1.0 + place, bandwidth=1.0) for place, peer in enumerate(peers))
     stagings = [
-        Staging([torch.zeros(shape) for shape in SHAPES], Lanes([HOST], LateLane) if place in devices else None) for place in range(PEERS)
+        Staging([torch.zeros(shape) for shape in SHAPES], Queues([HOST], LateQueue) if place in devices else None) for place in range(PEERS)
     ]
-    feedback = [Feedback(staging.layout.numel, find(codec), cut=staging.cut, lanes=staging.lanes) for staging in stagings]
-    landings = [Landing(staging.lanes) for staging in stagings]
+    feedback = [Feedback(staging.layout.numel, find(codec), cut=staging.cut, queues=staging.queues) for staging in stagings]
+    landings = [Landing(staging.queues) for staging in stagings]
     for nth in range(3):
         for staging in stagings:
             for tensor in staging.tensors:
