@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from averaging.training.snapshot import Blob, digests_of, encode_snapshot, mapping, pack, snapshot_digest
+from averaging.training.snapshot import digests_of, encode_snapshot, mapping, pack, snapshot_digest
 from averaging.training.view import StateView
 from swarm.errors import PeerError, SwarmError, UsageError
 
@@ -40,7 +40,7 @@ class Checkpoint:
 
     path: Path
     epoch: int
-    blob: Blob  # as `TrainingState.load` takes it
+    blob: bytearray  # as `TrainingState.load` takes it
     tensors: dict[str, torch.Tensor]  # by the names of the file
 
 
