@@ -38,6 +38,9 @@ class DonorConfig:
     serve: bool = True  # False: this peer never gives its state
     leases_max: int = 16  # downloads at once
     snapshots_max: int = 2  # states of different epochs leased at once, each a copy in memory; further joiners wait until one is free
+    # a download that takes longer is served from a copy, made beside it. Too small: memory for what would have been over in time; too
+    # large: whoever is about to write has all of the copy to make
+    copy_after_s: float = 0.5
     lease_idle_s: float = 30.0  # a joiner that is silent for so long has gone
     record_ttl_s: float = 60.0  # a donor that died is asked in vain for so long
     record_renew_s: float = 15.0
@@ -64,7 +67,9 @@ class DonorServices:
 class _Lease:
     peer: PeerId
     view: StateView
+    opened_s: float
     used_s: float
+    copying: bool = False
 
 
 class Donor:
@@ -102,7 +107,10 @@ class Donor:
 
     def _settle(self) -> None:
         for view in {id(lease.view): lease.view for lease in self._leases.values() if not lease.view.settled}.values():
-            self._services.loop.run_in_executor(self._services.pool, view.settle)
+            self._copy(view)
+
+    def _copy(self, view: StateView) -> None:
+        self._services.loop.run_in_executor(self._services.pool, view.settle)
 
     async def run(self) -> None:
         """Keep the record fresh and drop idle leases, until cancelled."""
@@ -138,7 +146,8 @@ class Donor:
             raise PeerError(f"busy: {self._config.leases_max} peers are downloading from this one already")
         view = view or await self._view()
         lease = secrets.token_bytes(16)
-        self._leases[lease] = _Lease(peer, view, self._services.clock.monotonic_s())
+        now_s = self._services.clock.monotonic_s()
+        self._leases[lease] = _Lease(peer, view, now_s, now_s)
         return state_pb2.OpenReply(
             lease=lease,
             epoch=view.epoch,
@@ -169,6 +178,9 @@ class Donor:
                     raise PeerError(f"the state has {lease.view.chunks} chunks; there is no number {index}")
                 await stream.send(pack_chunk(index, await self._chunk(lease.view, index)))
                 lease.used_s = self._services.clock.monotonic_s()
+                if lease.used_s - lease.opened_s > self._config.copy_after_s and not lease.copying:
+                    lease.copying = True
+                    self._copy(lease.view)
             message = await stream.receive()
             if message is None:
                 return

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from averaging.training.runexchange import CHUNKS, CLOSE, OPEN, unpack_chunk
-from averaging.training.snapshot import CHUNK_BYTES, chunk_digest, snapshot_digest
+from averaging.training.snapshot import CHUNK_BYTES, Blob, chunk_digest, room, snapshot_digest
 from swarm.errors import DeadlineExceeded, NetworkError, NotEnoughPeers, PeerError, SwarmError
 from swarm.ids import Contact, PeerId
 from swarm.net.rpc import Caller, Stream, StreamMethod
@@ -62,7 +62,7 @@ class Fetched:
     epoch: int
     canonical: bool
     digest: bytes
-    blob: bytearray
+    blob: Blob
     donors: dict[PeerId, int]  # bytes that each gave
     failures: dict[PeerId, str]
     agreed: int = 1  # donors that offered this very state
@@ -73,7 +73,7 @@ class Part:
     """A state that is being downloaded: what of it is there."""
 
     digests: tuple[bytes, ...]
-    blob: bytearray
+    blob: Blob
     missing: deque[int]  # chunks that nobody was asked for
     asked: Counter[int] = field(default_factory=Counter)  # chunks that donors were asked for, and by how many of us
     have: set[int] = field(default_factory=set)
@@ -83,7 +83,7 @@ class Part:
     @classmethod
     def begin(cls, digests: tuple[bytes, ...], total_bytes: int, earlier: Part | None) -> Part:
         """Chunks that an earlier download received are not fetched again, whatever state they were of."""
-        part = cls(digests, bytearray(total_bytes), deque())
+        part = cls(digests, room(total_bytes), deque())
         known = {} if earlier is None else {earlier.digests[index]: earlier.chunk(index) for index in earlier.have}
         for index, digest in enumerate(digests):
             if digest in known and len(known[digest]) == len(part.chunk(index)):
@@ -283,7 +283,7 @@ class Download:
                 stream = await self._opened(stack, offer)
                 took_s, before_s = 0.0, loop.time()
                 while not part.complete:
-                    batch = part.take(ahead - len(asked))
+                    batch = part.take(ahead - len(asked)) if 2 * len(asked) <= ahead else []  # several with one message
                     if not batch and not asked:
                         await asyncio.sleep(max(took_s, _LATE_S_MIN))  # as long as a chunk takes here: then another is late with it
                         late = part.late(asked)

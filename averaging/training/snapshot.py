@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgpack
+import numpy
 import torch
 from blake3 import blake3
 
 from swarm.errors import PeerError
 
 CHUNK_BYTES = 1 << 20
+Blob = bytearray | memoryview
 ALIGNMENT_BYTES = 64
 _FORMAT = 1
 _HEADER_BYTES_MAX = 64 << 20
@@ -41,7 +43,7 @@ class Snapshot:
     epoch: int
     version: int  # of the state that it shows
     canonical: bool  # that state was the output of an averaging round
-    blob: bytearray
+    blob: Blob
     chunk_digests: tuple[bytes, ...]
 
     @property
@@ -59,6 +61,14 @@ def snapshot_digest(total_bytes: int, chunk_digests: Sequence[bytes]) -> bytes:
 
 def chunk_digest(chunk: bytes | memoryview) -> bytes:
     return blake3(chunk).digest()
+
+
+def pieces_digest(pieces: Iterable[bytes | memoryview]) -> bytes:
+    """`chunk_digest` of a chunk that lies in several places."""
+    whole = blake3()
+    for piece in pieces:
+        whole.update(piece)
+    return whole.digest()
 
 
 def encode_snapshot(epoch: int, header: Mapping[str, Any], named: Sequence[tuple[str, torch.Tensor]]) -> bytearray:
@@ -86,7 +96,28 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def digests_of(blob: bytearray) -> tuple[bytes, ...]:
+def room(total_bytes: int) -> Blob:
+    """Zeros to be written over. MemoryError.
+
+    Nothing is touched here: pages come when they are written, large ones where the system has them. A bytearray is written twice, and its
+    small pages cost a newcomer more processor time than all the digests.
+    """
+    return memoryview(numpy.zeros(total_bytes, dtype=numpy.uint8))  # type: ignore[arg-type, unused-ignore]
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all of its numbers are. One pass and no temporary: both of NaN and infinity show in the least and the largest."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
+
+
+def memory_of(flat: torch.Tensor) -> memoryview | None:
+    """Where a tensor of `flat_bytes` lies; None when that is a device."""
+    return memoryview(flat.numpy()) if flat.device.type == "cpu" else None  # type: ignore[arg-type, unused-ignore]
+
+
+def digests_of(blob: Blob) -> tuple[bytes, ...]:
     """Digests of every chunk: a second for a gigabyte, so not under a lock."""
     view = memoryview(blob)
     return tuple(chunk_digest(view[at : at + CHUNK_BYTES]) for at in range(0, len(blob), CHUNK_BYTES))
@@ -108,7 +139,7 @@ def _places(start: int, tensors: Sequence[torch.Tensor]) -> tuple[list[int], int
     return places, start
 
 
-def read_header(blob: bytearray) -> tuple[dict[str, Any], int]:
+def read_header(blob: Blob) -> tuple[dict[str, Any], int]:
     (header_bytes,) = struct.unpack_from("<I", blob) if len(blob) >= 4 else (0,)
     if not 0 < header_bytes <= min(_HEADER_BYTES_MAX, len(blob) - 4):
         raise PeerError("the state has no header")
@@ -122,7 +153,7 @@ def read_header(blob: bytearray) -> tuple[dict[str, Any], int]:
     return header, 4 + header_bytes
 
 
-def read_tensors(blob: bytearray, header: Mapping[str, Any], start: int) -> dict[str, torch.Tensor]:
+def read_tensors(blob: Blob, header: Mapping[str, Any], start: int) -> dict[str, torch.Tensor]:
     """The tensors of a blob by name, without copying."""
     described = header.get("tensors")
     if not isinstance(described, list):

@@ -17,8 +17,10 @@ from blake3 import blake3
 from averaging.training.snapshot import (
     ALIGNMENT_BYTES,
     DTYPE_NAMES,
+    Blob,
     Snapshot,
     digests_of,
+    is_finite,
     mapping,
     merge,
     pack,
@@ -127,7 +129,7 @@ class TrainingState:
 
     # in
 
-    def load(self, blob: bytearray) -> None:
+    def load(self, blob: Blob) -> None:
         """Take over a snapshot; PeerError, and nothing changed, when it does not fit this optimizer."""
         structure = self._structure()
         header, payload_start = read_header(blob)
@@ -137,6 +139,8 @@ class TrainingState:
         groups = header.get("groups")
         if not isinstance(groups, list) or len(groups) != len(self.inner.param_groups):
             raise PeerError("the state has another number of parameter groups than this optimizer")
+        if any(_lacks_values(index, one, tensors, mapping(counters.get(str(index)))) for index, one in enumerate(structure)):
+            structure = _probe(self.inner, self.parameters, shapes_only=False)
         with self.lock, torch.no_grad():
             for index, p in enumerate(self.parameters):
                 p.copy_(tensors[f"p.{index}"])
@@ -160,7 +164,7 @@ class TrainingState:
         own = self.inner.state[p]
         for key, value in structure.items():
             if f"s.{index}.{key}" in tensors:
-                target = own.get(key, value)
+                target = own[key] if key in own else _made(value, p)
                 target.copy_(tensors[f"s.{index}.{key}"])
                 own[key] = target
             else:
@@ -181,7 +185,7 @@ class TrainingState:
                 raise PeerError(
                     f"the state's {name[:40]!r} is {tensor.dtype} {tuple(tensor.shape)}, ours is {own.dtype} {tuple(own.shape)}"
                 )
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            if not is_finite(tensor):
                 raise PeerError(f"the state's {name[:40]!r} is not finite")
         for index, (p, wanted) in enumerate(zip(self.parameters, structure, strict=True)):
             held = [f"s.{index}.{key}" in tensors for key, t in wanted.items() if _is_statistic(p, key, t)]
@@ -220,18 +224,45 @@ class TrainingState:
         """Per parameter, the statistics that this optimizer keeps: key -> tensor or number.
 
         An optimizer makes them in its first step. Here a second optimizer of the same class makes that step, with zero gradients, on
-        copies: joining must not move weights, and a real step with zero gradients does (weight decay).
+        copies: joining must not move weights, and a real step with zero gradients does (weight decay). The copies have shapes and no
+        memory, where the optimizer can be had to step so: its statistics then are without memory, too.
         """
         own = [dict(self.inner.state.get(p, {})) for p in self.parameters]
         if all(statistics or not p.requires_grad for statistics, p in zip(own, self.parameters, strict=True)):
             return own
         if self._probed is None:  # its size is asked for before a download, its tensors are used after it
-            self._probed = _probe(self.inner, self.parameters)
+            self._probed = _probe_shapes(self.inner, self.parameters) or _probe(self.inner, self.parameters, shapes_only=False)
         return self._probed
 
 
-def _probe(inner: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
-    copies = {p: p.detach().clone().requires_grad_(p.requires_grad) for p in parameters}
+def _probe_shapes(inner: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> list[dict[str, Any]] | None:
+    """The probe without memory, in no time; None where an optimizer looks at values, or keeps a counter beside its parameter."""
+    try:
+        probed = _probe(inner, parameters, shapes_only=True)
+    except UsageError:
+        return None
+    for p, statistics in zip(parameters, probed, strict=True):
+        if any(isinstance(t, torch.Tensor) and t.is_meta and not _is_statistic(p, key, t) for key, t in statistics.items()):
+            return None
+    return probed
+
+
+def _lacks_values(index: int, structure: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], counters: Mapping[str, Any]) -> bool:
+    """Whether a state has counters of a parameter and not its statistics: these begin at what a first step makes them."""
+    lacking = [k for k, t in structure.items() if isinstance(t, torch.Tensor) and t.is_meta and f"s.{index}.{k}" not in tensors]
+    return bool(lacking) and any(key in counters for key in structure)
+
+
+def _made(value: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """A statistic to be written: that of the probe, and where it has no memory one beside its parameter."""
+    return torch.empty_like(value, device=p.device) if value.is_meta else value
+
+
+def _probe(inner: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], *, shapes_only: bool) -> list[dict[str, Any]]:
+    def copied(tensor: torch.Tensor, *, shape: bool) -> torch.Tensor:
+        return torch.empty_like(tensor, device="meta") if shape else tensor.detach().clone()
+
+    copies = {p: copied(p.detach(), shape=shapes_only).requires_grad_(p.requires_grad) for p in parameters}
     for copy in copies.values():
         copy.grad = torch.zeros_like(copy) if copy.requires_grad else None
     probe = type(inner).__new__(type(inner))
@@ -241,7 +272,10 @@ def _probe(inner: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> 
     probe.state = defaultdict(dict)
     for p, copy in copies.items():
         if inner.state.get(p):
-            probe.state[copy] = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in inner.state[p].items()}
+            probe.state[copy] = {
+                key: copied(value, shape=shapes_only and _is_statistic(p, key, value)) if isinstance(value, torch.Tensor) else value
+                for key, value in inner.state[p].items()
+            }
     try:
         probe.step()
     except (RuntimeError, KeyError, TypeError, AttributeError, ValueError) as error:

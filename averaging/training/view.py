@@ -10,13 +10,23 @@ from __future__ import annotations
 import bisect
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from averaging.training.snapshot import CHUNK_BYTES, chunk_digest, flat_bytes, plan_snapshot, snapshot_digest
+from averaging.training.snapshot import (
+    CHUNK_BYTES,
+    Blob,
+    chunk_digest,
+    flat_bytes,
+    memory_of,
+    pieces_digest,
+    plan_snapshot,
+    room,
+    snapshot_digest,
+)
 from swarm.errors import PeerError
 
 _log = logging.getLogger(__name__)
@@ -40,9 +50,11 @@ class StateView:
         self._prefix, self._starts, self.total_bytes = plan_snapshot(self.epoch, header, named)
         self._header = dict(header)
         self._live: list[torch.Tensor] = [flat_bytes(tensor) for _, tensor in named]
+        # what lies in this machine's own memory is read without a detour through tensors
+        self._memory = [memory_of(live) for live in self._live]
         self._shapes = [(tensor.dtype, tuple(tensor.shape)) for _, tensor in named]
         self._lock = lock
-        self._blob: bytearray | None = None
+        self._blob: Blob | None = None
         self._copied = 0  # chunks that are in the blob, from the first on
         self._digests: tuple[bytes, ...] = ()
         self.closed = False
@@ -63,7 +75,7 @@ class StateView:
         return dict(self._header)
 
     @property
-    def blob(self) -> bytearray:
+    def blob(self) -> Blob:
         """The whole copy, once it is settled."""
         assert self._blob is not None
         assert self.settled
@@ -81,17 +93,30 @@ class StateView:
     def hash(self) -> None:
         """Work out the digests: a second for a gigabyte, from live memory or from the copy."""
         if not self._digests:
-            self._digests = tuple(chunk_digest(self.chunk(index)) for index in range(self.chunks))
+            self._digests = tuple(self._digest(index) for index in range(self.chunks))
+
+    def _digest(self, index: int) -> bytes:
+        begin, end = index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, self.total_bytes)
+        with self._lock:
+            if None in self._memory or self.settled or self.closed:
+                return chunk_digest(self._read(begin, end))
+            return pieces_digest(self._pieces(begin, end))
 
     def chunk(self, index: int) -> memoryview:
         """One chunk. PeerError when there was no memory for the copy."""
         return self._read(index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, self.total_bytes))
 
     def chunk_at_once(self, index: int) -> memoryview | None:
-        """The same without any waiting; None when it is not copied yet."""
-        if index >= self._copied or self._blob is None:
+        """The same without any waiting; None when it is not copied yet, and a writer has the lock or a device the tensors."""
+        begin, end = index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, self.total_bytes)
+        if index < self._copied and self._blob is not None:
+            return memoryview(self._blob)[begin:end]
+        if not self._lock.acquire(blocking=False):
             return None
-        return memoryview(self._blob)[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+        try:
+            return None if self.closed or self.settled or None in self._memory else self._read(begin, end)
+        finally:
+            self._lock.release()
 
     def tensor(self, place: int) -> torch.Tensor:
         """A copy, on the CPU, of the tensor `names[place]`."""
@@ -118,7 +143,7 @@ class StateView:
             return
         try:
             if self._blob is None:
-                self._blob = bytearray(self.total_bytes)
+                self._blob = room(self.total_bytes)
             begin, end = self._copied * CHUNK_BYTES, min(until * CHUNK_BYTES, self.total_bytes)
             self._gather(begin, end, memoryview(self._blob)[begin:end])
         except MemoryError:
@@ -127,7 +152,7 @@ class StateView:
             return
         self._copied = until
         if until == self.chunks:
-            self._live = []
+            self._live, self._memory = [], []
 
     def close(self) -> None:
         """Nobody reads it any more: it is not copied when the state changes."""
@@ -145,9 +170,29 @@ class StateView:
                 return memoryview(self._blob)[begin:end]
             if self.closed:
                 raise PeerError("this copy of the state is gone: open the state again")
+            if None not in self._memory:
+                return memoryview(b"".join(self._pieces(begin, end)))
             out = bytearray(end - begin)
             self._gather(begin, end, memoryview(out))
         return memoryview(out)
+
+    def _pieces(self, begin: int, end: int) -> Iterator[bytes | memoryview]:
+        """The blob's bytes [begin, end) where they lie, with the lock held."""
+        at = begin
+        if at < len(self._prefix):
+            yield self._prefix[at:end]
+            at = min(end, len(self._prefix))
+        for place in range(max(bisect.bisect_right(self._starts, at) - 1, 0), len(self._starts)):
+            live, start = self._memory[place], self._starts[place]
+            if start >= end:
+                break
+            assert live is not None
+            low, high = max(at, start), min(end, start + len(live))
+            if low < high:
+                yield bytes(low - at)  # between tensors
+                yield live[low - start : high - start]
+                at = high
+        yield bytes(end - at)
 
     def _gather(self, begin: int, end: int, out: memoryview) -> None:
         """Copy the blob's bytes [begin, end) out of the live tensors; what is between tensors stays zero."""

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from averaging.training.snapshot import CHUNK_BYTES, chunk_digest, merge, plain, snapshot_digest
-from averaging.training.state import TrainingState
+from averaging.training.snapshot import CHUNK_BYTES, chunk_digest, is_finite, merge, plain, snapshot_digest
+from averaging.training.state import TrainingState, _probe, _probe_shapes
 from swarm.errors import PeerError, UsageError
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -242,3 +242,40 @@ def test_an_optimizer_whose_state_is_not_tensors_is_refused() -> None:
     inner.state[p]["old_dirs"] = []
     with pytest.raises(UsageError, match="only tensors and numbers"):
         TrainingState(inner).snapshot()
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_the_probe_without_memory_finds_what_a_step_makes(optimizer: str) -> None:
+    _, state = made(1, optimizer)
+    shapes = _probe_shapes(state.inner, state.parameters)
+    assert (shapes is None) == (optimizer in ("adam-fused", "adafactor")), "only what is fused or looks at values needs memory"
+    stepped = _probe(state.inner, state.parameters, shapes_only=False)
+    for one, other in zip(shapes or stepped, stepped, strict=True):
+        assert one.keys() == other.keys()
+        for key, value in other.items():
+            if isinstance(value, torch.Tensor):
+                assert (one[key].shape, one[key].dtype, one[key].stride()) == (value.shape, value.dtype, value.stride())
+            else:
+                assert one[key] == value
+
+
+def test_counters_without_statistics_leave_none_without_memory() -> None:
+    donor, state = made(1)[1], made(2)[1]
+    for p in donor.parameters:
+        donor.inner.state[p] = {"step": torch.tensor(3.0)}
+    state.load(bytearray(donor.snapshot().blob))
+    statistics = [value for held in state.inner.state.values() for value in held.values()]
+    assert len(statistics) == 4 * len(state.parameters)
+    assert not any(value.is_meta for value in statistics)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_one_number_that_is_not_finite_is_found(dtype: torch.dtype, bad: float) -> None:
+    for at in (0, 517, 998):
+        values = torch.zeros(999, dtype=dtype)
+        assert is_finite(values)
+        values[at] = bad
+        assert not is_finite(values)
+    assert is_finite(torch.zeros(0, dtype=dtype))
+    assert is_finite(torch.zeros(3, dtype=torch.int32))

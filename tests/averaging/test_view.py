@@ -108,3 +108,26 @@ def test_without_memory_for_the_copy_readers_are_told_and_the_trainer_goes_on(mo
     assert state.epoch == 1
     with pytest.raises(PeerError, match="open the state again"):
         view.chunk(0)
+
+
+def test_who_may_not_wait_reads_live_memory_unless_a_writer_has_it() -> None:
+    state = made()
+    expected = bytes(state.snapshot().blob)
+    view = state.view()
+    at_once = [view.chunk_at_once(index) for index in range(view.chunks)]
+    assert b"".join(bytes(chunk) for chunk in at_once if chunk is not None) == expected
+    held, done = threading.Event(), threading.Event()
+
+    def write() -> None:
+        with state._reading:
+            held.set()
+            done.wait(10)
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    assert held.wait(10)
+    assert view.chunk_at_once(0) is None
+    done.set()
+    writer.join(10)
+    view.close()
+    assert view.chunk_at_once(0) is None, "what is closed may have changed"
