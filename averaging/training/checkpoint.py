@@ -8,6 +8,7 @@ digest of the state, by which a damaged file is found out.
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import logging
 import os
@@ -83,10 +84,17 @@ def write(view: StateView, path: Path, parameters: Sequence[str], about: Mapping
         "tensors": json.dumps(order),
         **{f"about.{key}": value for key, value in (about or {}).items()},
     }
+    metadata["seal"] = _seal(metadata)
     try:
         replace_durably(path, lambda temporary: save_file(tensors, temporary, metadata))
     except (OSError, SafetensorError) as error:
         raise SwarmError(f"the checkpoint {path} could not be written: {error}") from error
+
+
+def _seal(metadata: Mapping[str, str]) -> str:
+    """A digest of everything in the metadata but itself: the state's digest does not cover what is only told."""
+    told = sorted((key, value) for key, value in metadata.items() if key != "seal")
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 def replace_durably(path: Path, write_to: Any) -> None:
@@ -123,7 +131,7 @@ def read(path: Path) -> Checkpoint:
         order = json.loads(metadata["tensors"])
         named = [(inner, tensors[name]) for inner, name in order[:_NAMES_MAX]]
         blob = encode_snapshot(int(metadata["epoch"]), header, named)
-        if snapshot_digest(len(blob), digests_of(blob)).hex() != metadata["digest"]:
+        if snapshot_digest(len(blob), digests_of(blob)).hex() != metadata["digest"] or _seal(metadata) != metadata["seal"]:
             raise PeerError(f"{path} is damaged: its contents are not what was written")
     except (KeyError, ValueError, TypeError, msgpack.UnpackException) as error:
         raise PeerError(f"{path} is damaged: {type(error).__name__} in its description") from error
