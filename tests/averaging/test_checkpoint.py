@@ -95,9 +95,11 @@ def test_no_damage_goes_unnoticed_or_raises_anything_but_a_word(tmp_path: Path) 
         raw = bytearray(whole)
         raw[at] ^= 0x55
         path.write_bytes(raw)
-        with pytest.raises(PeerError):
+        try:
             checkpoint.read(path)
-            pytest.fail(f"byte {at} of {len(whole)}: {whole[max(at - 20, 0) : at + 20]!r}")
+        except PeerError:
+            continue
+        pytest.fail(f"byte {at} of {len(whole)} was changed, and nobody noticed: {whole[max(at - 20, 0) : at + 20]!r}")
 
 
 def test_only_the_newest_few_are_kept_and_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
