@@ -36,6 +36,7 @@ _log = logging.getLogger(__name__)
 _LOOK_S = 0.05  # how often a newcomer looks whether its download is done, between rounds
 _READ_TIMEOUT_S = 5.0
 _DISTRUSTED_MAX = 1024  # remembered; of more, the first goes
+_FAILURES_TOLD_MAX = 3  # in one message
 _REGISTER_S = 1.0  # the others are told that we are there; who does not answer by then reads it in the DHT
 
 
@@ -80,7 +81,7 @@ class CatchUp:
             donors = self._donors(attempt)
             if not donors:
                 if not self._tracker.others():
-                    return self._ended(attempt, "nobody else takes part in this run", alone=True)
+                    return self._ended(attempt, self._nobody(), alone=True)
                 waited_s = time.monotonic() - attempt.started_s
                 if self._tracker.swarm_epoch() == 0 and self._state.epoch == 0 and waited_s >= self._config.no_donor_s:
                     return self._ended(attempt, "all peers of this run are in its first epoch, and none has a state to give", alone=True)
@@ -92,6 +93,12 @@ class CatchUp:
             if attempt.left_s <= self._config.load_retry_s:
                 return self._ended(attempt, f"not done within {timeout_s:g} s: {attempt.reason}")
             threading.Event().wait(self._config.load_retry_s * random.uniform(0.5, 1.0))
+
+    def _nobody(self) -> str:
+        """What to say of a run in which nobody else is seen: perhaps this peer has reached nobody who could know."""
+        failures = self._node.join_failures
+        blind = f", as far as this peer knows, which has reached nobody: {'; '.join(failures[:_FAILURES_TOLD_MAX])}" if failures else ""
+        return f"nobody else takes part in this run{blind}"
 
     def _ended(self, attempt: _Attempt, reason: str, *, alone: bool = False) -> LoadResult:
         return LoadResult(

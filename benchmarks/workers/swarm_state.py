@@ -33,6 +33,7 @@ def main() -> None:
         with swarm.Optimizer(inner, node=node, run="benchmark", target_batch_size=1 << 30, batch_size_per_step=1) as optimizer:
             if settings["gives"]:
                 loaded = optimizer.load_state_from_peers(timeout_s=LOAD_TIMEOUT_S)  # the first one is alone, the others have its state
+                talk.publish("address", node.addresses[0])  # the first may have left when the next one comes
             talk.say("ready")
             while (order := talk.hear())["do"] != "stop":
                 if order["do"] == "load":

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import swarm
 from swarm.errors import DeadlineExceeded, PeerError, UsageError
@@ -241,3 +242,15 @@ def test_addresses_of_the_same_bootstrap_are_one_peer() -> None:
         with Node([wrong, *one.addresses, one.contact], listen=HERE) as two:
             assert two.wait_joined(5)
             assert len(two.peers()) == 1
+
+
+def test_an_optimizer_that_finds_nobody_says_that_its_node_has_reached_nobody() -> None:
+    with Node([], listen=HERE) as gone:
+        dead = gone.addresses
+    with Node(dead, listen=HERE, config=QUICK) as node:
+        inner = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+        with swarm.Optimizer(inner, node=node, run="lonely", target_batch_size=8, batch_size_per_step=4) as optimizer:
+            result = optimizer.load_state_from_peers(timeout_s=20.0)
+    assert result.alone
+    assert "reached nobody" in result.reason
+    assert str(gone.peer_id) in result.reason
