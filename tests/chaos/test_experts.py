@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from moe.asking import Asking
 
 import swarm
+from moe.declarations import Directory
 from moe.uid import ExpertUid
 from swarm.errors import NetworkError, NotEnoughPeers, PeerError
 
@@ -86,7 +86,7 @@ def test_ctrl_c_saves_withdraws_and_ends_and_the_next_start_resumes(tmp_path: Pa
             swarm.RemoteExpert(node, first["experts"][0], forward_timeout_s=3.0)(torch.zeros(1, 16))
 
         async def found() -> Any:
-            return await Asking.of(node).directory.branches([ExpertUid.parse_prefix("ffn")], timeout_s=5.0)
+            return await Directory(node.dht.service).branches([ExpertUid.parse_prefix("ffn")], timeout_s=5.0)
 
         assert not next(iter(node.network.run(found(), 6.0).values())).coordinates
         with serving(node.addresses[0], "--experts", "ffn.[0:3].[0:3]", "--num-experts", "2", "--optimizer", "sgd", *checkpoint) as served:
