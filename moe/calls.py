@@ -299,6 +299,7 @@ class ExpertCalls:
                 except NetworkError:
                     return  # what is received says why
 
+            failed: BaseException | None = None  # raised below: what `except*` raises comes in a group on early versions of Python 3.11
             try:
                 async with asyncio.TaskGroup() as tasks:
                     sending = tasks.create_task(send())
@@ -312,7 +313,9 @@ class ExpertCalls:
                         answer.check(replica, reply)
                         payload = await receive_payload(stream, reply.payload_bytes)
             except* (PeerError, NetworkError) as errors:
-                raise errors.exceptions[0] from None
+                failed = errors.exceptions[0]
+            if failed is not None:
+                raise failed
             _raise_unless_ok(replica, request, reply)
             return reply, payload
 

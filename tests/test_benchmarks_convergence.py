@@ -31,7 +31,9 @@ def test_modes_learn_like_one_machine_and_a_second_call_goes_on(tmp_path: Path, 
     rows = {row.identifier: row for batch in short(path).rows() for row in batch}
     losses = {name.removeprefix("convergence-loss-"): row.ours.median for name, row in rows.items() if "-loss-" in name}
     assert all(as_record(row, "run") for row in rows.values())
-    assert all(loss is not None and loss < 4.2 for loss in losses.values()), losses  # 5.5 at the beginning
+    assert all(loss is not None and loss < 5.0 for loss in losses.values()), (
+        losses
+    )  # 5.5 at the beginning; what is read is this Python's own library
     whole, synchronous = (losses[convergence._slug(name)] for name in (WHOLE, SYNCHRONOUS.name))
     assert whole is not None
     assert synchronous == pytest.approx(whole, rel=1e-3), "the synchronous swarm is one machine with all batches"

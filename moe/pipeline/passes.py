@@ -123,14 +123,17 @@ class PipelinePass:
             async with self._room:
                 return await journey
 
+        failed: BaseException | None = None  # raised below: what `except*` raises comes in a group on early versions of Python 3.11
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(admitted(journey)) for journey in journeys]
         except* SwarmError as errors:
-            raise _first(errors) from None
+            failed = _first(errors)
         finally:
             for journey in journeys:
                 journey.close()  # those that never began
+        if failed is not None:
+            raise failed
         self.report.seconds = self._calls.clock.monotonic_s() - self._begun_s
         return [task.result() for task in running]
 

@@ -201,6 +201,7 @@ class ServedCalls:
 
     async def run(self) -> None:
         """Until the caller ends the stream. PeerError when it breaks the protocol."""
+        broken: BaseException | None = None  # raised below: what `except*` raises comes in a group on early versions of Python 3.11
         try:
             async with asyncio.TaskGroup() as group:
                 reader = group.create_task(self._read(group))
@@ -209,13 +210,15 @@ class ServedCalls:
                 for task in (reader, writer, *self._open.values()):
                     task.cancel()
         except* PeerError as errors:
-            raise errors.exceptions[0] from None
+            broken = errors.exceptions[0]
         except* aio.BaseError:
             pass  # the connection broke; the caller sees it too
         finally:
             for *_, counted in self._unsent:
                 if counted:
                     self._leave()
+        if broken is not None:
+            raise broken
 
     async def _read(self, group: asyncio.TaskGroup) -> None:
         while True:
