@@ -122,6 +122,16 @@ def test_wide_signatures_become_configs(path: Path) -> None:
             )
 
 
+@pytest.mark.parametrize("path", sources("swarm", "averaging", "moe"), ids=name_of)
+def test_nothing_is_raised_within_an_except_of_groups(path: Path) -> None:
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.TryStar):
+            raised = [one.lineno for handler in node.handlers for one in ast.walk(handler) if isinstance(one, ast.Raise)]
+            assert not raised, (
+                f"{name_of(path)}:{raised[0]} raises: early versions of Python 3.11 put that into a group; raise it afterwards"
+            )
+
+
 @pytest.mark.parametrize("path", sources("tests"), ids=name_of)
 def test_tests_wait_for_events_not_for_time(path: Path) -> None:
     if path.parts[-2] in ("chaos", "wire"):
