@@ -127,9 +127,7 @@ def test_nothing_is_raised_within_an_except_of_groups(path: Path) -> None:
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.TryStar):
             raised = [one.lineno for handler in node.handlers for one in ast.walk(handler) if isinstance(one, ast.Raise)]
-            assert not raised, (
-                f"{name_of(path)}:{raised[0]} raises: early versions of Python 3.11 put that into a group; raise it afterwards"
-            )
+            assert not raised, f"{name_of(path)}:{raised[0]} raises: Python 3.11.2 puts that into a group; raise it afterwards"
 
 
 @pytest.mark.parametrize("path", sources("tests"), ids=name_of)
