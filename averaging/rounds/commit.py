@@ -52,7 +52,7 @@ class Ballot:
     failure: str | None = None
     excluded: frozenset[int] = frozenset()  # whom this member does not ask
     committed: bool = False  # the round has ended so for this member
-    left_out: Mapping[int, str] = field(default_factory=dict)  # by this member as a reducer, with reasons
+    left_out: Mapping[int, str] = field(default_factory=dict)  # by this member as a reducer, with reasons; once committed, by all it heard
 
     def __post_init__(self) -> None:
         if len(self.digest) not in (0, DIGEST_BYTES):
@@ -162,8 +162,12 @@ class Votes:
         return Ballot(place=self._own, number=number, digest=digest, excluded=self.excluded, left_out=dict(left_out))
 
     def commit(self) -> None:
-        """Our round has ended well."""
-        self.cast[self._own] = replace(self.cast[self._own], committed=True)
+        """Our round has ended well. Who believes this vote hears no others: it passes on whom they left out, and why."""
+        heard: dict[int, str] = {}
+        for ballot in self.cast.values():
+            heard |= ballot.left_out
+        own = self.cast[self._own]
+        self.cast[self._own] = replace(own, committed=True, left_out=heard | dict(own.left_out))
 
     def elsewhere(self) -> bytes | None:
         """The digest that more than half of the others who live have committed, when we hold another one or none yet."""

@@ -273,6 +273,14 @@ def test_a_vote_is_cast_once() -> None:
         Ballot(place=1, number=0)
 
 
+def test_a_last_vote_passes_on_whom_others_left_out() -> None:
+    votes = votes_of(3)
+    votes.add(Ballot(place=1, digest=A, left_out={1: "nan", 2: "late"}))
+    votes.add(Ballot(place=0, digest=A, left_out={2: "silent"}))
+    votes.commit()
+    assert votes.cast[0] == Ballot(place=0, digest=A, committed=True, left_out={1: "nan", 2: "silent"})
+
+
 def test_most_others_hold_everything() -> None:
     votes = votes_of(4)
     votes.add(Ballot(place=1, digest=A))

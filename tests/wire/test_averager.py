@@ -301,11 +301,8 @@ def test_what_cannot_be_sent_is_refused_at_the_sender_with_the_name_of_its_tenso
         results = [future.result(30.0) for future in [pool.submit(averager.step, timeout_s=20.0) for averager in averagers]]
     fine(results)
     tensor = "'bias'" if named else "1"
-    sentence = f"element 2 of its tensor {tensor}, (4,), is nan, which float16 cannot carry"
-    assert sentence in results[1].left_out[nodes[1].peer_id]
-    for result in results:  # the others are told, too, unless the round ends before a reducer's word has come
-        reason = result.left_out[nodes[1].peer_id]
-        assert sentence in reason or "did not say why" in reason
+    for result in results:  # it is told, and so are the others
+        assert f"element 2 of its tensor {tensor}, (4,), is nan, which float16 cannot carry" in result.left_out[nodes[1].peer_id]
     assert torch.equal(tensors[0]["bias"], torch.ones(4))
     for averager in averagers:
         averager.close()
