@@ -121,16 +121,16 @@ class Attempts:
         """One round with one group."""
         begun_s = self._clock.monotonic_s()
         self._attempts += 1
-        committed, left_out = False, frozenset[PeerId]()
+        committed, left_out, accused = False, frozenset[PeerId](), dict[PeerId, str]()
         try:
             if not any(member.weight > 0.0 for member in group.members):
                 outcome = _empty_round()
             else:
                 outcome = await self._strategy.hold(group, end_s)
             committed = not outcome.failed
-            left_out = frozenset(outcome.left_out) | frozenset(outcome.accused)
+            left_out, accused = frozenset(outcome.left_out) | frozenset(outcome.accused), dict(outcome.accused)
         finally:
-            self._groups.round_over(committed=committed, left_out=left_out)
+            self._groups.round_over(committed=committed, left_out=left_out, accused=accused)
         self._left_out.update(outcome.left_out)
         self._accused.update(outcome.accused)
         if outcome.failed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -28,14 +28,13 @@ class Presence(Protocol):
 
 
 class Permitted:
-    """Records without those of some peers: nobody looks for them or waits for them."""
+    """Records without those of peers that are refused: nobody looks for them or waits for them."""
 
-    def __init__(self, presence: Presence, banned: Callable[[], Container[PeerId]]) -> None:
-        self._presence, self._banned = presence, banned
+    def __init__(self, presence: Presence, permitted: Callable[[PeerId], bool]) -> None:
+        self._presence, self._permitted = presence, permitted
 
     async def look(self, timeout_s: float) -> dict[PeerId, Holder]:
-        banned = self._banned()
-        return {peer: holder for peer, holder in (await self._presence.look(timeout_s)).items() if peer not in banned}
+        return {peer: holder for peer, holder in (await self._presence.look(timeout_s)).items() if self._permitted(peer)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

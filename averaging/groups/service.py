@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from averaging.groups.cells import Background, Cells, CellsConfig, Neighbourhood
@@ -14,6 +15,7 @@ from averaging.groups.grid import Place, key_at, split_key
 from averaging.groups.group import Group, Member
 from averaging.groups.matchmaking import Matchmaker, MatchmakingConfig
 from averaging.groups.presence import Permitted, Presence
+from averaging.groups.refusals import Refusals
 from averaging.groups.seeking import (
     AbandonJoin,
     Answer,
@@ -82,7 +84,7 @@ class GroupExchange:
         self.own = own
         self.clock = clock
         self._services: dict[AveragerName, GroupService] = {}
-        self.banned: dict[str, frozenset[PeerId]] = {}  # by run
+        self.refusals = Refusals(clock)
         handlers.unary(SEEK, self._on_seek)
         handlers.unary(JOIN, self._on_join)
         handlers.unary(MEET, self._on_meet)
@@ -96,15 +98,6 @@ class GroupExchange:
     def remove(self, service: GroupService) -> None:
         if self._services.get(service.name) is service:
             del self._services[service.name]
-
-    def ban(self, run: str, peers: frozenset[PeerId]) -> None:
-        """These, and nobody else, are in no group of this run any more."""
-        self.banned[run] = peers
-
-    def check(self, run: str, peer: PeerId) -> None:
-        """PeerError for a banned one."""
-        if peer in self.banned.get(run, ()):
-            raise PeerError("the owner of this run has banned this peer")
 
     async def _on_seek(self, caller: PeerId, request: group_pb2.Seek) -> group_pb2.SeekAnswer:
         now_s = self.clock.swarm_s()
@@ -122,7 +115,7 @@ class GroupExchange:
         return encode_met(self._service(request, caller).on_meet(meet))
 
     def _service(self, seek: group_pb2.Seek | group_pb2.Meet, caller: PeerId) -> GroupService:
-        self.check(seek.run, caller)
+        self.refusals.check(seek.run, caller)
         service = self._services.get(AveragerName(run=seek.run, averager=seek.averager))
         if service is None:
             raise PeerError(f"no averager {seek.averager[:100]!r} here")
@@ -146,7 +139,7 @@ class GroupService:
         self.name = name
         self.config = config or GroupServiceConfig()
         self._exchange, self._caller, self._clock = exchange, exchange.caller, exchange.clock
-        self._presence = presence = Permitted(presence, lambda: exchange.banned.get(name.run, ()))
+        self._presence = presence = Permitted(presence, lambda peer: exchange.refusals.reason(name.run, peer) is None)
         self._schema = schema
         self.machine = Matchmaker(
             own=exchange.own,
@@ -271,8 +264,12 @@ class GroupService:
             for contact in others[: self.config.matchmaking.book.seek_peers_max]:
                 tasks.create_task(introduce(contact))
 
-    def round_over(self, *, committed: bool, left_out: frozenset[PeerId] = frozenset()) -> None:
-        """The round of the group that `find` returned has ended."""
+    def round_over(
+        self, *, committed: bool, left_out: frozenset[PeerId] = frozenset(), accused: Mapping[PeerId, str] = MappingProxyType({})
+    ) -> None:
+        """The round of the group that `find` returned has ended; `accused`: who was proved to have lied in it, and in what."""
+        for peer_id, lie in accused.items():
+            self._exchange.refusals.shun(self.name.run, peer_id, lie)
         self.machine.round_over(committed=committed, left_out=left_out, now_s=self._clock.monotonic_s())
         self.cells.over(committed=committed)
 
@@ -378,7 +375,7 @@ class GroupService:
         request = encode_join(join, name=self.name, now_s=sent_s)
         timeout_s = max(join.seek.deadline_s - sent_s, 0.0) + _ANSWER_SLACK_S
         try:
-            self._exchange.check(self.name.run, contact.peer_id)  # somebody who does not know of it yet may follow a banned peer
+            self._exchange.refusals.check(self.name.run, contact.peer_id)  # somebody who does not know of it yet may follow this one
             reply = await self._caller.call(contact, JOIN, request, timeout_s=timeout_s)
             now_s = self._clock.swarm_s()
             answer = decode_join_answer(reply, now_s)

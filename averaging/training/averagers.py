@@ -122,7 +122,7 @@ class Rounds:
 
     def ban(self, peers: frozenset[PeerId]) -> None:
         """Whom no group of this run has from now on."""
-        self._node.network.loop.call_soon_threadsafe(lambda: AveragingService.of(self._node).exchange.ban(self._run_id, peers))
+        self._node.network.loop.call_soon_threadsafe(lambda: AveragingService.of(self._node).exchange.refusals.ban(self._run_id, peers))
 
     def feedback_state(self) -> Any:
         """What error feedback holds: one state, or a list of them for a mode whose rounds take turns; None without."""

@@ -41,6 +41,7 @@ class Table:
 class Volunteer:
     peer: SimulatedPeer
     service: GroupService
+    exchange: GroupExchange
 
     async def find(self, *, key: str = "", window_s: float = WINDOW_S, weight: float = 1.0, gathered: bytes = b"") -> Group | SearchFailed:
         now_s = asyncio.get_running_loop().time()
@@ -70,7 +71,7 @@ class Swarm:
         )
         if known:
             self.table.records[peer.peer_id] = Holder(contact=peer.contact, schema=schema, schema_text="a schema")
-        volunteer = Volunteer(peer, service)
+        volunteer = Volunteer(peer, service, exchange)
         self.volunteers.append(volunteer)
         return volunteer
 

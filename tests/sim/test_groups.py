@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from averaging.groups.group import Group
+from averaging.groups.refusals import SHUNNED_S
 from averaging.groups.seeking import SearchFailed
 from swarm.testing.group_swarm import Swarm, Volunteer, check_groups
 from swarm.testing.network import LinkConfig
@@ -302,6 +303,46 @@ def test_nobody_is_left_out_because_messages_overtake_one_another(seed: int, key
             await asyncio.sleep(0.02)
             for volunteer in swarm.volunteers:
                 volunteer.service.round_over(committed=True)
+        await swarm.close()
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_who_is_banned_is_in_no_group(seed: int) -> None:
+    """Everybody has heard of it; the banned peer itself goes on searching."""
+
+    async def scenario() -> None:
+        swarm = Swarm(seed)
+        banned, *others = [swarm.add(target_group_size=8) for _ in range(4)]
+        for volunteer in others:
+            volunteer.exchange.refusals.ban("r", frozenset({banned.peer.peer_id}))
+        alone, *found = await swarm.all([swarm.rng.random() * 0.2 for _ in range(4)])
+        assert isinstance(alone, SearchFailed)
+        assert all(isinstance(group, Group) and set(group.peer_ids) == {one.peer.peer_id for one in others} for group in found), found
+        await swarm.close()
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_who_was_proved_to_lie_is_shunned_for_a_while(seed: int) -> None:
+    async def scenario() -> None:
+        swarm = Swarm(seed)
+        liar, *others = [swarm.add(target_group_size=8) for _ in range(3)]
+        check_groups(swarm, await swarm.all([0.0] * 3))
+        liar.service.round_over(committed=False)
+        for volunteer in others:
+            volunteer.service.round_over(committed=False, accused={liar.peer.peer_id: "it lied about part 3"})
+        alone, *found = await swarm.all([swarm.rng.random() * 0.2 for _ in range(3)])
+        assert isinstance(alone, SearchFailed)
+        assert "it lied about part 3" in alone.detail
+        assert all(isinstance(group, Group) and set(group.peer_ids) == {one.peer.peer_id for one in others} for group in found), found
+        for volunteer in others:
+            volunteer.service.round_over(committed=True)
+        await asyncio.sleep(SHUNNED_S)
+        [group] = check_groups(swarm, await swarm.all([0.0] * 3))
+        assert len(group.members) == 3
         await swarm.close()
 
     run_virtual(scenario())

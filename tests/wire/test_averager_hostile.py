@@ -58,7 +58,7 @@ def test_a_median_outvotes_and_clipping_names(nodes: list[Node]) -> None:
     assert not any(result.accused for result in results)
 
 
-def test_a_lying_reducer_is_named_in_the_result(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lying_reducer_is_named_and_left_behind(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
     reduce = Workbench._reduce_one
 
     def lie(self: Workbench, part: Any, contributions: list[Contribution], scratch: Any) -> Any:
@@ -67,11 +67,18 @@ def test_a_lying_reducer_is_named_in_the_result(nodes: list[Node], monkeypatch: 
         return reduce(self, part, contributions, scratch)
 
     monkeypatch.setattr(Workbench, "_reduce_one", lie)
-    results = step(nodes[:3], [1.0, 2.0, 7.0], "audited", timeout_s=6.0, audit=1.0)
+    after: list[torch.Tensor] = []
+    *honest, lied = step(nodes[:3], [1.0, 2.0, 7.0], "audited", timeout_s=8.0, audit=1.0, out=after)
     liar = nodes[2].peer_id
-    assert all(result.failed for result in results)
-    assert {peer_id for result in results for peer_id in result.accused} == {liar}
-    assert all("not what its senders' signed values give" in text for result in results for text in result.accused.values())
+    assert lied.failed
+    for result, tensor in zip(honest, after, strict=False):
+        assert not result.failed, result  # tried again, without who was proved to have lied
+        assert set(result.peers) == {nodes[0].peer_id, nodes[1].peer_id}
+        assert torch.equal(tensor, torch.full((NUMEL,), 1.5))
+    accused = {peer_id: text for result in honest for peer_id, text in result.accused.items()}
+    assert accused.keys() == {liar}
+    assert "not what its senders' signed values give" in accused[liar]
+    assert not lied.accused
 
 
 def test_who_aggregates_otherwise_is_not_met(nodes: list[Node]) -> None:

@@ -19,6 +19,7 @@ from swarm.identity import Identity
 from swarm.ids import Address, Contact
 from swarm.net.hello import HELLO
 from swarm.net.joining import JoiningConfig
+from swarm.net.rpc import Stream, StreamMethod
 from swarm.node import Node, NodeConfig
 from swarm.wire import peer_pb2
 
@@ -227,6 +228,33 @@ def test_a_program_that_raises_shows_its_own_error_only() -> None:
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.rstrip().endswith("SystemError: mine")
+
+
+def test_a_call_that_is_still_tidying_up_when_its_node_closes_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """gRPC prints a traceback for each of its own tasks that is cancelled."""
+    entered, left = threading.Event(), threading.Event()
+
+    async def lingers(stream: Stream) -> None:
+        entered.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            left.set()
+            await asyncio.sleep(0.3)
+
+    method = StreamMethod(name="/swarm.Test/Linger")
+    with Node(listen=HERE) as one, Node(one.addresses, listen=HERE) as two:
+        one.handlers.stream(method, lingers)
+
+        async def give_up() -> None:
+            async with asyncio.timeout(1.0), two.channels.open_stream(one.contact, method, timeout_s=None):
+                await asyncio.sleep(60)
+
+        two.network.submit(give_up())
+        assert entered.wait(5)
+        assert left.wait(5)
+        one.close()
+    assert capsys.readouterr().err == ""
 
 
 def test_a_bootstrap_peer_needs_no_torch() -> None:
