@@ -3,13 +3,15 @@
 A record belongs to (prefix, server), whatever the number of experts: under `experts/ffn` a server says below which coordinates it has
 experts, under `experts/ffn.3` which experts it hosts there, with what schema, where it is reached and how busy it is. So a search goes
 down the grid level by level, servers that host the same expert are alternatives, and a server of 256 experts in a grid of 16 × 16 renews
-17 records. They are signed, expire when they are not renewed, and are taken back when a server leaves.
+17 records, and one more under `expert-grids/all`, where servers name their grids for whoever knows none (a monitor). They are signed,
+expire when they are not renewed, and are taken back when a server leaves.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -32,6 +34,8 @@ _DIGEST_BYTES = 16
 _WAIT_S_MAX = 3600.0
 _RATE_MAX = 1e9
 _PARALLEL_DELETES = 16
+_GRIDS_PER_SERVER_MAX = 64  # that it names; what it hosts beyond is found by those who know its name
+_GRID_CHARACTERS_MAX = 200
 
 _COORDINATES = Many(Number(0, COORDINATE_MAX, whole=True), COORDINATE_MAX + 1)
 RULES = NamespaceRules(
@@ -48,6 +52,15 @@ RULES = NamespaceRules(
     ),
     value_bytes_max=32 << 10,
     ttl_s_max=3600.0,
+    entries_per_writer_max=1,
+)
+
+GRIDS = Key("expert-grids", "all")
+GRIDS_RULES = NamespaceRules(
+    subkey_is_writer=True,
+    schema=Many(Text(_GRID_CHARACTERS_MAX), _GRIDS_PER_SERVER_MAX),
+    value_bytes_max=16 << 10,
+    ttl_s_max=RULES.ttl_s_max,
     entries_per_writer_max=1,
 )
 
@@ -117,7 +130,18 @@ class Directory:
 
     def __init__(self, dht: ReadsMany) -> None:
         self._dht = dht
-        dht.register(NAMESPACE, RULES)
+        _register(dht)
+
+    async def grids(self, *, timeout_s: float) -> list[ExpertUid]:
+        """The names of the grids of which servers have experts, the one with most servers first. NetworkError when nobody answers."""
+        found = await self._dht.get_many([GRIDS], timeout_s=timeout_s)
+        if GRIDS not in found.answers:
+            raise DeadlineExceeded(f"the DHT does not say which grids of experts there are: {found.failures.get(GRIDS)}")
+        servers: Counter[ExpertUid] = Counter()
+        answer = found.answers[GRIDS]
+        for entry in answer.values() if isinstance(answer, dict) else ():
+            servers.update({ExpertUid.parse_prefix(name) for name in entry.value if _is_grid(name)})
+        return sorted(servers, key=lambda grid: (-servers[grid], grid))
 
     async def branches(self, prefixes: Sequence[ExpertUid], *, timeout_s: float, max_age_s: float | None = None) -> dict[ExpertUid, Branch]:
         """What lies below each of the prefixes, all read together; an empty branch where nothing is declared.
@@ -169,8 +193,9 @@ class Declarations:
         self._dht, self._own, self._load = dht, own, load
         self._config = config or DeclaringConfig()
         self._prefixes = _by_prefix(experts)
+        self._grids = sorted({prefix.block for prefix in self._prefixes})[:_GRIDS_PER_SERVER_MAX]
         self.declared = asyncio.Event()  # others can find this server, or the first attempt failed
-        dht.register(NAMESPACE, RULES)
+        _register(dht)
 
     async def declare(self) -> bool:
         """Store every record once; False when not all of them were taken by another peer of the DHT."""
@@ -178,7 +203,7 @@ class Declarations:
         items = [
             StoreItem(key=_key(prefix), value=_record(contact, load, content), subkey=str(contact.peer_id))
             for prefix, content in self._prefixes.items()
-        ]
+        ] + [StoreItem(key=GRIDS, value=self._grids, subkey=str(contact.peer_id))]
         config = self._config
         results = await self._dht.store_many(items, ttl_s=config.ttl_s, timeout_s=config.store_timeout_s)
         own_copies = 1 if contact.addresses else 0
@@ -202,17 +227,17 @@ class Declarations:
         room = asyncio.Semaphore(_PARALLEL_DELETES)
         try:
             async with asyncio.timeout(self._config.goodbye_timeout_s), asyncio.TaskGroup() as tasks:
-                for prefix in self._prefixes:
-                    tasks.create_task(self._delete(prefix, room))
+                for key in (GRIDS, *map(_key, self._prefixes)):
+                    tasks.create_task(self._delete(key, room))
         except TimeoutError:
             _log.debug("some declarations were not withdrawn in time, and expire")
 
-    async def _delete(self, prefix: ExpertUid, room: asyncio.Semaphore) -> None:
+    async def _delete(self, key: Key, room: asyncio.Semaphore) -> None:
         async with room:
             try:
-                await self._dht.delete(_key(prefix), subkey=str(self._own().peer_id), timeout_s=self._config.goodbye_timeout_s)
+                await self._dht.delete(key, subkey=str(self._own().peer_id), timeout_s=self._config.goodbye_timeout_s)
             except (NetworkError, UsageError) as error:
-                _log.debug("the declaration under %s was not withdrawn: %s", prefix, error)
+                _log.debug("the declaration under %s was not withdrawn: %s", key, error)
 
 
 @dataclass(slots=True)
@@ -270,6 +295,19 @@ def _branch(answer: Entry | dict[str, Entry] | None) -> Branch:
         replicas.sort(key=lambda replica: (replica.load.wait_s, replica.peer_id))
         experts[coordinate] = replicas[:REPLICAS_MAX]
     return Branch({coordinate: tuple(experts[coordinate]) for coordinate in sorted(experts)}, frozenset(deeper))
+
+
+def _is_grid(name: str) -> bool:
+    """Whether this names a grid, as its servers do: without coordinates."""
+    try:
+        return not ExpertUid.parse_prefix(name).coordinates
+    except UsageError:
+        return False
+
+
+def _register(dht: ReadsMany | StoresMany) -> None:
+    dht.register(NAMESPACE, RULES)
+    dht.register(GRIDS.namespace, GRIDS_RULES)
 
 
 def _key(prefix: ExpertUid) -> Key:

@@ -298,7 +298,7 @@ def bootstrap(identity: str | None, bootstrap: tuple[str, ...], listen: str, as_
 @click.option("--run", "run", metavar="NAME", default=None, help="Which run, where the swarm has several: NAME, NAME@ID or ID.")
 @click.option("--web", metavar="HOST:PORT", default=None, help="Serve a page; port 0 picks a free one.")
 @click.option("--prometheus", metavar="HOST:PORT", default=None, help="Serve metrics for Prometheus (docs/metrics.md).")
-@click.option("--experts", metavar="GRID", multiple=True, help="Show the experts of this grid, too: ffn. Repeatable.")
+@click.option("--experts", metavar="GRID", multiple=True, help="Of experts show those of this grid only: ffn. Repeatable.")
 @click.option("--save", metavar="DIR", type=click.Path(path_type=Path), default=None, help="Keep checkpoints of the run there.")
 @click.option("--every", metavar="TIME", default="10m", show_default=True, help="How often to save: 90s, 10m, 2h.")
 @click.option("--keep", type=click.IntRange(1, 1000), default=5, show_default=True, help="How many checkpoints to keep.")

@@ -10,11 +10,14 @@ from swarm.monitor.view import ExpertView
 _EXPERTS_MAX = 2000
 _PREFIXES_MAX = 1024  # read at once
 _LEVELS_MAX = 8
+_GRIDS_MAX = 64  # of those that servers name; a name costs a reading
 
 
 async def experts_of(directory: Directory, grids: tuple[str, ...], *, timeout_s: float = 5.0) -> tuple[ExpertView, ...]:
-    """Everything below the grids' names, level by level; NetworkError when nobody answers."""
+    """Everything below the grids' names (none: those that servers name), level by level; NetworkError when nobody answers."""
     level, found = [ExpertUid.parse_prefix(grid) for grid in grids], list[ExpertView]()
+    if not grids:
+        level = (await directory.grids(timeout_s=timeout_s))[:_GRIDS_MAX]
     for _ in range(_LEVELS_MAX):
         if not level or len(found) >= _EXPERTS_MAX:
             break

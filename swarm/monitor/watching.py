@@ -47,7 +47,7 @@ class WatchConfig:
     run: str | None = None  # NAME, NAME@ID or ID; None: the only one there is
     history: Callable[[str], Path | None] = lambda run_id: None  # where to keep it; None: in memory
     saving: SavingConfig | None = None  # checkpoints of the run; None: no
-    grids: tuple[str, ...] = ()  # of experts: the names of those to show
+    grids: tuple[str, ...] = ()  # of experts: the names of those to show; none: all that servers name
 
 
 class Watch:
@@ -80,7 +80,7 @@ class Watch:
                 known=lambda: list(service.overlay.table),
                 remembered=lambda: [peer.contact for peer in self.node.book.known()],
                 specification=self._specification if run.version else None,
-                experts=self._experts if config.grids else None,
+                experts=self._experts,
                 after=self._after,
             )
         except BaseException:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from moe.declarations import Branch, Declarations, DeclaringConfig, Directory, Load
+from moe.declarations import GRIDS, Branch, Declarations, DeclaringConfig, Directory, Load
 from moe.serving.places import taken_places
 from moe.uid import ExpertUid, Grid
-from swarm.dht.service import DhtService
+from swarm.dht.service import DhtService, StoreItem
 from swarm.testing.dht_swarm import DhtSwarm
 from swarm.testing.network import SimulatedNetwork
 from swarm.testing.virtual_loop import run_virtual
@@ -94,8 +94,27 @@ def test_a_large_grid_takes_a_record_per_prefix_and_server() -> None:
         assert await declarations(services[1], uids(*names)).declare()
         storage, held = services[1].storage, services[1].storage.keys()
         records = sum(len(storage.records(key, services[1].overlay.now_us)) for key in held)
-        assert records == 17
+        assert records == 17 + 1  # its grids
         assert len(await taken_places(Directory(services[3]), Grid.parse("ffn.[0:16].[0:16]"), timeout_s=10.0)) == 256
+        await network.close()
+
+    run_virtual(scenario())
+
+
+def test_servers_name_their_grids_for_whoever_knows_none() -> None:
+    async def scenario() -> None:
+        network, services = await grown(4, 6)
+        directory = Directory(services[4])
+        assert await directory.grids(timeout_s=10.0) == []
+        first = declarations(services[1], uids("ffn.0.1", "ffn.0.2", "attention.3"))
+        assert await first.declare()
+        assert await declarations(services[2], uids("ffn.5")).declare()
+        hostile = StoreItem(key=GRIDS, value=["ffn", "ffn.3", "no grid!", "mine", "mine"], subkey=str(services[3].peer_id))
+        assert (await services[3].store_many([hostile], ttl_s=30.0))[0].ok
+        found = [str(grid) for grid in await directory.grids(timeout_s=10.0)]
+        assert found == ["ffn", "attention", "mine"]  # most servers first; each counts once; what is no grid's name is nobody's business
+        await first.withdraw()
+        assert [str(grid) for grid in await directory.grids(timeout_s=10.0)] == ["ffn", "mine"]
         await network.close()
 
     run_virtual(scenario())

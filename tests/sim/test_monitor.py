@@ -238,7 +238,8 @@ def test_who_does_not_want_to_tell_tells_nothing() -> None:
     on_stage(act, trainers=2)
 
 
-def test_experts_below_a_grid_are_shown_with_their_servers_and_load() -> None:
+@pytest.mark.parametrize("grids", [("ffn",), ()], ids=["named", "found"])
+def test_experts_below_a_grid_are_shown_with_their_servers_and_load(grids: tuple[str, ...]) -> None:
     async def act(stage: Stage) -> None:
         for trainer, names, wait_s in zip(
             stage.trainers, (("ffn.0.1", "ffn.3"), ("ffn.0.1",), ("ffn.0.1", "other.1")), (1.0, 3.0, 2.0), strict=False
@@ -247,9 +248,11 @@ def test_experts_below_a_grid_are_shown_with_their_servers_and_load() -> None:
             load = Load(wait_s, 100.0)
             await Declarations(trainer.service, trainer.service.own, experts, lambda load=load: load).declare()  # type: ignore[misc]
         directory = Directory(peer_of_collector(stage))
-        stage.collector.experts = functools.partial(experts_of, directory, ("ffn",))
+        stage.collector.experts = functools.partial(experts_of, directory, grids)
         await asyncio.sleep(10.0)
-        assert [(one.uid, one.servers, one.load) for one in stage.view.experts] == [("ffn.3", 1, 1.0), ("ffn.0.1", 3, 2.0)]
+        ffn = [("ffn.3", 1, 1.0), ("ffn.0.1", 3, 2.0)]
+        expected = ffn if grids else [*ffn, ("other.1", 1, 2.0)]
+        assert sorted((one.uid, one.servers, one.load) for one in stage.view.experts) == sorted(expected)
 
     on_stage(act, trainers=3)
 
