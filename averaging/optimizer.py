@@ -166,7 +166,8 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        report = self._loop.step(samples)
+        with self._meter.stepping(self.node.clock.swarm_s):
+            report = self._loop.step(samples)
         self._meter.on_step(report, self.node.clock.swarm_s())
         return report if loss is None else replace(report, loss=loss)
 

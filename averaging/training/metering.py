@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,9 @@ from swarm.metrics.record import BLAME_MAX, ROUNDS_MAX, Blame, Metrics, RoundTol
 _LOSSES = ("loss", "validation_loss")
 _FAILED_MAX = 2  # failed rounds among those that are told
 _FAILED_S = 60.0  # for which a failure is told before a newer success
+_IDLE_S = 20.0  # and …
+_IDLE_STEPS = 5.0  # … so many times the usual time between two steps: then the trainer does not train, whatever its pace was
+_USUAL_SHARE = 0.2  # of the newest time between two steps in the usual one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +42,24 @@ class Meter:
         self._rounds: list[RoundTold] = []
         self._samples = self._up = self._down = self._done = self._failed = 0
         self._given: tuple[int, float] | None = None
+        self._stepping = False
+        self._stepped_s: float | None = None  # when the last step returned
+        self._usual_s = 0.0  # from there to the next one
         self._drift: float | None = None
+
+    @contextlib.contextmanager
+    def stepping(self, clock: Callable[[], float]) -> Iterator[None]:
+        """Within it the trainer is in `Optimizer.step`, where rounds take their time; without it for long, it does not train."""
+        with self._lock:
+            self._stepping = True
+            if self._stepped_s is not None:
+                since_s = max(clock() - self._stepped_s, 0.0)
+                self._usual_s += _USUAL_SHARE * (since_s - self._usual_s) if self._usual_s else since_s
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._stepping, self._stepped_s = False, clock()
 
     def on_step(self, report: StepReport, now_s: float) -> None:
         """Account for one call of `Optimizer.step`. `now_s`: the swarm's time."""
@@ -86,12 +107,14 @@ class Meter:
     def metrics(self, pace: Pace, now_s: float, *, reach: str = "") -> Metrics:
         """The record of this moment."""
         with self._lock:
+            idle_s = self._idle_s(now_s)
             return Metrics(
                 at_s=now_s,
                 since_s=self._since_s,
                 every_s=1.0,  # the publisher says how often
                 epoch=pace.epoch,
-                samples_per_s=round(pace.samples_per_s, 3),
+                samples_per_s=round(pace.samples_per_s, 3) if idle_s is None else 0.0,
+                idle_s=idle_s,
                 reach=reach,
                 samples=self._samples,
                 loss=self._losses.get("loss"),
@@ -108,6 +131,12 @@ class Meter:
                 rounds=_told(self._rounds, now_s),
                 **self._texts,
             )
+
+    def _idle_s(self, now_s: float) -> float | None:
+        if self._stepping or self._stepped_s is None:
+            return None
+        idle_s = now_s - self._stepped_s
+        return round(idle_s, 1) if idle_s > max(_IDLE_S, _IDLE_STEPS * self._usual_s) else None
 
     def _round(self, kind: str, epoch: int, result: AveragingResult, now_s: float) -> None:
         self._up += result.bytes_sent

@@ -28,7 +28,7 @@ _STATUS = {
     "lost": ("✖ LOST", "bold red"),
 }
 _LEVEL = {"good": "green", "warning": "yellow", "bad": "bold red"}
-_STATE = {"training": "green", "behind": "yellow", "quiet": "yellow", "lost": "red", "left": "dim"}
+_STATE = {"training": "green", "behind": "yellow", "idle": "yellow", "quiet": "yellow", "lost": "red", "left": "dim"}
 _BAR = "█▏▎▍▌▋▊▉"
 _KEYS = "q quit   ↑↓ choose   enter details   s sort   tab below   "
 
@@ -181,10 +181,11 @@ def _peer_line(peer: PeerView, columns: int, chosen: bool) -> Text:
 
 def _details(peer: PeerView, now_s: float) -> list[Text]:
     reached = {None: "not called yet", True: "answers this monitor", False: "does not answer this monitor"}[peer.reached]
+    state = peer.state if peer.idle_s is None else f"idle: it has not trained for {_ago(peer.idle_s)}"
     rows = {
         "peer": peer.peer_id,
         "name": peer.name or "-",
-        "state": f"{peer.state}; told {_ago(peer.age_s)} ago" + (f"; here for {_ago(now_s - peer.since_s)}" if peer.since_s else ""),
+        "state": f"{state}; told {_ago(peer.age_s)} ago" + (f"; here for {_ago(now_s - peer.since_s)}" if peer.since_s else ""),
         "device": f"{peer.device or '-'}   {peer.agent}",
         "reachable": f"{peer.reach or 'does not say'}; {reached}",
         "pace": f"{peer.samples_per_s:,.1f} samples/s" + ("; claims more than is believed" if peer.capped else ""),

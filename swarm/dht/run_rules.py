@@ -48,6 +48,7 @@ METRICS = Table(
         "up": _BYTES,
         "down": _BYTES,
         "drift": Number(0.0, 1e12),
+        "idle": Number(0.0, 1e9),
         "done": _COUNT,
         "failed": _COUNT,
         "own": Named(Number(-1e300, 1e300), count_max=16, name_characters_max=32),

@@ -94,6 +94,7 @@ class Metrics:
     every_s: float  # how often it renews this: a reader calls it stale after some of these
     epoch: int
     samples_per_s: float
+    idle_s: float | None = None  # for so long it has not trained, though it takes part: paused, or stuck; None: it trains
     name: str = ""
     device: str = ""
     reach: str = ""  # "direct": it takes calls; "relayed"; "none"
@@ -127,6 +128,7 @@ class Metrics:
             "failed": self.rounds_failed,
         }
         optional = {
+            "idle": self.idle_s,
             "name": self.name[:NAME_CHARACTERS_MAX] or None,
             "device": self.device[:60] or None,
             "reach": self.reach or None,
@@ -157,6 +159,7 @@ class Metrics:
             every_s=float(value["every"]),
             epoch=value["epoch"],
             samples_per_s=float(value["rate"]),
+            idle_s=value.get("idle"),
             name=_clean(value.get("name", "")),
             device=_clean(value.get("device", "")),
             reach=_clean(value.get("reach", "")),

@@ -93,7 +93,7 @@ def _run(view: View) -> Iterator[Metric]:
         if value is not None:
             yield GaugeMetricFamily(name, text, float(value))
     states = GaugeMetricFamily("swarm_run_peers", "Peers of the run by what they do", labels=["state"])
-    for state in ("training", "behind", "quiet"):
+    for state in ("training", "behind", "idle", "quiet"):
         states.add_metric([state], float(sum(peer.state == state for peer in view.peers)))
     yield states
     own = GaugeMetricFamily("swarm_run_reported", "Metrics that users report with opt.report, median over peers", labels=["metric"])

@@ -80,6 +80,8 @@ class Tracked:
             state = "left" if self.left else "lost"
         elif not fresh:
             state = "quiet"
+        elif metrics is not None and metrics.idle_s is not None:
+            state = "idle"
         told = metrics or Metrics(at_s=0.0, since_s=0.0, every_s=1.0, epoch=0, samples_per_s=0.0)
         return PeerView(
             peer_id=str(peer),
@@ -87,6 +89,7 @@ class Tracked:
             state=state,
             age_s=max(0.0, now_s - self.heard.at_s),
             fresh=fresh,
+            idle_s=told.idle_s + max(0.0, now_s - told.at_s) if state == "idle" and told.idle_s is not None else None,
             since_s=min(told.since_s, now_s) if metrics else None,
             name=told.name,
             device=told.device,

@@ -48,9 +48,10 @@ class PeerView:
 
     peer_id: str
     short: str
-    state: str  # "training", "behind", "quiet" (told nothing for too long), "lost", "left"
+    state: str  # "training", "behind", "idle" (lives and does not train), "quiet" (told nothing for too long), "lost", "left"
     age_s: float  # of what is shown
     fresh: bool  # whether it counts
+    idle_s: float | None = None
     since_s: float | None = None
     name: str = ""
     device: str = ""

@@ -92,3 +92,38 @@ def test_a_call_that_is_refused_changes_nothing() -> None:
     meter.tell({"loss": 1.0, **{f"m{place}": 1.0 for place in range(16)}})
     meter.tell({"m3": 2.0, "validation_loss": 1.0})
     assert metrics(meter).own["m3"] == 2.0
+
+
+def test_who_takes_part_and_does_not_train_is_idle_and_has_no_pace() -> None:
+    now_s, meter = 1000.0, Meter(1000.0)
+
+    def step(takes_s: float) -> None:
+        nonlocal now_s
+        with meter.stepping(lambda: now_s):
+            now_s += takes_s
+            told = metrics(meter, now_s)
+            assert (told.idle_s, told.samples_per_s) == (None, 12.346), "a round may take its time"
+
+    assert metrics(meter, 1100.0).idle_s is None, "it has not begun yet"
+    for _ in range(10):
+        step(0.01)
+        now_s += 1.0
+    step(300.0)
+    assert metrics(meter, now_s + 19.0).idle_s is None
+    told = metrics(meter, now_s + 21.0)
+    assert (told.idle_s, told.samples_per_s) == (21.0, 0.0)
+    step(0.01)
+    assert metrics(meter, now_s).idle_s is None
+    for _ in range(30):  # of a large model: a step takes a minute
+        now_s += 60.0
+        step(1.0)
+    assert metrics(meter, now_s + 200.0).idle_s is None
+    assert metrics(meter, now_s + 310.0).idle_s == 310.0
+    assert Metrics.decode(metrics(meter, now_s + 310.0).encode()).idle_s == 310.0
+
+
+def test_a_step_that_raises_ends_too() -> None:
+    meter = Meter(1000.0)
+    with pytest.raises(RuntimeError), meter.stepping(lambda: 1000.0):
+        raise RuntimeError
+    assert metrics(meter, 1100.0).idle_s == 100.0

@@ -43,6 +43,22 @@ def test_what_is_old_counts_no_more_and_says_how_old_it_is() -> None:
     assert len(watching.events("back")) == 1
 
 
+def test_who_lives_and_does_not_train_is_idle_though_its_claim_says_a_pace() -> None:
+    watching = Watching(3, samples_per_s=50.0)
+    watching.present[peer(1)] = {"samples_per_s": 0.0, "idle_s": 30.0}
+    stuck = claim(watching.now_s, rate=50.0)
+    watching.now_s += 30.0
+    peers = {who: heard(watching.now_s, **fields) for who, fields in watching.present.items()}
+    peers[peer(1)] = Heard(metrics=peers[peer(1)].metrics, claim=stuck, expires_s=watching.now_s + 60)
+    watching.model.on_look(look(peers), watching.now_s)
+    watching.now_s += 1.5
+    view = watching.view()
+    idle = next(one for one in view.peers if one.peer_id == str(peer(1)))
+    assert (idle.state, idle.fresh, idle.samples_per_s, idle.idle_s) == ("idle", True, 0.0, 31.5)
+    assert (view.samples_per_s, view.peers_live) == (100.0, 3)
+    assert [one.idle_s for one in view.peers if one is not idle] == [None, None]
+
+
 def test_nothing_is_called_live_when_nobody_answers() -> None:
     watching = Watching(2)
     assert watching.view().link.status == "live"

@@ -125,7 +125,7 @@ export class PeerTable {
       row.who.replaceChildren(name, ...(peer.name ? [" ", make("code", "", peer.short)] : []));
       row.who.title = peer.peer_id;
     }
-    const state = peer.state === "quiet" ? `silent ${ago(this.now - peer.heard_s)}` : peer.state;
+    const state = peer.state === "quiet" ? `silent ${ago(this.now - peer.heard_s)}` : peer.state === "idle" ? `idle ${ago(peer.idle_s)}` : peer.state;
     put(row.tag, peer.accused_by ? `${state}, lied` : state);
     row.tag.className = `tag ${peer.accused_by ? "bad" : peer.state}`;
     COLUMNS.forEach((column, place) => { if (column.text) put(row.cells[place], column.text(peer, this.now)); });
