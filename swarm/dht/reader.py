@@ -19,7 +19,7 @@ from swarm.dht.replica import Replica
 from swarm.dht.replication import Replication
 from swarm.dht.storage import Storage, latest_by_owner
 from swarm.dht.wire import key_to_wire
-from swarm.errors import DeadlineExceeded
+from swarm.errors import DeadlineExceeded, NetworkError
 from swarm.ids import Contact, Key, PeerId
 from swarm.runtime.supervise import Supervisor
 from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtFindResult, DhtRecord
@@ -68,12 +68,17 @@ class Search:
         finally:
             timer.cancel()
 
-    def timed_out(self, timeout_s: float) -> DeadlineExceeded | None:
-        """The error of a reader that waits no longer; None when there is something to answer with."""
+    def failure(self, timeout_s: float) -> NetworkError | None:
+        """The error of a reader that waits no longer; None when there is something to answer with, or nobody to ask.
+
+        Peers that all failed have not said that there is nothing.
+        """
         if not self.asked or self.answers or self.latest:
             return None
-        text = f"none of the {self.asked} peers asked for {self.key} answered within {timeout_s:g} s"
-        return DeadlineExceeded(f"{text}: see node.peers() for who is known")
+        text, advice = f"none of the {self.asked} peers asked for {self.key} answered", "see node.peers() for who is known"
+        if self.is_done and not self.gave_up:
+            return NetworkError(f"{text}, all failed or refused: {advice}")
+        return DeadlineExceeded(f"{text} within {timeout_s:g} s: {advice}")
 
 
 def _release(waiter: asyncio.Future[None]) -> None:
@@ -128,7 +133,7 @@ class Reader:
         return search
 
     async def read(self, key: Key, *, exhaustive: bool, max_age_s: float | None, timeout_s: float) -> Search:
-        """DeadlineExceeded when no peer answered in time; what part of them answered is used otherwise."""
+        """NetworkError when no peer answered, or none in time (DeadlineExceeded); what part of them answered is used otherwise."""
         now_s = self._overlay.clock.monotonic_s()
         if not exhaustive:
             found = self.remembered(key, max_age_s)
@@ -141,7 +146,7 @@ class Reader:
             task = self._supervisor.spawn(f"DHT read of {key}", functools.partial(self._search, search, exhaustive))
             task.add_done_callback(search.end)
         await search.wait(timeout_s)
-        error = None if search.is_done and not search.gave_up else search.timed_out(timeout_s)
+        error = search.failure(timeout_s)
         if error is not None:
             raise error
         return search

@@ -37,7 +37,7 @@ from swarm.dht.rules import NamespaceRules
 from swarm.dht.storage import Storage
 from swarm.dht.upkeep import Upkeep
 from swarm.dht.writer import StoreResult, Write
-from swarm.errors import DeadlineExceeded, UsageError
+from swarm.errors import DeadlineExceeded, NetworkError, UsageError
 from swarm.ids import Contact, Key, PeerId
 from swarm.net.rpc import Caller, Handlers
 from swarm.peerbook import PeerBook
@@ -65,7 +65,7 @@ class ManyAnswers:
     """What `get_many` found: an answer, as `get` gives it, or a failure for every key, named as it was asked for."""
 
     answers: dict[str | Key, Entry | dict[str, Entry] | None]
-    failures: dict[str | Key, DeadlineExceeded]
+    failures: dict[str | Key, NetworkError]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -201,7 +201,7 @@ class DhtService:
         `writer`: only that peer's (in a run's namespace its one entry). `latest`: ask the 20 nearest peers instead of the replicas alone.
         `max_age_s`: an answer up to so old will do, so that none or one of many reads asks anybody; 0: ask in any case; None: ask, unless
         this peer is one of the key's replicas itself, whom every write reaches. Whatever its age, an answer holds nothing that has expired
-        or that this peer knows to be deleted. DeadlineExceeded when no peer answered in time; what part of them answered is used otherwise.
+        or that this peer knows to be deleted. NetworkError when no peer answered (DeadlineExceeded: in time); what some did is used.
         """
         search = await self._read(key, latest, max_age_s, timeout_s)
         return select(search.latest, key, writer, self.overlay.now_us)
@@ -230,14 +230,12 @@ class DhtService:
         except TimeoutError:
             pass  # what was found until now is the answer
         answers: dict[str | Key, Entry | dict[str, Entry] | None] = {}
-        failures: dict[str | Key, DeadlineExceeded] = {}
+        failures: dict[str | Key, NetworkError] = {}
         for name, key in wanted.items():
             search = reads.searches.get(key) or Search(key, 0.0)
-            error = None
-            if not search.is_done:
-                error = search.timed_out(timeout_s)
-                if not search.answers and error is None and not search.latest:
-                    error = DeadlineExceeded(f"{key} was not asked for within {timeout_s:g} s: ask for fewer keys, or give it more time")
+            error = search.failure(timeout_s)
+            if error is None and not (search.is_done or search.answers or search.latest):
+                error = DeadlineExceeded(f"{key} was not asked for within {timeout_s:g} s: ask for fewer keys, or give it more time")
             if error is not None:
                 failures[name] = error
             else:

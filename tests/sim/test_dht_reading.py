@@ -10,7 +10,7 @@ from swarm.dht.config import DhtConfig
 from swarm.dht.overlay import FIND, STORE
 from swarm.dht.routing import RoutingConfig
 from swarm.dht.wire import KNOWN_MAX, contacts_from_wire, id_to_wire, key_to_wire, known_to_wire
-from swarm.errors import DeadlineExceeded, PeerError, UsageError
+from swarm.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
 from swarm.ids import Key
 from swarm.testing.network import SimulatedNetwork
 from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtStoreRequest
@@ -284,6 +284,27 @@ def test_a_replica_that_the_reader_has_never_met_is_named_to_it_and_asked() -> N
         assert any(f" {own}->{other} /swarm.Dht/Find" in line for line in network.trace)
 
     play(scenario, seed=1)
+
+
+@pytest.mark.parametrize("how", ["crashed", "refusing"])
+def test_a_read_that_fails_everywhere_is_not_called_an_empty_one(how: str) -> None:
+    """At once, and for one key as for many: nobody has said that there is nothing."""
+
+    async def scenario(network: SimulatedNetwork) -> None:
+        reader, *others = await swarm_of(network, 5)
+        for other in others:
+            peer = peer_of(network, other)
+            if how == "crashed":
+                peer.up = False
+            else:
+                peer.handlers.remove(FIND.name)
+        begun_s = asyncio.get_running_loop().time()
+        with pytest.raises(NetworkError, match=r"none of the [234] peers asked for .* all failed or refused") as caught:
+            await reader.get(KEY, timeout_s=60.0, max_age_s=0.0)
+        assert not isinstance(caught.value, DeadlineExceeded)
+        assert asyncio.get_running_loop().time() - begun_s < 5.0
+
+    play(scenario, seed=3)
 
 
 def test_a_search_that_nobody_answers_ends_and_says_so() -> None:
