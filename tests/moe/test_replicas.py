@@ -187,6 +187,35 @@ class TestFleet:
             known.answered("e", ONE, 0.001)
         assert known.hedge_after_s("e", ONE) == 0.05
 
+    def test_who_dawdled_is_tried_again_only_while_a_second_request_could_save_the_try(self) -> None:
+        """Found with seeds 7 and 8 of the simulated swarm: four slow peers were tried at once, with second requests for two of them."""
+        known = fleet(eagerness=50.0, hedging=HedgingConfig(saved_max=2.0))
+        known.answered("e", THREE, 1.0)
+        for peer in (ONE, TWO):
+            known.overtaken("other", peer, 0.0)
+        assert known.order("e", PEERS, 0.5)[0] == THREE, "for a while they come last"
+        first = known.order("e", PEERS, 2.0)[0]
+        assert first in (ONE, TWO), "unknown ones count as quick"
+        known.begin(first)
+        assert known.order("e", [first, THREE], 2.0)[0] == THREE, "it is being tried"
+        second = ONE if first == TWO else TWO
+        assert known.order("e", PEERS, 2.0)[0] == second
+        assert known.budget.spend()
+        assert known.order("e", PEERS, 2.0)[0] == THREE, "the one that is left is for the first"
+        known.end(first)
+        assert known.order("e", [first, THREE], 2.0)[0] == first
+        assert known.budget.spend()
+        assert known.order("e", [first, THREE], 2.0)[0] == THREE
+        known.answered("other", first, 0.01)
+        assert known.order("e", [first, THREE], 2.0)[0] == first, "it answered: it is like anybody else"
+
+    def test_without_second_requests_who_was_full_is_asked_again_after_a_while(self) -> None:
+        known = fleet(eagerness=50.0, hedging=HedgingConfig(share_max=0.0))
+        known.answered("e", TWO, 1.0)
+        known.full(ONE, 0.0)
+        assert known.order("e", [ONE, TWO], 0.5)[0] == TWO
+        assert known.order("e", [ONE, TWO], 2.0)[0] == ONE
+
     def test_memory_is_bounded(self) -> None:
         known = fleet(replicas_max=2)
         for peer in PEERS:
