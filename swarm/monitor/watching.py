@@ -215,7 +215,7 @@ def run_view(signed: SignedSpecification) -> RunView:
         description=specification.description or summary,
         task=specification.task.name,
         mode=specification.mode.name,
-        codec=specification.codec,
+        codec=specification.travels,
         optimizer=specification.optimizer.name,
         version=signed.version,
         target=specification.target_batch_size,
