@@ -84,7 +84,7 @@ def test_who_is_late_is_dropped_then_avoided_for_a_growing_while(swarm: ExpertSw
             assert layer.last_forward.seconds < 0.1
         swarm.sleep(0.4)
     pauses_s = [later - sooner for sooner, later in itertools.pairwise(waits_s)]
-    assert len(waits_s) <= 6
+    assert 3 <= len(waits_s) <= 6
     assert all(later > 1.3 * sooner for sooner, later in itertools.pairwise(pauses_s)), pauses_s
     servers[2].peer.frozen = False
     swarm.sleep(61.0)
