@@ -106,6 +106,24 @@ def test_hops_stay_logarithmic() -> None:
     assert max(queries) <= 20
 
 
+def test_no_more_are_asked_than_could_be_among_those_wanted() -> None:
+    seeds = [contact_of(number) for number in range(1, 6)]
+    target = seeds[0].peer_id.dht_id
+    nearest = sorted(seeds, key=lambda contact: contact.peer_id.dht_id ^ target)
+    lookup = Lookup(target, seeds, own=contact_of(99).peer_id, config=LookupConfig(wanted=2, parallel=10))
+    assert lookup.poll(0.0) == [SendFind(contact) for contact in nearest[:2]]
+    lookup.on_failure(nearest[0].peer_id)
+    assert lookup.poll(0.0) == [SendFind(nearest[2])], "who failed is replaced"
+
+
+def test_of_an_answer_only_so_many_contacts_are_taken() -> None:
+    seed, told = contact_of(1), [contact_of(number) for number in range(2, 20)]
+    lookup = Lookup(told[0].peer_id.dht_id, [seed], own=contact_of(99).peer_id, config=LookupConfig(wanted=15, parallel=15, closer_max=3))
+    lookup.poll(0.0)
+    lookup.on_reply(seed.peer_id, told)
+    assert {effect.contact for effect in lookup.poll(0.0) if isinstance(effect, SendFind)} == set(told[:3])
+
+
 def test_nobody_to_ask_is_an_answer() -> None:
     own = contact_of(1)
     assert Lookup(0, [], own=own.peer_id).poll(0.0) == [LookupDone(())]

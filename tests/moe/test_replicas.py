@@ -60,11 +60,26 @@ class TestAvoidance:
             now_s = avoidance.until_s("x") or 0.0
         assert avoidance.failures("x") == 2000
 
+    def test_who_failed_since_then(self) -> None:
+        avoidance = Avoidance()
+        avoidance.failed("x", 5.0)
+        avoidance.failed("x", 5.5)  # avoided already: it failed all the same
+        assert avoidance.failed_since("x", 5.5)
+        assert not avoidance.failed_since("x", 5.6)
+        avoidance.succeeded("x")
+        assert not avoidance.failed_since("x", 0.0)
+
     def test_it_is_bounded(self) -> None:
         avoidance = Avoidance(AvoidanceConfig(keys_max=3))
         for number in range(5):
             avoidance.failed(number, 0.0)
         assert [avoidance.avoided(number, 0.5) for number in range(5)] == [False, False, True, True, True]
+
+    def test_who_failed_longest_ago_is_forgotten_first(self) -> None:
+        avoidance = Avoidance(AvoidanceConfig(keys_max=2))
+        for now_s, key in ((0.0, "a"), (0.0, "b"), (2.0, "a"), (2.0, "c")):
+            avoidance.failed(key, now_s)
+        assert [avoidance.failures(key) for key in "abc"] == [2, 0, 1]
 
     def test_wrong_settings(self) -> None:
         with pytest.raises(UsageError):
@@ -112,6 +127,16 @@ class TestHedgedCall:
         assert call.poll(9.0) == ["c"]
         call.failed("c")
         assert call.over
+
+    def test_it_is_hedged_once_whoever_fails(self) -> None:
+        config = HedgingConfig(share_max=0.5, saved_max=4.0, attempts_max=4)
+        call = HedgedCall("abcd", 0.2, HedgeBudget(config), config)
+        assert (call.poll(0.0), call.poll(0.2)) == (["a"], ["b"])
+        for replica in "ab":
+            call.failed(replica)
+        assert call.poll(0.3) == ["c"]
+        assert call.deadline_s() is None
+        assert call.poll(9.0) == []
 
     def test_the_budget_bounds_second_requests_over_time(self) -> None:
         config = HedgingConfig(share_max=0.1, saved_max=2.0)
