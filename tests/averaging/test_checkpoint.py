@@ -137,3 +137,12 @@ def test_two_tensors_under_one_name_are_refused() -> None:
     assert public_names(["p.0", "p.1", "x.0"], ["weight"]) == ["model.weight", "model.1", "extra.0"]
     with pytest.raises(UsageError, match="one name"):
         public_names(["p.0", "p.1"], ["weight", "weight"])
+
+
+def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:
+    net, state, names = made(1)
+    train(net, state, 1)
+    left = tmp_path / ".epoch-0000000009.safetensors.77.tmp"
+    left.write_bytes(b"half")
+    path = Checkpoints(tmp_path).save(state.view(), names)
+    assert list(tmp_path.iterdir()) == [path]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from averaging.groups.group import Group
 from averaging.groups.matchmaking import MatchmakingConfig
-from averaging.groups.seeking import Answer, AnswerJoin, Standing
-from tests.averaging.test_matchmaking import Bench, contact, holder, join_of, outcome
+from averaging.groups.seeking import AbandonJoin, Answer, AnswerJoin, SendJoin, SendSeek, Standing
+from tests.averaging.test_matchmaking import Bench, contact, holder, join_of, outcome, seeking
 
 
 def test_who_comes_to_a_full_group_that_has_not_begun_is_told_so() -> None:
@@ -33,3 +33,20 @@ def test_who_joins_again_takes_its_own_place() -> None:
     assert len(answers) == 2
     assert again in {answer.ticket for answer in answers}
     assert all(isinstance(answer.answer, Group) for answer in answers)
+
+
+def test_a_leader_that_twice_says_that_it_does_not_lead_is_left() -> None:
+    """One odd answer may have been overtaken on its way; answers to what was asked before it led us do not count."""
+    bench = Bench.make()
+    leader = contact(1).peer_id
+    bench.start(holder(1))
+    bench.machine.on_seek_answer(leader, seeking(9.0), 0.01)
+    assert any(isinstance(effect, SendJoin) for effect in bench.machine.poll(0.01))
+    now_s = 0.02
+    bench.machine.on_seek_answer(leader, Answer(standing=Standing.IDLE, turn=1), now_s)
+    assert AbandonJoin(peer_id=leader) not in bench.machine.poll(now_s)
+    for turn, left in ((2, False), (3, True)):
+        now_s += bench.config.leader_ping_s
+        assert any(isinstance(effect, SendSeek) for effect in bench.machine.poll(now_s))
+        bench.machine.on_seek_answer(leader, Answer(standing=Standing.IDLE, turn=turn), now_s)
+        assert (AbandonJoin(peer_id=leader) in bench.machine.poll(now_s)) == left, turn

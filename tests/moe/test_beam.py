@@ -128,3 +128,12 @@ def test_coordinates_beyond_the_grid_are_passed_over() -> None:
     search.opened({prefix: [-1, 1, 2] for prefix in search.wanted()})
     assert search.wanted() == []
     assert search.result().experts == ((0, 1),)
+
+
+def test_no_more_prefixes_are_opened_than_allowed() -> None:
+    search = BeamSearch([torch.zeros(1, 4), torch.zeros(1, 2)], [range(4), range(2)], 8, BeamConfig(width=4, prefixes_max=3))
+    search.opened({prefix: range(4) for prefix in search.wanted()})
+    assert len(search.wanted()) == 2, "one of three is opened already"
+    search.opened({prefix: range(2) for prefix in search.wanted()})
+    assert search.wanted() == []
+    assert not search.result().certain

@@ -167,6 +167,15 @@ class TestFleet:
         assert known.why_avoided("ffn.1", TWO, 0.5) is None
         assert known.available("ffn.0", PEERS, 1.0) == PEERS
 
+    def test_in_need_those_are_asked_that_have_not_failed_since(self) -> None:
+        known = fleet()
+        known.unreachable(ONE, 1.0, "gone")
+        known.failed("e", TWO, 2.0, "NaN")
+        assert known.untried("e", PEERS, 0.5) == [THREE]
+        assert known.untried("f", PEERS, 0.5) == [TWO, THREE]
+        assert known.untried("e", PEERS, 1.5) == [ONE, THREE]
+        assert known.untried("e", PEERS, 2.5) == PEERS
+
     def test_calls_go_where_they_are_quick(self) -> None:
         known = fleet()
         for _ in range(30):
