@@ -9,13 +9,12 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from benchmarks.allreduce import HIVEMIND, Setting
 from benchmarks.contenders import READY_TIMEOUT_S, Contender, Round
 from benchmarks.environments import OWN_PYTHON
-from benchmarks.launch import Launch
+from benchmarks.launched import Launched
 from benchmarks.results import Aim, Row, Series
 from benchmarks.turns import Tally, take_turns
 
@@ -47,32 +46,13 @@ class Load:
     far_operations: int
 
 
-class Peers:
+class Peers(Launched):
     """A contender: processes that know `store` and `get`."""
 
     def __init__(self, name: str, *, python: Path, module: str, load: Load) -> None:
-        self._name, self._load = name, load
-        self._launch = Launch(
-            name, python=python, module=f"benchmarks.workers.{module}", configurations=[{"peers": load.peers}] * load.peers
-        )
+        super().__init__(name, python=python, module=module, configurations=[{"peers": load.peers}] * load.peers)
+        self._load = load
         self._batches = (f"{uuid.uuid4().hex[:8]}.{number}" for number in itertools.count())
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    def __enter__(self) -> Peers:
-        self._launch.__enter__()
-        try:
-            self._launch.hear("ready", READY_TIMEOUT_S)
-            self._wait_joined()
-        except BaseException:
-            self._launch.__exit__(None, None, None)
-            raise
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._launch.__exit__(kind, error, trace)
 
     def round(self) -> Round:
         """Stores from all, a pause in which everybody has finished, gets from all, and gets of what the readers do not hold, each with
@@ -105,7 +85,7 @@ class Peers:
             phases=phases,
         )
 
-    def _wait_joined(self) -> None:
+    def _prepare(self) -> None:
         """Until every peer knows every other; not longer than JOIN_S_MAX: hivemind's peers meet the last ones in the warm-up."""
         deadline_s = time.monotonic() + JOIN_S_MAX
         while True:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 VALUE_BYTES = 96
@@ -13,6 +14,7 @@ TTL_S = 600.0  # of every record: none expires in a run
 REASONS_MAX = 3
 
 Work = Callable[[str], Awaitable[str]]  # one operation on one key; "" when its result is right, else what was wrong
+BulkWork = Callable[[Sequence[str]], Awaitable[list[str]]]  # one on many, with a word for each
 
 
 def key(batch: str, writer: int, index: int) -> str:
@@ -66,7 +68,7 @@ async def together(keys: Sequence[str], work: Work, *, at_s: float, concurrency:
     return _report(len(keys), wrong)
 
 
-async def in_bulk(keys: Sequence[str], work: Callable[[Sequence[str]], Awaitable[list[str]]], *, at_s: float) -> dict[str, Any]:
+async def in_bulk(keys: Sequence[str], work: BulkWork, *, at_s: float) -> dict[str, Any]:
     """All keys in one call of the contender's own bulk operation."""
     await _sleep_until(at_s)
     return _report(len(keys), [fault for fault in await work(keys) if fault])
@@ -83,6 +85,27 @@ async def alone(keys: Sequence[str], work: Work) -> dict[str, Any]:
         if fault:
             wrong.append(fault)
     return {**_report(len(keys), wrong), "seconds": seconds}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operations:
+    """What a contender's peer can do, each answering as `Work` does; `held`: whether it has a key itself."""
+
+    store: Work
+    get: Work
+    store_many: BulkWork
+    get_many: BulkWork
+    held: Callable[[str], bool]
+
+    async def perform(self, order: dict[str, Any]) -> dict[str, Any]:
+        """One order; the report on it."""
+        keys = wanted(order, self.held)
+        one, many = (self.store, self.store_many) if order["do"] == "store" else (self.get, self.get_many)
+        if order["how"] == "alone":
+            return await alone(keys, one)
+        if order["how"] == "bulk":
+            return await in_bulk(keys, many, at_s=order["at_s"])
+        return await together(keys, one, at_s=order["at_s"], concurrency=order["concurrency"])
 
 
 def _report(performed: int, wrong: Sequence[str]) -> dict[str, Any]:

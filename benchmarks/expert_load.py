@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from benchmarks.conversation import wait_until
+from benchmarks.conversation import Conversation, wait_until
 
 WIDTH = {"nop": 1024, "ffn": 256}
 BATCH = {"small": 1, "large": 2048, "train": 32}
@@ -41,6 +41,19 @@ class Nop(torch.nn.Module):
 def still(parameters: Any) -> torch.optim.Optimizer:
     """An optimizer that does its work and changes nothing, so that every result can be checked."""
     return torch.optim.SGD(parameters, lr=0.0)
+
+
+def answer(talk: Conversation, experts: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]) -> None:
+    """A caller that has `experts`, by kind: does as it is told until the command is gone."""
+    talk.say("ready")
+    while True:
+        order = talk.hear()
+        if order["do"] == "calls":
+            talk.say("done", **perform(experts[EXPERT[order["what"]]], order, talk.configuration["rank"]))
+        elif order["do"] == "first":
+            with torch.no_grad():
+                experts["ffn"](torch.zeros(1, WIDTH["ffn"]))
+            talk.say("answered", at_s=time.monotonic())
 
 
 def perform(expert: Callable[[torch.Tensor], torch.Tensor], order: dict[str, Any], rank: int) -> dict[str, Any]:

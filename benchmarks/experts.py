@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 from benchmarks.allreduce import HIVEMIND, Setting
 from benchmarks.contenders import READY_TIMEOUT_S, Contender, Round
 from benchmarks.environments import OWN_PYTHON
 from benchmarks.launch import Launch, LaunchFailed, proportional_bytes
+from benchmarks.launched import Launched
 from benchmarks.results import Aim, Row, Series
 from benchmarks.turns import Tally, take_turns
 
@@ -39,29 +39,11 @@ START_AHEAD_S = 0.1
 ORDER_TIMEOUT_S = 90.0
 
 
-class Callers:
+class Callers(Launched):
     """A contender: a server process, and clients that know `calls`."""
 
     def __init__(self, name: str, *, python: Path, module: str) -> None:
-        self._name = name
-        configurations = [{"handlers": HANDLERS}] * (1 + CLIENTS)
-        self._launch = Launch(name, python=python, module=f"benchmarks.workers.{module}", configurations=configurations)
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    def __enter__(self) -> Callers:
-        self._launch.__enter__()
-        try:
-            self._launch.hear("ready", READY_TIMEOUT_S)
-        except BaseException:
-            self._launch.__exit__(None, None, None)
-            raise
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._launch.__exit__(kind, error, trace)
+        super().__init__(name, python=python, module=module, configurations=[{"handlers": HANDLERS}] * (1 + CLIENTS))
 
     def round(self) -> Round:
         """Each workload once, from all clients."""

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 
 from benchmarks.allreduce import HIVEMIND, Setting
 from benchmarks.contenders import Contender, Round
 from benchmarks.environments import OWN_PYTHON
-from benchmarks.launch import Launch
+from benchmarks.launched import Launched
 from benchmarks.mixture_load import BATCH, COLUMNS, K_BEST, ROWS, SERVERS
 from benchmarks.results import Aim, Row
 from benchmarks.turns import Tally, take_turns
@@ -26,30 +25,16 @@ WARM_UP = 2
 LIMIT = "the experts' own arithmetic, on cores that all processes share"
 
 
-class Trainer:
+class Trainer(Launched):
     """A contender: four servers, and behind them a trainer that knows `steps`."""
 
     def __init__(self, name: str, *, python: Path, module: str, steps: int) -> None:
-        self._name, self._steps = name, steps
-        self._launch = Launch(name, python=python, module=f"benchmarks.workers.{module}", configurations=[{}] * SERVERS)
+        super().__init__(name, python=python, module=module, configurations=[{}] * SERVERS, ready_timeout_s=READY_TIMEOUT_S)
+        self._steps = steps
 
-    @property
-    def name(self) -> str:
-        return self._name
-
-    def __enter__(self) -> Trainer:
-        self._launch.__enter__()
-        try:
-            self._launch.hear("ready", READY_TIMEOUT_S)
-            self._trainer = self._launch.add({})
-            self._trainer.hear("ready", time.monotonic() + READY_TIMEOUT_S)
-        except BaseException:
-            self._launch.__exit__(None, None, None)
-            raise
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._launch.__exit__(kind, error, trace)
+    def _prepare(self) -> None:
+        self._trainer = self._launch.add({})
+        self._trainer.hear("ready", time.monotonic() + READY_TIMEOUT_S)
 
     def round(self) -> Round:
         before_s = self._launch.processor_s()

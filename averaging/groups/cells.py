@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from averaging.groups.grid import Grid, Place, shape_of, split_key
 from averaging.groups.group import Group
+from averaging.groups.history import PassedRounds
 from averaging.groups.presence import Presence
 from averaging.groups.roster import Roster
 from averaging.groups.seeking import AveragerName, Holder, Meet, Met, Schema
@@ -26,7 +27,6 @@ from swarm.ids import Contact, PeerId
 from swarm.net.rpc import Caller
 
 _HOLDERS_MAX = 4096
-_PASSED_KEYS_MAX = 64
 
 
 class Background(Protocol):
@@ -78,7 +78,7 @@ class Cells:
         self._mates: dict[PeerId, Holder] = {}  # told in this search
         self._met_s = -math.inf
         self._past: dict[PeerId, bool] = {}  # whether those who answered in this search were past our round
-        self._passed: dict[str, None] = {}  # keys of rounds that were committed here
+        self._passed = PassedRounds()
         self._entered: dict[str, list[Contact]] = {}  # where we are expected, and whom we told
         self._lost: dict[PeerId, float] = {}  # who did not answer, until when they are taken to be gone
         self._turn = 0
@@ -178,10 +178,8 @@ class Cells:
 
     def over(self, *, committed: bool) -> None:
         """The round of the group has ended."""
-        if committed and self._round_key:
-            self._passed[self._round_key] = None
-            while len(self._passed) > _PASSED_KEYS_MAX:
-                del self._passed[next(iter(self._passed))]
+        if committed:
+            self._passed.add(self._round_key)
         self.grid.over(committed=committed)
         self._tidy()
 

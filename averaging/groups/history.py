@@ -26,6 +26,23 @@ class _Round:
     over: bool = False
 
 
+class PassedRounds:
+    """Keys of rounds that were committed here; the oldest are forgotten. An empty key names no round."""
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[str, None] = OrderedDict()
+
+    def add(self, round_key: str) -> None:
+        if not round_key:
+            return
+        self._keys[round_key] = None
+        while len(self._keys) > _PASSED_KEYS_MAX:
+            self._keys.popitem(last=False)
+
+    def __contains__(self, round_key: object) -> bool:
+        return round_key in self._keys
+
+
 class History:
     def __init__(self, *, patience: Patience, unreachable_s: float, now_s: float) -> None:
         self.patience = patience
@@ -34,7 +51,7 @@ class History:
         self.view_s = -math.inf  # when the presence records were read
         self._unreachable_s = unreachable_s
         self._unreachable: OrderedDict[PeerId, float] = OrderedDict()
-        self._passed: OrderedDict[str, None] = OrderedDict()
+        self.passed = PassedRounds()
         self._round: _Round | None = None
         self._usual_round_s = 1.0
 
@@ -46,10 +63,6 @@ class History:
         """We stand elsewhere from now on."""
         self.turn += 1
         return self.turn
-
-    def passed(self, round_key: str) -> bool:
-        """Whether the round of this key was held here and committed."""
-        return round_key in self._passed
 
     def saw_holders(self, holders: Mapping[PeerId, Holder], now_s: float) -> None:
         self.holders, self.view_s = dict(holders), now_s
@@ -71,10 +84,7 @@ class History:
         self.next_turn()
         if committed:
             self._usual_round_s += _ROUND_GAIN * (now_s - done.began_s - self._usual_round_s)
-            if done.round_key:
-                self._passed[done.round_key] = None
-                while len(self._passed) > _PASSED_KEYS_MAX:
-                    self._passed.popitem(last=False)
+            self.passed.add(done.round_key)
 
     def busy(self, now_s: float) -> Answer | None:
         """The answer of a peer that is in a round; None when it is in none."""

@@ -284,7 +284,7 @@ class Matchmaker:
     def _stand(self, seek: Seek, now_s: float) -> Answer:
         if seek.schema != self._schema.digest:
             return Answer(standing=Standing.REFUSED, text=self._schema.text)
-        if self._history.passed(seek.round_key):
+        if seek.round_key in self._history.passed:
             return Answer(standing=Standing.PASSED, round_key=seek.round_key)
         if (run := self._run) is not None:
             key, deadline_s = run.want.round_key, run.seek.deadline_s

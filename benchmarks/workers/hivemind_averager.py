@@ -9,6 +9,7 @@ import hivemind  # type: ignore[import-not-found,unused-ignore]
 
 from benchmarks.conversation import Conversation, wait_until
 from benchmarks.known_values import delivered, fill, tensors_of
+from benchmarks.workers.hivemind_peer import joined
 
 STAGE_POLL_S = 0.002
 CODECS = {"float16": "Float16Compression", "float32": "NoCompression", "int8": "Uniform8BitQuantization"}
@@ -18,11 +19,7 @@ def main() -> None:
     talk = Conversation()
     settings = talk.configuration
     maddrs = [f"/ip4/{settings['host']}/tcp/0"]
-    if settings["rank"] == 0:
-        dht = hivemind.DHT(start=True, host_maddrs=maddrs)
-        talk.publish("address", str(dht.get_visible_maddrs()[0]))
-    else:
-        dht = hivemind.DHT(initial_peers=[talk.published("address")], start=True, host_maddrs=maddrs)
+    dht = joined(talk, host_maddrs=maddrs)
     averager = hivemind.averaging.DecentralizedAverager(
         tensors_of(settings["elements"], settings["tensors"]),
         dht,

@@ -9,17 +9,13 @@ from typing import Any
 import hivemind  # type: ignore[import-not-found,unused-ignore]
 
 from benchmarks.conversation import Conversation
-from benchmarks.dht_load import TTL_S, alone, in_bulk, together, value, wanted
+from benchmarks.dht_load import TTL_S, Operations, value
+from benchmarks.workers.hivemind_peer import joined
 
 
 def main() -> None:
     talk = Conversation()
-    settings = talk.configuration
-    if settings["rank"] == 0:
-        dht = hivemind.DHT(start=True)
-        talk.publish("address", str(dht.get_visible_maddrs()[0]))
-    else:
-        dht = hivemind.DHT(initial_peers=[talk.published("address")], start=True)
+    dht = joined(talk)
     talk.say("ready")
     while True:
         order = talk.hear()
@@ -55,13 +51,7 @@ async def perform(_dht: Any, node: Any, order: dict[str, Any]) -> dict[str, Any]
         place = hivemind.dht.routing.DHTID.generate(source=key)
         return node.protocol.storage.get(place) is not None or node.protocol.cache.get(place) is not None
 
-    keys = wanted(order, held)
-    one, many = (store, store_many) if order["do"] == "store" else (get, get_many)
-    if order["how"] == "alone":
-        return await alone(keys, one)
-    if order["how"] == "bulk":
-        return await in_bulk(keys, many, at_s=order["at_s"])
-    return await together(keys, one, at_s=order["at_s"], concurrency=order["concurrency"])
+    return await Operations(store=store, get=get, store_many=store_many, get_many=get_many, held=held).perform(order)
 
 
 def fault(key: str, found: Any) -> str:

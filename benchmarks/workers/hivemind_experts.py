@@ -6,14 +6,13 @@ import time
 from typing import Any
 
 import hivemind  # type: ignore[import-not-found,unused-ignore]
-import torch
 from hivemind.moe.client.expert import create_remote_experts  # type: ignore[import-not-found,unused-ignore]
 from hivemind.moe.server import ModuleBackend, Server  # type: ignore[import-not-found,unused-ignore]
 from hivemind.moe.server.dht_handler import get_experts  # type: ignore[import-not-found,unused-ignore]
 from hivemind.utils.tensor_descr import BatchTensorDescriptor  # type: ignore[import-not-found,unused-ignore]
 
 from benchmarks.conversation import Conversation
-from benchmarks.expert_load import EXPERT, WIDTH, module_of, perform, still
+from benchmarks.expert_load import WIDTH, answer, module_of, still
 
 MAX_BATCH_SIZE = 8192
 FIND_TIMEOUT_S = 30.0
@@ -53,15 +52,7 @@ def call(talk: Conversation) -> None:
     """As told."""
     dht = hivemind.DHT(initial_peers=[talk.published("address")], start=True)
     experts = {kind: found(dht, f"{kind}.0") for kind in WIDTH}
-    talk.say("ready")
-    while True:
-        order = talk.hear()
-        if order["do"] == "calls":
-            talk.say("done", **perform(experts[EXPERT[order["what"]]], order, talk.configuration["rank"]))
-        elif order["do"] == "first":
-            with torch.no_grad():
-                experts["ffn"](torch.zeros(1, WIDTH["ffn"]))
-            talk.say("answered", at_s=time.monotonic())
+    answer(talk, experts)
 
 
 def found(dht: Any, uid: str) -> Any:

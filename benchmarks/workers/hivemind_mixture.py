@@ -10,6 +10,7 @@ from hivemind.utils.tensor_descr import BatchTensorDescriptor  # type: ignore[im
 
 from benchmarks.conversation import Conversation
 from benchmarks.mixture_load import BATCH, COLUMNS, K_BEST, ROWS, SERVERS, TIMEOUT_S, WIDTH, module_of, perform, set_gate, still
+from benchmarks.workers.hivemind_peer import joined
 
 HANDLERS = 2  # connection handlers of each server; more processes than cores are slower here
 
@@ -18,11 +19,7 @@ def main() -> None:
     talk = Conversation()
     torch.set_num_threads(1)
     rank = talk.configuration["rank"]
-    if rank == 0:
-        dht = hivemind.DHT(start=True)
-        talk.publish("address", str(dht.get_visible_maddrs()[0]))
-    else:
-        dht = hivemind.DHT(initial_peers=[talk.published("address")], start=True)
+    dht = joined(talk)
     if rank < SERVERS:
         serve(talk, dht, rank)
     else:

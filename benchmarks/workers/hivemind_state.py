@@ -8,6 +8,7 @@ import hivemind  # type: ignore[import-not-found,unused-ignore]
 import torch
 
 from benchmarks.conversation import Conversation
+from benchmarks.workers.hivemind_peer import joined
 
 LOAD_TIMEOUT_S = 180.0
 
@@ -16,11 +17,7 @@ def main() -> None:
     talk = Conversation()
     settings = talk.configuration
     torch.set_num_threads(1)
-    if settings["rank"] == 0:
-        dht = hivemind.DHT(start=True)
-        talk.publish("address", str(dht.get_visible_maddrs()[0]))
-    else:
-        dht = hivemind.DHT(initial_peers=[talk.published("address")], start=True)
+    dht = joined(talk)
     torch.manual_seed(1 if settings["gives"] else 2)
     averager = hivemind.averaging.DecentralizedAverager(
         [torch.randn(settings["elements"] // 16) for _ in range(16)],

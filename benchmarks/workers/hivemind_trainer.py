@@ -15,6 +15,7 @@ import hivemind  # type: ignore[import-not-found,unused-ignore]  # noqa: E402
 
 from benchmarks.conversation import Conversation  # noqa: E402
 from benchmarks.training import BATCH_SAMPLES, LEARNING_RATE, TARGET_BATCH_SAMPLES, Marks, backward, build_model, paced  # noqa: E402
+from benchmarks.workers.hivemind_peer import joined  # noqa: E402
 
 MATCHMAKING_S = (
     3.5  # its default is 15: then every epoch and every joining takes that much longer; below its request timeout of 3 it can deadlock
@@ -42,11 +43,7 @@ def main() -> None:
     settings = talk.configuration
     torch.set_num_threads(1)
     logging.getLogger("hivemind.optim.optimizer").addHandler(JointRounds(talk))
-    if settings["rank"] == 0:
-        dht = hivemind.DHT(start=True)
-        talk.publish("address", str(dht.get_visible_maddrs()[0]))
-    else:
-        dht = hivemind.DHT(initial_peers=[talk.published("address")], start=True)
+    dht = joined(talk)
     marks.add("DHT")
     model = build_model()
     inner = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)  # torch imports its compiler when the first optimizer is made

@@ -7,7 +7,7 @@ from typing import Any
 
 import swarm
 from benchmarks.conversation import Conversation
-from benchmarks.dht_load import TTL_S, alone, in_bulk, together, value, wanted
+from benchmarks.dht_load import TTL_S, Operations, value
 from swarm.dht.service import DhtService, StoreItem
 from swarm.ids import Key
 
@@ -54,13 +54,7 @@ async def perform(service: DhtService, order: dict[str, Any], replicas: int) -> 
     def held(key: str) -> bool:
         return bool(service.storage.records(Key.parse(key), service.overlay.now_us))
 
-    keys = wanted(order, held)
-    one, many = (store, store_many) if order["do"] == "store" else (get, get_many)
-    if order["how"] == "alone":
-        return await alone(keys, one)
-    if order["how"] == "bulk":
-        return await in_bulk(keys, many, at_s=order["at_s"])
-    return await together(keys, one, at_s=order["at_s"], concurrency=order["concurrency"])
+    return await Operations(store=store, get=get, store_many=store_many, get_many=get_many, held=held).perform(order)
 
 
 def fault(key: str, found: Any) -> str:

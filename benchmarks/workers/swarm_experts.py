@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 import swarm
 from benchmarks.conversation import Conversation
-from benchmarks.expert_load import EXPERT, WIDTH, module_of, perform, still
+from benchmarks.expert_load import WIDTH, answer, module_of, still
 
 
 def main() -> None:
@@ -33,15 +31,7 @@ def call(talk: Conversation) -> None:
     """As told."""
     with swarm.Node(bootstrap=[talk.published("address")], listen="127.0.0.1:0") as node:
         experts = {kind: swarm.RemoteExpert(node, f"{kind}.0", forward_timeout_s=60.0, backward_timeout_s=60.0) for kind in WIDTH}
-        talk.say("ready")
-        while True:
-            order = talk.hear()
-            if order["do"] == "calls":
-                talk.say("done", **perform(experts[EXPERT[order["what"]]], order, talk.configuration["rank"]))
-            elif order["do"] == "first":
-                with torch.no_grad():
-                    experts["ffn"](torch.zeros(1, WIDTH["ffn"]))
-                talk.say("answered", at_s=time.monotonic())
+        answer(talk, experts)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ class Fleet:
 
         `loads_s`: for each of `peers` how long a request waits there by its own account, 0 when it gives none; what it said with its
         last answer counts instead, while that is young. Who was overtaken of late comes last, for a while as with failures; and after
-        that, until it answers, while it has something of ours to do already.
+        that, until it answers, while it has something of ours to do already, or there is no second request left that could save a try.
         """
         waits = dict(zip(peers, loads_s or [0.0] * len(peers), strict=True))
         for peer in peers:
@@ -156,7 +156,11 @@ class Fleet:
 
     def _dawdles(self, peer: PeerId, now_s: float) -> bool:
         key = (_SLOW, peer)
-        return self._avoidance.avoided(key, now_s) or (self._avoidance.failures(key) > 0 and peer in self._in_flight)
+        if self._avoidance.avoided(key, now_s) or not self._avoidance.failures(key):
+            return self._avoidance.avoided(key, now_s)
+        # it may be tried: by one call at a time, and by no more peers' calls than could be hedged
+        tried = sum(self._avoidance.failures((_SLOW, other)) > 0 for other in self._in_flight)
+        return peer in self._in_flight or not self.budget.affords(tried + 1)
 
     def why_avoided(self, uid: str, peer: PeerId, now_s: float) -> str | None:
         """What is held against a replica now, in words; None when nothing is."""

@@ -41,6 +41,10 @@ class HedgeBudget:
     def call(self) -> None:
         self._saved = min(self._saved + self._config.share_max, self._config.saved_max)
 
+    def affords(self, requests: int) -> bool:
+        """Whether so many second requests could be made now. Always where none is ever made: there they save nobody from waiting."""
+        return self._saved >= requests or not self._config.share_max
+
     def spend(self) -> bool:
         """Whether a second request may be made now."""
         if self._saved < 1.0:

@@ -25,9 +25,18 @@ _resume = click.option("--resume", is_flag=True, help="Go on from the newest goo
 _from = click.option("--from", "addresses", metavar="ADDRESS", multiple=True, help="A peer of the run; may be given several times.")
 
 
-def _every(default: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
+def _training(every: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
+    """The options of who trains; the state is saved as often as `every` unless they say otherwise."""
     text = "Save the state so often: 90s, 10m, 2h; 0 for never."
-    return click.option("--checkpoint-every", metavar="TIME", default=default, show_default=True, help=text)
+    saving = click.option("--checkpoint-every", metavar="TIME", default=every, show_default=True, help=text)
+    options = (saving, _resume, _upload, _download, _hours, _memory, _listen, _device, _data, _name, _json, _parent)
+
+    def add(command: Callable[..., object]) -> Callable[..., object]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
 
 
 @click.group(context_settings=_CONTEXT)
@@ -74,18 +83,7 @@ def demo(volunteers: int, seconds: int, web: str | None, as_json: bool, exit_wit
 @click.option(
     "--identity", metavar="FILE", default=None, help="The owner's identity; `new` for one that is forgotten. [default: this user's]"
 )
-@_every("10m")
-@_resume
-@_upload
-@_download
-@_hours
-@_memory
-@_listen
-@_device
-@_data
-@_name
-@_json
-@_parent
+@_training(every="10m")
 def start(file: Path, bootstrap: tuple[str, ...], identity: str | None, listen: str | None, **options: object) -> int:
     """Found a run and train as its first volunteer.
 
@@ -109,18 +107,7 @@ def start(file: Path, bootstrap: tuple[str, ...], identity: str | None, listen: 
 @click.option("--run", "run", metavar="NAME", default=None, help="Which run, where the swarm has several: NAME, NAME@ID or ID.")
 @click.option("--identity", metavar="FILE", default=None, help="An identity to keep; without it, a new one each time.")
 @_yes
-@_every("0")
-@_resume
-@_upload
-@_download
-@_hours
-@_memory
-@_listen
-@_device
-@_data
-@_name
-@_json
-@_parent
+@_training(every="0")
 def join(address: str, run: str | None, identity: str | None, listen: str | None, **options: object) -> int:
     """Volunteer for the run at ADDRESS.
 

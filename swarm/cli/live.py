@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Group
 from rich.progress_bar import ProgressBar
 from rich.prompt import Confirm
 from rich.table import Table
 from rich.text import Text
 
-from swarm.cli.output import Output, printable
+from swarm.cli.output import Output
 from swarm.cli.plain import sentence, size
+from swarm.cli.screen import Screen
 from swarm.run import events
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -37,8 +37,7 @@ class LiveOutput:
     """Rich's live display; epochs update it, everything else is printed above."""
 
     def __init__(self) -> None:
-        self._console = Console(highlight=False)
-        self._live: Live | None = None
+        self._screen = Screen()
         self._losses: list[float] = []
         self._validation: float | None = None
         self._last: events.EpochDone | None = None
@@ -50,11 +49,10 @@ class LiveOutput:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self._screen.stop()
 
     def question(self, text: str) -> bool:
-        return bool(Confirm.ask(Text(text), console=self._console, default=True))
+        return bool(Confirm.ask(Text(text), console=self._screen.console, default=True))
 
     def emit(self, event: events.Event) -> None:
         match event:
@@ -63,8 +61,7 @@ class LiveOutput:
                 self._print(event)
             case events.Joined():
                 self._print(event)
-                self._live = Live(self._view(), console=self._console, refresh_per_second=4, transient=True)
-                self._live.start()
+                self._screen.show(self._view())
             case events.Progress():
                 self._now = event
             case events.EpochDone():
@@ -73,19 +70,15 @@ class LiveOutput:
                 self._validation = event.validation_loss if event.validation_loss is not None else self._validation
                 self._sent += event.sent_bytes
             case events.Finished():
-                if self._live is not None:
-                    self._live.stop()
-                    self._live = None
+                self._screen.stop()
                 self._print(event)
             case _:
                 self._print(event)
-        if self._live is not None:
-            self._live.update(self._view())
+        if self._screen.shown:
+            self._screen.show(self._view())
 
     def _print(self, event: events.Event) -> None:
-        text = sentence(event)
-        if text:
-            self._console.print(Text(printable(text)), soft_wrap=True)  # an address must stay in one piece to be copied
+        self._screen.say(sentence(event))
 
     def _view(self) -> Group:
         last, now = self._last, self._now

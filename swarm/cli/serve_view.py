@@ -12,7 +12,6 @@ from swarm.run.events import Event, Listening, Notice
 
 if TYPE_CHECKING:
     from rich.console import Group
-    from rich.live import Live
 
 _ROWS_MAX = 20
 _NAMES_SHOWN = 8
@@ -99,34 +98,24 @@ class _LiveView:
     """Rich's live display: the busiest experts in a table, everything else above it."""
 
     def __init__(self) -> None:
-        from rich.console import Console
+        from swarm.cli.screen import Screen
 
-        self._console = Console(highlight=False)
-        self._live: Live | None = None
+        self._screen = Screen()
 
     def __enter__(self) -> Output:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self._screen.stop()
 
     def question(self, text: str) -> bool:
         return False
 
     def emit(self, event: Event) -> None:
-        from rich.live import Live
-        from rich.text import Text
-
         if isinstance(event, ServerLoad):
-            if self._live is None:
-                self._live = Live(_table(event), console=self._console, refresh_per_second=4, transient=True)
-                self._live.start()
-            self._live.update(_table(event))
-            return
-        text = _sentence(event)
-        if text:
-            self._console.print(Text(printable(text)), soft_wrap=True)  # what is to be copied must stay in one piece
+            self._screen.show(_table(event))
+        else:
+            self._screen.say(_sentence(event))
 
 
 def _table(load: ServerLoad) -> Group:

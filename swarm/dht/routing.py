@@ -120,7 +120,6 @@ class RoutingTable:
                 bucket.nodes[contact.peer_id] = _Node(contact, dht_id, now_s, now_s if since_s is None else since_s, failures)
                 if not proven:
                     self._failing[contact.peer_id] = None
-                bucket.replacements.pop(contact.peer_id, None)
                 self._by_peer[contact.peer_id] = bucket
                 self.changes += 1
                 return None
@@ -242,6 +241,7 @@ class RoutingTable:
         return bucket.distance(self.own_id) == 0 or bucket.depth % self.config.depth_step != 0
 
     def _split(self, bucket: _Bucket) -> None:
+        assert not bucket.replacements, "nobody waits in a bucket that splits"
         width_bits = bucket.width_bits - 1
         halves = (
             _Bucket(bucket.lower, width_bits, bucket.touched_s),
@@ -251,16 +251,6 @@ class RoutingTable:
             half = halves[node.dht_id >> width_bits & 1]
             half.nodes[node.contact.peer_id] = node
             self._by_peer[node.contact.peer_id] = half
-        for node in bucket.replacements.values():
-            half = halves[node.dht_id >> width_bits & 1]
-            if len(half.nodes) < self.config.bucket_max:
-                half.nodes[node.contact.peer_id] = node
-                half.nodes.move_to_end(node.contact.peer_id, last=False)
-                node.early = True
-                self._by_peer[node.contact.peer_id] = half
-                self.changes += 1
-            else:
-                half.replacements[node.contact.peer_id] = node
         position = bisect.bisect_right(self._lowers, bucket.lower) - 1
         self._buckets[position : position + 1] = halves
         self._lowers.insert(position + 1, halves[1].lower)

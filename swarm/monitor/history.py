@@ -6,7 +6,6 @@ seen has no buckets: a gap in a chart is a gap in sight.
 
 from __future__ import annotations
 
-import contextlib
 import sqlite3
 import threading
 from collections.abc import Iterable, Sequence
@@ -89,7 +88,8 @@ class History:
         with self._lock:
             if self._connection is None:
                 return
-            with _transaction(self._connection) as connection:
+            with self._connection as connection:  # it commits, or rolls back all of it
+                connection.execute("BEGIN IMMEDIATE")  # in autocommit it begins nothing by itself
                 known = {name for (name,) in connection.execute("SELECT DISTINCT name FROM point WHERE tier = 2")} if values else set()
                 for name, value in values.items():
                     if name not in known and len(known) >= _NAMES_MAX:
@@ -180,14 +180,3 @@ def samples_of(view: View) -> dict[str, float]:
     }
     values |= {f"own.{name}": own.median for name, own in view.own.items()}
     return {name: value for name, value in values.items() if value is not None}
-
-
-@contextlib.contextmanager
-def _transaction(connection: sqlite3.Connection) -> Any:
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        yield connection
-    except BaseException:
-        connection.execute("ROLLBACK")
-        raise
-    connection.execute("COMMIT")

@@ -61,7 +61,8 @@ class Watch:
         self.node = Node(bootstrap=config.entry, listen=None)
         self._listeners: list[OnView] = []
         self._lock = threading.Lock()
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
             if not self._joined():
                 reasons = "; ".join(self.node.join_failures) or "no answer in time"
                 raise NetworkError(f"nobody answers: {reasons}. Ask for the address of another live peer")
@@ -83,14 +84,8 @@ class Watch:
                 experts=self._experts,
                 after=self._after,
             )
-        except BaseException:
-            self.close()
-            raise
-        try:
             self.node.network.run(self._start(), _CALL_S)
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     def _joined(self) -> bool:
         """Whether somebody answered; no longer than it takes when every address has refused."""
@@ -215,7 +210,7 @@ def run_view(signed: SignedSpecification) -> RunView:
         description=specification.description or summary,
         task=specification.task.name,
         mode=specification.mode.name,
-        codec=specification.codec,
+        codec=specification.travels,
         optimizer=specification.optimizer.name,
         version=signed.version,
         target=specification.target_batch_size,

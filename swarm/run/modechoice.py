@@ -76,8 +76,9 @@ class ModeChoice(BaseModel):
         return int(self.name == "diloco")
 
 
-def _by_name(value: Any) -> Any:
+def by_name(value: Any) -> Any:
+    """A bare name stands for a table that has nothing else in it."""
     return {"name": value} if isinstance(value, str) else value
 
 
-Mode = Annotated[ModeChoice, BeforeValidator(_by_name)]
+Mode = Annotated[ModeChoice, BeforeValidator(by_name)]

@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from averaging.reduction.lowrank import Factoring
 from averaging.training.contacts import contact_of
 from averaging.training.progress import Claim, ProgressConfig
 from swarm.clock import Clock
@@ -14,6 +15,7 @@ from swarm.dht.service import Entry
 from swarm.errors import PeerError
 from swarm.ids import Contact, Key, PeerId
 from swarm.run.specification import RunSpecification
+from swarm.run.task import TaskDescription
 
 if TYPE_CHECKING:
     from swarm.dht.service import DhtService
@@ -52,25 +54,35 @@ async def members(dht: DhtService, run_id: str, *, timeout_s: float = 5.0) -> li
     return [contact for contact in contacts if contact.addresses]
 
 
-def round_bytes(specification: RunSpecification, parameters: int, peers: int) -> int:
+def round_bytes(specification: RunSpecification, described: TaskDescription, peers: int) -> int:
     """What one of `peers` volunteers sends in an average epoch, and as much receives.
 
     That is a butterfly all-reduce of what the mode averages, and now and then of the state. A lone peer sends nothing: two are assumed at
     least.
     """
-    mode = specification.mode
+    mode, parameters = specification.mode, described.parameters
     members = 2 if mode.name == "gossip" else max(2, min(peers, specification.target_group_size))
     share = 2 * (members - 1) / members
-    elements = 2 * parameters if mode.name == "gossip" else -(-parameters // (mode.streaming or 1))
-    epochs = resolve(specification.codec, mode.role, elements).encoded_bytes(elements)
+    epochs = _epoch_bytes(specification, described)
     every = specification.state_sync_epochs or mode.state_sync_epochs
     state = parameters * 4 * (1 + mode.statistics(specification.optimizer.name)) / every if mode.state_sync_epochs and every else 0.0
     return int(share * (epochs + state))
 
 
-def bytes_per_hour(specification: RunSpecification, parameters: int, outlook: Outlook) -> float | None:
+def _epoch_bytes(specification: RunSpecification, described: TaskDescription) -> int:
+    """What the mode averages in one epoch, encoded."""
+    mode, strategy, codec, parameters = specification.mode, specification.strategy, specification.codec, described.parameters
+    if strategy is not None:
+        factored = Factoring.of(described.shapes or [(parameters,)], strategy.build())
+        vectors = (factored.first_numel, factored.second_numel)
+        return sum(resolve(codec, "parameter", elements).encoded_bytes(elements) for elements in vectors)
+    elements = 2 * parameters if mode.name == "gossip" else -(-parameters // (mode.streaming or 1))
+    return resolve(codec, mode.role, elements).encoded_bytes(elements)
+
+
+def bytes_per_hour(specification: RunSpecification, described: TaskDescription, outlook: Outlook) -> float | None:
     """Expected traffic each way, if this machine adds as much as the others do on average; None when nobody's pace is known."""
     if outlook.samples_per_s <= 0:
         return None
     rate = outlook.samples_per_s * (outlook.peers + 1) / outlook.peers
-    return 3600 * rate / specification.target_batch_size * round_bytes(specification, parameters, outlook.peers + 1)
+    return 3600 * rate / specification.target_batch_size * round_bytes(specification, described, outlook.peers + 1)

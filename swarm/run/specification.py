@@ -22,6 +22,7 @@ from swarm.errors import PeerError, UsageError
 from swarm.identity import Identity, verify
 from swarm.ids import Key, PeerId
 from swarm.run.modechoice import Mode, ModeChoice
+from swarm.run.strategychoice import Strategy
 
 SPECIFICATION_BYTES_MAX = 60 << 10  # signed and packed; a DHT record takes 64 KiB with its envelope
 TOML_BYTES_MAX = 256 << 10
@@ -94,6 +95,7 @@ class RunSpecification(_Table):
     mode: Mode = ModeChoice()
     codec: Literal["float32", "float16", "bfloat16", "int8", "int4", "int2", "sign", "topk", "adaptive"] = "float16"
     error_feedback: bool = False  # what the codec left out goes into the next round; the three coarsest need it
+    strategy: Strategy | None = None  # powersgd: matrices travel as factors, in the codec; with error feedback of its own
     target_batch_size: _Count  # samples of the whole swarm in one epoch
     batch_size: Annotated[int, Field(ge=1, le=1 << 20)]  # samples of one step of one volunteer
     target_group_size: Annotated[int, Field(ge=2, le=256)] = 64
@@ -123,6 +125,20 @@ class RunSpecification(_Table):
             raise ValueError(f"mode {self.mode.name} averages parameters themselves: its codec is one of {', '.join(_FINE)}")
         return self
 
+    @model_validator(mode="after")
+    def _strategy_fits(self) -> RunSpecification:
+        if self.strategy is None:
+            return self
+        if self.mode.role == "parameter":
+            raise ValueError(f"mode {self.mode.name} averages parameters themselves: strategy powersgd is for gradients and differences")
+        if (self.mode.streaming or 1) > 1:
+            raise ValueError("a mode with streaming averages parts of the model, not matrices: strategy powersgd is not for it")
+        if self.codec not in _FINE:
+            raise ValueError(
+                f"the factors of strategy powersgd are small, and all else hangs on them: its codec is one of {', '.join(_FINE)}"
+            )
+        return self
+
     @field_validator("banned")
     @classmethod
     def _banned_are_peers(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -140,6 +156,11 @@ class RunSpecification(_Table):
         if schedule.name == "cosine" and (schedule.total_epochs is None or schedule.total_epochs <= schedule.warmup_epochs):
             raise ValueError("schedule.total_epochs must be given for a cosine, and be more than warmup_epochs")
         return value
+
+    @property
+    def travels(self) -> str:
+        """How what is averaged travels, for people."""
+        return self.codec if self.strategy is None else f"{self.strategy.name} of rank {self.strategy.rank} in {self.codec}"
 
     @property
     def banned_peers(self) -> frozenset[PeerId]:
@@ -195,7 +216,7 @@ def explain(error: ValidationError, table: str = "") -> list[str]:
             "extra_forbidden": "is not a known key (misspelt?)",
             "literal_error": f"must be one of {context.get('expected', '')}, not {problem['input']!r}",
             "value_error": f"{context.get('error', problem['msg'])}, not {problem['input']!r}"
-            if key not in ("optimizer", "mode", "the file")
+            if key not in ("optimizer", "mode", "strategy", "the file")
             else str(context.get("error")),
         }.get(problem["type"])
         if text is None:

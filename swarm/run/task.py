@@ -36,6 +36,8 @@ class TaskDescription:
     summary: str  # one line: what is trained on what
     parameters: int
     sample: str  # what one sample is: "128 bytes of text"
+    # of the trained parameters, in any order; where a task does not tell, traffic with a strategy is foretold as if no tensor shrank
+    shapes: tuple[tuple[int, ...], ...] = ()
     memory_bytes: int  # model, gradients, optimizer, activations of one step and data together, beyond what an idle process takes
 
 

@@ -65,6 +65,12 @@ class Volunteer:
     def specification(self) -> RunSpecification:
         return self.signed.specification
 
+    @property
+    def _task_bytes(self) -> int:
+        """The task's memory, and that of a strategy's residuals: two float32 for each parameter."""
+        residuals = 8 * self._description.parameters if self.specification.strategy is not None else 0
+        return self._description.memory_bytes + residuals
+
     def introduce(self, *, founded: bool) -> Found:
         """What will be trained, what it takes here, and what traffic to expect."""
         specification, description = self.specification, self._description
@@ -81,12 +87,12 @@ class Volunteer:
             summary=specification.description or description.summary,
             sample=description.sample,
             parameters=description.parameters,
-            memory_bytes=machine.needed_bytes(specification, description.memory_bytes),
+            memory_bytes=machine.needed_bytes(specification, self._task_bytes),
             memory_free_bytes=machine.free_bytes(),
             target_batch_size=specification.target_batch_size,
             batch_size=specification.batch_size,
-            round_bytes=outlook.round_bytes(specification, description.parameters, seen.peers + 1),
-            traffic_bytes_per_hour=outlook.bytes_per_hour(specification, description.parameters, seen),
+            round_bytes=outlook.round_bytes(specification, description, seen.peers + 1),
+            traffic_bytes_per_hour=outlook.bytes_per_hour(specification, description, seen),
             peers=seen.peers,
         )
 
@@ -94,12 +100,12 @@ class Volunteer:
         """The device to train on, with enough memory. UsageError or SwarmError says what is missing. Waits for torch's import."""
         device = machine.choose_device(self._config.device, self.specification)
         if device.type == "cuda":
-            machine.check_memory(self._description.memory_bytes, machine.free_bytes(device), self.signed.name, "the CUDA device")
+            machine.check_memory(self._task_bytes, machine.free_bytes(device), self.signed.name, "the CUDA device")
         return device
 
     def check_memory(self) -> None:
         """SwarmError when this machine has too little, or the volunteer allows too little."""
-        needed_bytes = machine.needed_bytes(self.specification, self._description.memory_bytes)
+        needed_bytes = machine.needed_bytes(self.specification, self._task_bytes)
         machine.check_memory(needed_bytes, machine.free_bytes(), self.signed.name)
         self._config.limits.check(needed_bytes, self.signed.name)
 
@@ -161,6 +167,7 @@ class Volunteer:
             mode=specification.mode.build(),
             codec=specification.codec,
             error_feedback=specification.error_feedback,
+            strategy=specification.strategy.build() if specification.strategy is not None else None,
             scheduler=schedule_factory(specification.optimizer.schedule),
             state_sync_epochs=specification.state_sync_epochs,
             config=OptimizerConfig(group_size_max=specification.target_group_size),

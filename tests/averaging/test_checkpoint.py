@@ -10,9 +10,9 @@ import safetensors.torch
 import torch
 
 from averaging.training import checkpoint
-from averaging.training.checkpoint import Checkpoints, names_of
+from averaging.training.checkpoint import Checkpoints, names_of, public_names
 from averaging.training.state import TrainingState
-from swarm.errors import PeerError, SwarmError
+from swarm.errors import PeerError, SwarmError, UsageError
 
 
 def made(seed: int) -> tuple[torch.nn.Module, TrainingState, list[str]]:
@@ -131,3 +131,18 @@ def test_another_course_leaves_the_earlier_one_where_it_can_be_found(tmp_path: P
     assert aside is not None
     assert len(Checkpoints(aside).newest_first()) == 1
     assert kept.newest_first() == []
+
+
+def test_two_tensors_under_one_name_are_refused() -> None:
+    assert public_names(["p.0", "p.1", "x.0"], ["weight"]) == ["model.weight", "model.1", "extra.0"]
+    with pytest.raises(UsageError, match="one name"):
+        public_names(["p.0", "p.1"], ["weight", "weight"])
+
+
+def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:
+    net, state, names = made(1)
+    train(net, state, 1)
+    left = tmp_path / ".epoch-0000000009.safetensors.77.tmp"
+    left.write_bytes(b"half")
+    path = Checkpoints(tmp_path).save(state.view(), names)
+    assert list(tmp_path.iterdir()) == [path]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from averaging.reduction import partition
 from averaging.reduction.partition import ALIGNMENT_ELEMENTS, PART_ELEMENTS_MAX, plan_parts, spans
 from swarm.compression import find
 from swarm.errors import UsageError
@@ -71,15 +72,31 @@ def test_same_on_all_members_and_different_otherwise() -> None:
     assert len(digests) == 5
 
 
+def test_the_same_cut_among_others_is_another_plan() -> None:
+    codec = find("float32")
+    two, three = (plan_parts(5000, [1.0, *[0.0] * idle], codec, 1 << 14) for idle in (1, 2))
+    assert two.parts == three.parts
+    assert two.digest(codec) != three.digest(codec)
+
+
 def test_refuses() -> None:
     for shares in ([0.0, 0.0], []):
         with pytest.raises(UsageError, match="nobody in this group can reduce"):
             spans(10, shares)
-    with pytest.raises(UsageError, match="nobody"):
-        spans(10, [1.0, -1.0])
+    for shares in ([1.0, -1.0], [2.0, -1.0]):
+        with pytest.raises(UsageError, match="nobody"):
+            spans(10, shares)
     with pytest.raises(UsageError, match="too many parts"):
         plan_parts(1 << 60, [1.0], find("float32"), 1024)
     assert spans(0, [0.0, 0.0]) == [(0, 0), (0, 0)]
+
+
+def test_there_are_never_more_parts_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partition, "PARTS_MAX", 4)
+    codec, least = find("float32"), 4 * ALIGNMENT_ELEMENTS  # bytes of the smallest parts
+    assert len(plan_parts(2 * ALIGNMENT_ELEMENTS, [1.0, 1.0], codec, least).parts) == 2
+    with pytest.raises(UsageError, match="too many parts"):
+        plan_parts(2 * ALIGNMENT_ELEMENTS + 1, [1.0, 1.0], codec, least)
 
 
 def test_equal_shares_are_equal() -> None:

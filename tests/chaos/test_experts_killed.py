@@ -117,7 +117,7 @@ class Model:
         loss = (self.after(hidden + mixed) - 3.0 * self.truth(x)).square().mean()
         self.optimizer.zero_grad()
         loss.backward()
-        assert all(torch.isfinite(one.grad).all() for one in self.before.parameters() if one.grad is not None)
+        assert all(one.grad is not None and torch.isfinite(one.grad).all() for one in self.before.parameters())
         self.optimizer.step()
         self.losses.append(loss.item())
         self.slowest_s = max(self.slowest_s, time.monotonic() - begun_s)

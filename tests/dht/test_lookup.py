@@ -106,6 +106,46 @@ def test_hops_stay_logarithmic() -> None:
     assert max(queries) <= 20
 
 
+def test_no_more_are_asked_than_could_be_among_those_wanted() -> None:
+    seeds = [contact_of(number) for number in range(1, 6)]
+    target = seeds[0].peer_id.dht_id
+    nearest = sorted(seeds, key=lambda contact: contact.peer_id.dht_id ^ target)
+    lookup = Lookup(target, seeds, own=contact_of(99).peer_id, config=LookupConfig(wanted=2, parallel=10))
+    assert lookup.poll(0.0) == [SendFind(contact) for contact in nearest[:2]]
+    lookup.on_failure(nearest[0].peer_id)
+    assert lookup.poll(0.0) == [SendFind(nearest[2])], "who failed is replaced"
+
+
+def test_of_an_answer_only_so_many_contacts_are_taken() -> None:
+    seed, told = contact_of(1), [contact_of(number) for number in range(2, 20)]
+    lookup = Lookup(told[0].peer_id.dht_id, [seed], own=contact_of(99).peer_id, config=LookupConfig(wanted=15, parallel=15, closer_max=3))
+    lookup.poll(0.0)
+    lookup.on_reply(seed.peer_id, told)
+    assert {effect.contact for effect in lookup.poll(0.0) if isinstance(effect, SendFind)} == set(told[:3])
+
+
+def test_hops_count_the_calls_that_led_to_a_peer() -> None:
+    chain = [contact_of(number) for number in (8, 4, 2, 1)]
+    lookup = Lookup(contact_of(1).peer_id.dht_id, chain[:1], own=contact_of(99).peer_id)
+    for nth, contact in enumerate(chain):
+        assert lookup.poll(0.0) == [SendFind(contact)]
+        assert lookup.hops == nth
+        lookup.on_reply(contact.peer_id, chain[nth + 1 : nth + 2])
+    assert lookup.hops == 4
+
+
+def test_no_more_calls_than_allowed() -> None:
+    seeds = [contact_of(number) for number in range(1, 10)]
+    lookup = Lookup(seeds[0].peer_id.dht_id, seeds, own=contact_of(99).peer_id, config=LookupConfig(parallel=10, queries_max=3))
+    asked = [effect.contact for effect in lookup.poll(0.0) if isinstance(effect, SendFind)]
+    assert len(asked) == 3
+    for contact in asked:
+        lookup.on_reply(contact.peer_id, [])
+    (done,) = lookup.poll(0.0)
+    assert isinstance(done, LookupDone)
+    assert set(done.nearest) == set(asked)
+
+
 def test_nobody_to_ask_is_an_answer() -> None:
     own = contact_of(1)
     assert Lookup(0, [], own=own.peer_id).poll(0.0) == [LookupDone(())]

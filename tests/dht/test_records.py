@@ -160,7 +160,7 @@ def test_no_bytes_break_the_reader(raw: bytes) -> None:
         value = decode_value(raw)
     except UsageError:
         return
-    repr(value)
+    assert repr(decode_value(encode_value(value))) == repr(value)  # what is read can be written, NaN too
 
 
 def nested(depth: int) -> Any:

@@ -33,6 +33,7 @@ def check_invariants(table: RoutingTable) -> None:
         assert len(bucket.nodes) <= table.config.bucket_max
         assert len(bucket.replacements) <= table.config.bucket_max
         assert not set(bucket.nodes) & set(bucket.replacements)
+        assert not bucket.replacements or len(bucket.nodes) == table.config.bucket_max, "nobody waits where there is room"
         for peer_id, node in (bucket.nodes | bucket.replacements).items():
             assert node.dht_id == peer_id.dht_id
             assert node.dht_id >> bucket.width_bits == bucket.lower >> bucket.width_bits

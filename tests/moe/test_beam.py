@@ -108,3 +108,32 @@ def test_wrong_arguments_are_the_callers_fault() -> None:
         BeamSearch([torch.zeros(1, 3)], [range(4)], 1)
     with pytest.raises(UsageError):
         BeamConfig(width=0)
+
+
+def test_what_can_only_come_level_is_not_opened() -> None:
+    search = BeamSearch([torch.zeros(3, 2), torch.zeros(3, 2)], [range(2), range(2)], 1, BeamConfig(width=1))
+    assert search.wanted() == [()]
+    search.opened({(): [0, 1]})
+    (first,) = search.wanted()
+    search.opened({first: [0]})
+    assert search.wanted() == []
+    assert search.result().certain
+
+
+def test_coordinates_beyond_the_grid_are_passed_over() -> None:
+    """Whatever the DHT holds: a negative one would count from the other end."""
+    scores = [torch.tensor([[0.0, 1.0]]), torch.tensor([[0.0, 1.0]])]
+    search = BeamSearch(scores, [range(2), range(2)], 4)
+    search.opened({prefix: [-1, 0, 2] for prefix in search.wanted()})
+    search.opened({prefix: [-1, 1, 2] for prefix in search.wanted()})
+    assert search.wanted() == []
+    assert search.result().experts == ((0, 1),)
+
+
+def test_no_more_prefixes_are_opened_than_allowed() -> None:
+    search = BeamSearch([torch.zeros(1, 4), torch.zeros(1, 2)], [range(4), range(2)], 8, BeamConfig(width=4, prefixes_max=3))
+    search.opened({prefix: range(4) for prefix in search.wanted()})
+    assert len(search.wanted()) == 2, "one of three is opened already"
+    search.opened({prefix: range(2) for prefix in search.wanted()})
+    assert search.wanted() == []
+    assert not search.result().certain

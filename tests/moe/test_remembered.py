@@ -36,6 +36,7 @@ def test_limits_hold_whatever_happens(seed: int) -> None:
     config = RememberedConfig(bytes_max=2000, bytes_per_caller_max=800, entry_overhead_bytes=10)
     kept: Remembered[int] = Remembered(config)
     mirror: dict[tuple[str, int], int] = {}
+    most = 0
     for step in range(2000):
         caller, name = rng.choice("abcde"), rng.randrange(20)
         if rng.random() < 0.7:
@@ -50,3 +51,5 @@ def test_limits_hold_whatever_happens(seed: int) -> None:
         assert all(size <= 800 for size in kept._caller_bytes.values())
         for (who, what), _ in kept._entries.items():
             assert kept.get(who, what) == mirror[str(who), int(str(what))]
+        most = max(most, len(kept._entries))
+    assert most > 3

@@ -60,11 +60,26 @@ class TestAvoidance:
             now_s = avoidance.until_s("x") or 0.0
         assert avoidance.failures("x") == 2000
 
+    def test_who_failed_since_then(self) -> None:
+        avoidance = Avoidance()
+        avoidance.failed("x", 5.0)
+        avoidance.failed("x", 5.5)  # avoided already: it failed all the same
+        assert avoidance.failed_since("x", 5.5)
+        assert not avoidance.failed_since("x", 5.6)
+        avoidance.succeeded("x")
+        assert not avoidance.failed_since("x", 0.0)
+
     def test_it_is_bounded(self) -> None:
         avoidance = Avoidance(AvoidanceConfig(keys_max=3))
         for number in range(5):
             avoidance.failed(number, 0.0)
         assert [avoidance.avoided(number, 0.5) for number in range(5)] == [False, False, True, True, True]
+
+    def test_who_failed_longest_ago_is_forgotten_first(self) -> None:
+        avoidance = Avoidance(AvoidanceConfig(keys_max=2))
+        for now_s, key in ((0.0, "a"), (0.0, "b"), (2.0, "a"), (2.0, "c")):
+            avoidance.failed(key, now_s)
+        assert [avoidance.failures(key) for key in "abc"] == [2, 0, 1]
 
     def test_wrong_settings(self) -> None:
         with pytest.raises(UsageError):
@@ -113,6 +128,16 @@ class TestHedgedCall:
         call.failed("c")
         assert call.over
 
+    def test_it_is_hedged_once_whoever_fails(self) -> None:
+        config = HedgingConfig(share_max=0.5, saved_max=4.0, attempts_max=4)
+        call = HedgedCall("abcd", 0.2, HedgeBudget(config), config)
+        assert (call.poll(0.0), call.poll(0.2)) == (["a"], ["b"])
+        for replica in "ab":
+            call.failed(replica)
+        assert call.poll(0.3) == ["c"]
+        assert call.deadline_s() is None
+        assert call.poll(9.0) == []
+
     def test_the_budget_bounds_second_requests_over_time(self) -> None:
         config = HedgingConfig(share_max=0.1, saved_max=2.0)
         budget, hedged = HedgeBudget(config), 0
@@ -141,6 +166,15 @@ class TestFleet:
         assert known.why_avoided("ffn.0", TWO, 0.5) == "NaN"
         assert known.why_avoided("ffn.1", TWO, 0.5) is None
         assert known.available("ffn.0", PEERS, 1.0) == PEERS
+
+    def test_in_need_those_are_asked_that_have_not_failed_since(self) -> None:
+        known = fleet()
+        known.unreachable(ONE, 1.0, "gone")
+        known.failed("e", TWO, 2.0, "NaN")
+        assert known.untried("e", PEERS, 0.5) == [THREE]
+        assert known.untried("f", PEERS, 0.5) == [TWO, THREE]
+        assert known.untried("e", PEERS, 1.5) == [ONE, THREE]
+        assert known.untried("e", PEERS, 2.5) == PEERS
 
     def test_calls_go_where_they_are_quick(self) -> None:
         known = fleet()
@@ -186,6 +220,35 @@ class TestFleet:
         for _ in range(50):
             known.answered("e", ONE, 0.001)
         assert known.hedge_after_s("e", ONE) == 0.05
+
+    def test_who_dawdled_is_tried_again_only_while_a_second_request_could_save_the_try(self) -> None:
+        """Found with seeds 7 and 8 of the simulated swarm: four slow peers were tried at once, with second requests for two of them."""
+        known = fleet(eagerness=50.0, hedging=HedgingConfig(saved_max=2.0))
+        known.answered("e", THREE, 1.0)
+        for peer in (ONE, TWO):
+            known.overtaken("other", peer, 0.0)
+        assert known.order("e", PEERS, 0.5)[0] == THREE, "for a while they come last"
+        first = known.order("e", PEERS, 2.0)[0]
+        assert first in (ONE, TWO), "unknown ones count as quick"
+        known.begin(first)
+        assert known.order("e", [first, THREE], 2.0)[0] == THREE, "it is being tried"
+        second = ONE if first == TWO else TWO
+        assert known.order("e", PEERS, 2.0)[0] == second
+        assert known.budget.spend()
+        assert known.order("e", PEERS, 2.0)[0] == THREE, "the one that is left is for the first"
+        known.end(first)
+        assert known.order("e", [first, THREE], 2.0)[0] == first
+        assert known.budget.spend()
+        assert known.order("e", [first, THREE], 2.0)[0] == THREE
+        known.answered("other", first, 0.01)
+        assert known.order("e", [first, THREE], 2.0)[0] == first, "it answered: it is like anybody else"
+
+    def test_without_second_requests_who_was_full_is_asked_again_after_a_while(self) -> None:
+        known = fleet(eagerness=50.0, hedging=HedgingConfig(share_max=0.0))
+        known.answered("e", TWO, 1.0)
+        known.full(ONE, 0.0)
+        assert known.order("e", [ONE, TWO], 0.5)[0] == TWO
+        assert known.order("e", [ONE, TWO], 2.0)[0] == ONE
 
     def test_memory_is_bounded(self) -> None:
         known = fleet(replicas_max=2)

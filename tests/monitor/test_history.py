@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,6 +55,15 @@ def test_what_is_not_fresh_leaves_a_gap() -> None:
     told = history.series(START_S, START_S + 60)
     assert told["at"] == [START_S, START_S + 30]
     assert told["series"]["loss"] == [2.0, None]
+
+
+def test_a_view_is_kept_as_a_whole_or_not_at_all() -> None:
+    history = History(None, RUN.run_id)
+    with pytest.raises(sqlite3.Error):
+        history.add(view(START_S), [event(1), replace(event(2), text=object())])  # type: ignore[arg-type]
+    history.add(view(START_S + 10), [event(3)])
+    assert history.series(START_S, START_S + 60)["at"] == [START_S + 10]
+    assert [one.number for one in history.events()] == [3]
 
 
 def test_long_spans_come_from_coarse_buckets_and_hold_the_same_means() -> None:

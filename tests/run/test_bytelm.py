@@ -37,7 +37,9 @@ def data(texts: Path) -> ByteData:
 @pytest.mark.parametrize("settings", [{}, SMALL, {**SMALL, "layers": 3, "context": 5}])
 def test_parameters_are_counted_without_building_the_model(settings: dict[str, int]) -> None:
     task = make_task("bytelm", settings)
-    assert task.describe(8).parameters == sum(p.numel() for p in task.build_model(0).parameters())
+    shapes = [tuple(p.shape) for p in task.build_model(0).parameters()]
+    assert task.describe(8).parameters == sum(math.prod(shape) for shape in shapes)
+    assert sorted(task.describe(8).shapes) == sorted(shapes)
 
 
 def test_the_same_seed_builds_the_same_model_and_leaves_the_global_generator_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
@@ -10,9 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from averaging.reduction import lowrank
+from averaging.reduction.lowrank import PowerSgd
 from averaging.training.modes import ModeParts
 from swarm.errors import PeerError, UsageError
 from swarm.identity import Identity
+from swarm.run.following import restart_needed
 from swarm.run.outlook import round_bytes
 from swarm.run.specification import (
     SPECIFICATION_BYTES_MAX,
@@ -22,6 +26,8 @@ from swarm.run.specification import (
     sign,
     verified,
 )
+from swarm.run.strategychoice import RANK_MAX
+from swarm.run.task import TaskDescription
 
 ROOT = Path(__file__).parents[2]
 MINIMAL = 'name = "tiny"\ntarget_batch_size = 64\nbatch_size = 8\n[task]\nname = "bytelm"\n'
@@ -68,6 +74,15 @@ def test_the_demo_trains_what_the_example_trains() -> None:
             "run.toml: mode: mode local has no setting momentum; it has: carried_epochs_max",
         ),
         (MINIMAL + '[mode]\nname = "diloco"\nstreaming = 0\n', "run.toml: mode.streaming must be greater than or equal to 1, not 0"),
+        ('strategy = "sketch"\n' + MINIMAL, "run.toml: strategy.name must be one of 'powersgd', not 'sketch'"),
+        (MINIMAL + '[strategy]\nname = "powersgd"\nrank = 0\n', "run.toml: strategy.rank must be greater than or equal to 1, not 0"),
+        (MINIMAL + "[strategy]\nranks = 4\n", "run.toml: strategy.ranks is not a known key (misspelt?)"),
+        ('codec = "int8"\nstrategy = "powersgd"\n' + MINIMAL, "run.toml: the file: the factors of strategy powersgd are small"),
+        ('strategy = "powersgd"\nmode = "gossip"\n' + MINIMAL, "run.toml: the file: mode gossip averages parameters themselves: strategy"),
+        (
+            'strategy = "powersgd"\n' + MINIMAL + '[mode]\nname = "diloco"\nstreaming = 2\n',
+            "run.toml: the file: a mode with streaming averages parts of the model, not matrices",
+        ),
         ('codec = "int8"\nmode = "gossip"\n' + MINIMAL, "run.toml: the file: mode gossip averages parameters themselves"),
         (MINIMAL + '[optimizer]\n[optimizer.schedule]\nname = "cosine"\n', "run.toml: optimizer: schedule.total_epochs must be given"),
         (MINIMAL + "[optimizer]\nlearning_rate = nan\n", "run.toml: optimizer.learning_rate must be a finite number"),
@@ -117,7 +132,39 @@ def test_modes_by_name_and_as_a_table(owner: Identity) -> None:
     ],
 )
 def test_the_traffic_that_is_foretold_follows_the_mode(mode: object, expected: float) -> None:
-    assert round_bytes(specification(mode=mode), 1_000_000, 4) == pytest.approx(expected, rel=1e-3)
+    assert round_bytes(specification(mode=mode), described(parameters=1_000_000), 4) == pytest.approx(expected, rel=1e-3)
+
+
+def described(**parts: Any) -> TaskDescription:
+    return TaskDescription(**{"summary": "", "sample": "", "memory_bytes": 0, **parts})
+
+
+def test_a_strategy_by_name_and_as_a_table(owner: Identity) -> None:
+    assert specification().strategy is None
+    assert specification().travels == "float16"
+    named = RunSpecification.from_toml('strategy = "powersgd"\n' + MINIMAL, "run.toml")
+    assert named.strategy is not None
+    assert named.strategy.build() == PowerSgd()
+    written = RunSpecification.from_toml(MINIMAL + '[strategy]\nname = "powersgd"\nrank = 8\nsaving_min = 1.5\n', "run.toml")
+    assert written.strategy is not None
+    assert written.strategy.build() == PowerSgd(rank=8, saving_min=1.5)
+    assert written.travels == "powersgd of rank 8 in float16"
+    assert verified(sign(written, owner, version=1, founded_s=0.0).blob).specification == written
+    assert restart_needed(named, written), "members cannot change it while they train"
+    assert RANK_MAX == lowrank.RANK_MAX
+    assert specification(strategy="powersgd", mode="diloco", codec="adaptive").strategy is not None
+
+
+def test_the_traffic_of_factors_is_foretold_from_shapes() -> None:
+    """(1000 + 500) · 4 numbers for a matrix, all of what does not shrink; the state as without a strategy."""
+    shapes = ((1000, 500), (10, 5, 10), (300,))
+    whole = described(parameters=500_000 + 500 + 300, shapes=shapes)
+    state = 12 * whole.parameters / 10
+    strategy = {"name": "powersgd", "rank": 4}
+    assert round_bytes(specification(strategy=strategy), whole, 4) == int(1.5 * (2 * (1500 * 4 + 60 * 4 + 300) + state))
+    assert round_bytes(specification(strategy=strategy, codec="float32"), whole, 4) == int(1.5 * (4 * (1500 * 4 + 60 * 4 + 300) + state))
+    untold = described(parameters=whole.parameters)
+    assert round_bytes(specification(strategy=strategy), untold, 4) == round_bytes(specification(), untold, 4), "at the most"
 
 
 def test_every_mistake_has_a_line() -> None:

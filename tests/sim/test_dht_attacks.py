@@ -206,7 +206,9 @@ def test_the_specification_outlives_its_founder_and_forgeries_do_not_even_get_st
         alive = services[1:]
         assert (await directory_of(network, services[9]).specification(one.run_id)) == one
         assert [listing.run_id for listing in await directory_of(network, services[3]).listings()] == [one.run_id]
-        for service in holders(alive, key):
+        holding = holders(alive, key)
+        assert holding
+        for service in holding:
             assert [record.writer for record in service.storage.records(key, service.overlay.now_us)] == [owner.peer_id]
         await directory_of(network, services[5]).publish(two)  # whoever the owner gave it to
         assert (await directory_of(network, services[9]).specification(one.run_id)).version == 2
@@ -345,6 +347,7 @@ def test_values_and_lives_beyond_the_limits_are_refused_by_every_way_in() -> Non
             service.overlay.met(attacker.contact)
             assert await value_at(service, key, max_age_s=0) == "good"
             assert all(record == good for record in service.storage.records(key, service.overlay.now_us))
+        assert holders(services, key)
 
     play(scenario, seed=9)
 

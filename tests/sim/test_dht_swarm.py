@@ -277,8 +277,12 @@ def test_deletion_stays_deleted_and_lets_others_be() -> None:
         assert len(await services[4].get_all(key)) == 7
         await asyncio.sleep(601)
         assert await services[3].get(key) is None
-        assert all(service.storage.entry_count == 0 or service.storage.expire(service.overlay.now_us) is None for service in services)
-        assert all(service.storage.size_bytes == 0 for service in services if service.storage.entry_count == 0)
+        for service in services:
+            service.storage.expire(service.overlay.now_us)
+            left = service.storage.records(key, service.overlay.now_us)
+            assert all(record.deleted and record.writer == services[0].peer_id for record in left), "of what it had not stored"
+            assert service.storage.entry_count == len(left)
+            assert service.storage.size_bytes == sum(record.size_bytes for record in left)
         await finish(network)
 
     run_virtual(scenario())

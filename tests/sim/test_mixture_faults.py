@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moe.mixture.layer import MixtureConfig
+from moe.replicas.hedging import HedgingConfig
 from swarm.errors import NotEnoughPeers
 from swarm.testing.expert_swarm import ExpertSwarm
 from tests.sim.mixture_scenarios import MODULES, WIDTH, assert_close, batch, gradients, layer_of, local_mixture, output_of, serve_rows
@@ -83,7 +84,7 @@ def test_who_is_late_is_dropped_then_avoided_for_a_growing_while(swarm: ExpertSw
             assert layer.last_forward.seconds < 0.1
         swarm.sleep(0.4)
     pauses_s = [later - sooner for sooner, later in itertools.pairwise(waits_s)]
-    assert len(waits_s) <= 6
+    assert 3 <= len(waits_s) <= 6
     assert all(later > 1.3 * sooner for sooner, later in itertools.pairwise(pauses_s)), pauses_s
     servers[2].peer.frozen = False
     swarm.sleep(61.0)
@@ -166,20 +167,37 @@ def test_a_network_that_delivers_twice_trains_once() -> None:
         assert {version for server in servers for version in server.versions.values()} == {1}
 
 
-def test_a_slow_replica_is_hedged_and_used_less(swarm: ExpertSwarm) -> None:
-    fast, slow = serve_rows(swarm), serve_rows(swarm)
-    layer, x = layer_of(swarm, k_min=4), batch()
-    for _ in range(12):
-        output_of(layer, x)
-    for server in slow:
-        server.compute_s = 2.0
-    begun_s, before = swarm.now_s, sum(server.forwards.total() for server in slow)
-    for _ in range(12):
-        assert torch.allclose(output_of(layer, x), local_mixture(layer, MODULES, x), atol=1e-5)
-    assert swarm.now_s - begun_s < 6.0, "a step that waited for one slow replica takes two seconds and more"
-    after = sum(server.forwards.total() for server in slow) - before
-    assert after < 0.3 * 12 * 16
-    assert sum(server.forwards.total() for server in fast) > 16 * 12
+@pytest.mark.parametrize("seed", range(12))
+def test_a_slow_replica_is_hedged_and_used_less(seed: int) -> None:
+    """Half of the servers become slow at once. As many calls as second requests were saved up lose a moment; an expert beyond these, if the
+    draw sent more to the slow half, is replaced for its samples. After that nobody is tried again who could not be hedged.
+    """
+    with ExpertSwarm(seed=seed) as swarm:
+        fast, slow = serve_rows(swarm), serve_rows(swarm)
+        layer, x = layer_of(swarm, k_min=4), batch()
+        for _ in range(12):
+            output_of(layer, x)
+        wanted = local_mixture(layer, MODULES, x)
+        scores = layer.gate(x)
+        best = (scores[0][:, :, None] + scores[1][:, None, :]).flatten(1).topk(4, dim=1).indices
+        for server in slow:
+            server.compute_s = 2.0
+        to_slow, seconds = [], []
+        for step in range(12):
+            begun_s, before = swarm.now_s, sum(server.forwards.total() for server in slow)
+            output = output_of(layer, x)
+            seconds.append(swarm.now_s - begun_s)
+            to_slow.append(sum(server.forwards.total() for server in slow) - before)
+            assert layer.last_forward is not None
+            late = [list(MODULES).index(name) for name in layer.last_forward.failed]
+            assert len(late) <= max(to_slow[0] - HedgingConfig().saved_max, 0) * (step == 0), layer.last_forward.failed
+            unharmed = ~torch.isin(best, torch.tensor(late)).any(dim=1)
+            assert unharmed.any()
+            assert torch.allclose(output[unharmed], wanted[unharmed], atol=1e-5)
+        assert max(seconds) < 2.0, "a step that waited for one slow replica takes two seconds and more"
+        assert sum(seconds) < 6.0
+        assert sum(to_slow) < 0.1 * 12 * 16
+        assert sum(server.forwards.total() for server in fast) > 16 * 12
 
 
 def test_a_full_server_is_passed_over_and_not_blamed(swarm: ExpertSwarm) -> None:

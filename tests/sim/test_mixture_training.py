@@ -76,7 +76,7 @@ def train(seed: int) -> tuple[list[float], Counter[str], str, list[float]]:
             loss = (after(hidden + mixed) - 3.0 * truth(x)).square().mean()
             optimizer.zero_grad()
             loss.backward()
-            assert all(one.grad is None or torch.isfinite(one.grad).all() for one in before.parameters())
+            assert all(one.grad is not None and torch.isfinite(one.grad).all() for one in before.parameters())
             optimizer.step()
             losses.append(loss.item())
             took_s.append(swarm.now_s - begun_s)

@@ -14,17 +14,15 @@ from averaging.averager import Averager, AveragerConfig
 from averaging.result import AveragingResult
 from swarm.errors import DeadlineExceeded, UsageError
 from swarm.node import Node
+from tests.wire.some_nodes import nodes_of
 
 NODES = 4
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[list[Node]]:
-    first = Node(listen="127.0.0.1:0")
-    made = [first] + [Node(bootstrap=first.addresses, listen="127.0.0.1:0") for _ in range(NODES - 1)]
-    yield made
-    for node in made:
-        node.close()
+    with nodes_of(NODES) as made:
+        yield made
 
 
 class Party:

@@ -17,6 +17,7 @@ from averaging.rounds.config import RoundConfig
 from averaging.rounds.work import Workbench
 from swarm.errors import UsageError
 from swarm.node import Node
+from tests.wire.some_nodes import nodes_of
 
 NODES = 4
 NUMEL = 20_000
@@ -25,11 +26,8 @@ SMALL_PARTS = AveragerConfig(round=RoundConfig(part_bytes=8192))
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[list[Node]]:
-    first = Node(listen="127.0.0.1:0")
-    made = [first] + [Node(bootstrap=first.addresses, listen="127.0.0.1:0") for _ in range(NODES - 1)]
-    yield made
-    for node in made:
-        node.close()
+    with nodes_of(NODES) as made:
+        yield made
 
 
 def step(nodes: Sequence[Node], values: Sequence[float], name: str, timeout_s: float = 20.0, **settings: Any) -> list[AveragingResult]:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import pytest
 
@@ -15,49 +12,9 @@ from swarm.errors import DeadlineExceeded, NetworkError, UsageError
 from swarm.identity import Identity
 from swarm.ids import Address, Contact, PeerId
 from swarm.net.channels import Channels, ChannelsConfig
-from swarm.net.rpc import Handlers, Method
 from swarm.net.server import Server
 from swarm.wire import peer_pb2
-
-ECHO = Method(name="/swarm.Test/Echo", request=peer_pb2.Hello, reply=peer_pb2.Hello, request_bytes_max=1000, reply_bytes_max=2000)
-
-
-@dataclass
-class Pair:
-    """A server and a caller."""
-
-    handlers: Handlers
-    server: Server
-    channels: Channels
-    contact: Contact
-
-    async def echo(self, agent: str, method: Method[peer_pb2.Hello, peer_pb2.Hello] = ECHO, timeout_s: float = 5.0) -> str:
-        return (await self.channels.call(self.contact, method, peer_pb2.Hello(agent=agent), timeout_s=timeout_s)).agent
-
-
-@asynccontextmanager
-async def pair(server: Server | None = None, config: ChannelsConfig | None = None) -> AsyncIterator[Pair]:
-    identity, handlers, server = Identity.generate(), Handlers(), server or Server()
-    port = await server.start(identity, handlers, "127.0.0.1", 0)
-    channels = Channels(Identity.generate(), config)
-    try:
-        yield Pair(handlers, server, channels, Contact(identity.peer_id, (Address("127.0.0.1", port),)))
-    finally:
-        await channels.close()
-        await server.stop(0)
-
-
-async def echo(peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
-    return request
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():  # noqa: ASYNC110 - a connection's state has no event
-        await asyncio.sleep(0.01)
-
-
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+from tests.wire.call_pair import ECHO, echo, pair, run, until
 
 
 def test_nobody_there_names_the_peer_and_every_address() -> None:

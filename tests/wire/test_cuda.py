@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-import threading
+import functools
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -16,6 +16,7 @@ from averaging.optimizer import Optimizer, OptimizerConfig
 from averaging.reduction.lowrank import PowerSgd
 from averaging.training.progress import ProgressConfig
 from swarm.node import Node
+from tests.wire.test_optimizer import together
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="no CUDA device at hand: averagers and optimizers over GPU tensors cannot be run"
@@ -78,11 +79,7 @@ def test_an_optimizer_trains_on_the_gpu(nodes: list[Node]) -> None:
                 losses[place].append(float(loss.detach()))
                 optimizers[place].step()
 
-        threads = [threading.Thread(target=train, args=(place,)) for place in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(90.0)
+        together([functools.partial(train, place) for place in range(2)], 90.0)
         assert [optimizer.epoch for optimizer in optimizers] == [10, 10]
         for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
             assert one.is_cuda

@@ -104,6 +104,7 @@ def test_streaming_rounds_can_be_applied_after_a_fixed_number_of_steps() -> None
             for report in peer.reports:
                 flown.append(0 if report.stepped else flown[-1] + 1)
             landed = [nth for nth, report in enumerate(peer.reports) if report.stepped and not report.alone]
+            assert landed
             assert all(report.accumulated == 3 * BATCH for report in (peer.reports[nth] for nth in landed))
 
 
@@ -149,6 +150,7 @@ def test_gossip_is_held_in_pairs_that_change() -> None:
         partners: dict[int, set[object]] = {}
         for peer in peers:
             rounds = [report.round for report in peer.reports if report.stepped and report.round is not None and not report.round.failed]
+            assert rounds
             assert all(len(one.peers) == 2 for one in rounds)
             assert all(report.state_round is None for report in peer.reports)
             partners[peer.number] = {other for one in rounds for other in one.peers if other != peer.node.peer_id}

@@ -35,7 +35,7 @@ def free_port() -> int:
 
 def test_two_nodes_in_one_process_find_each_other() -> None:
     with Node(listen=HERE) as one, Node(one.addresses, listen=HERE) as two:
-        assert two.wait_joined(5)
+        assert two.wait_joined(15)
         assert [known.peer_id for known in two.peers()] == [one.peer_id]
         assert [known.contact for known in one.peers()] == [two.contact]
         known = two.peers()[0]
@@ -56,7 +56,7 @@ def test_starting_and_closing_is_quick() -> None:
         started_s = time.monotonic()
         node = Node(bootstrap.addresses, listen=HERE)
         assert time.monotonic() - started_s < 0.5, "0.05 s on a quiet machine"
-        node.wait_joined(5)
+        node.wait_joined(15)
         started_s = time.monotonic()
         node.close()
         assert time.monotonic() - started_s < 2
@@ -66,13 +66,18 @@ def test_starting_and_closing_is_quick() -> None:
     assert "closed" in repr(node)
 
 
+def wait_refused(node: Node) -> None:
+    """Until its first attempt to join has failed: on a busy machine that may take a while."""
+    deadline_s = time.monotonic() + 15.0
+    while not node.join_failures and time.monotonic() < deadline_s:
+        assert not node.wait_joined(0.05)
+
+
 def test_a_bootstrap_that_is_down_is_joined_when_it_comes_up() -> None:
     identity, port = Identity.generate(), free_port()
     address = f"/ip4/127.0.0.1/tcp/{port}/tls/http/p2p/{identity.peer_id}"
     with Node([address], listen=HERE, config=QUICK) as node:
-        deadline_s = time.monotonic() + 10.0
-        while not node.join_failures and time.monotonic() < deadline_s:  # a busy machine may take a while to be refused
-            assert not node.wait_joined(0.05)
+        wait_refused(node)
         assert f"cannot reach peer {identity.peer_id}" in node.join_failures[0]
         assert "connection refused" in node.join_failures[0]
         with Node(listen=f"127.0.0.1:{port}", identity=identity):
@@ -94,12 +99,12 @@ def test_a_black_hole_for_a_bootstrap_delays_neither_start_nor_close() -> None:
 def test_the_peer_book_leads_back_when_every_bootstrap_is_dead(tmp_path: Path) -> None:
     with Node(listen=HERE) as friend:
         with Node(listen=HERE) as bootstrap, Node(bootstrap.addresses, listen=HERE, identity=tmp_path / "key") as node:
-            node.wait_joined(5)
+            node.wait_joined(15)
             node.network.run(node._introductions.introduce(friend.contact, timeout_s=5))
             dead = bootstrap.addresses
         with Node(dead, listen=HERE, identity=tmp_path / "key", config=QUICK) as node:
             assert node.book.contact(friend.peer_id) == friend.contact
-            assert node.wait_joined(5)
+            assert node.wait_joined(15)
             assert node.channels.connected(friend.peer_id)
 
 
@@ -142,7 +147,7 @@ def test_announced_addresses_take_the_place_of_those_found() -> None:
 
 def test_a_node_that_does_not_listen_can_still_call() -> None:
     with Node(listen=HERE) as one, Node(one.addresses, listen=None) as client:
-        assert client.wait_joined(5)
+        assert client.wait_joined(15)
         assert client.addresses == []
         assert one.book.contact(client.peer_id) == Contact(client.peer_id)
 
@@ -160,7 +165,7 @@ def test_services_say_goodbye_in_reverse_order_and_cannot_hold_the_node_up() -> 
     node, other = Node(listen=HERE), Node(listen=HERE)
 
     async def first() -> None:
-        await node._introductions.introduce(other.contact, timeout_s=1)  # connections still work
+        await node._introductions.introduce(other.contact, timeout_s=10)  # connections still work
         order.append("first")
 
     async def broken() -> None:
@@ -211,7 +216,7 @@ def test_a_program_that_does_not_close_its_node_ends_quietly(tmp_path: Path) -> 
         "import swarm, sys\n"
         f"one = swarm.Node(listen='{HERE}')\n"
         f"two = swarm.Node(one.addresses, listen='{HERE}', identity={str(tmp_path / 'key')!r})\n"
-        "two.wait_joined(5)\n"
+        "two.wait_joined(15)\n"
         "print(len(two.peers()))\n"
         "sys.exit(3)\n"
     )
@@ -247,12 +252,14 @@ def test_a_call_that_is_still_tidying_up_when_its_node_closes_prints_nothing(cap
         one.handlers.stream(method, lingers)
 
         async def give_up() -> None:
-            async with asyncio.timeout(1.0), two.channels.open_stream(one.contact, method, timeout_s=None):
+            async with asyncio.timeout(None) as limit, two.channels.open_stream(one.contact, method, timeout_s=None):
+                await asyncio.to_thread(entered.wait, 15)
+                limit.reschedule(asyncio.get_running_loop().time())
                 await asyncio.sleep(60)
 
         two.network.submit(give_up())
-        assert entered.wait(5)
-        assert left.wait(5)
+        assert entered.wait(15)
+        assert left.wait(15)
         one.close()
     assert capsys.readouterr().err == ""
 
@@ -270,7 +277,7 @@ def test_addresses_of_the_same_bootstrap_are_one_peer() -> None:
     with Node(listen=HERE) as one:
         wrong = Contact(one.peer_id, (Address("127.0.0.1", 1),))
         with Node([wrong, *one.addresses, one.contact], listen=HERE) as two:
-            assert two.wait_joined(5)
+            assert two.wait_joined(15)
             assert len(two.peers()) == 1
 
 
@@ -278,6 +285,7 @@ def test_an_optimizer_that_finds_nobody_says_that_its_node_has_reached_nobody() 
     with Node([], listen=HERE) as gone:
         dead = gone.addresses
     with Node(dead, listen=HERE, config=QUICK) as node:
+        wait_refused(node)
         inner = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
         with swarm.Optimizer(inner, node=node, run="lonely", target_batch_size=8, batch_size_per_step=4) as optimizer:
             result = optimizer.load_state_from_peers(timeout_s=20.0)

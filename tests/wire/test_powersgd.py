@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
-import threading
+import functools
 from contextlib import ExitStack
 
 import pytest
@@ -15,6 +15,7 @@ from averaging.reduction.lowrank import PowerSgd
 from averaging.training.progress import ProgressConfig
 from swarm.errors import UsageError
 from swarm.node import Node
+from tests.wire.test_optimizer import together
 
 QUICK = OptimizerConfig(round_timeout_s=30.0, no_donor_s=0.2, progress=ProgressConfig(refresh_s_max=0.5))
 
@@ -87,11 +88,7 @@ def test_optimizers_train_by_factors(codec: str) -> None:
                 losses[place].append(float(loss.detach()))
                 optimizers[place].step()
 
-        threads = [threading.Thread(target=train, args=(place,)) for place in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120.0)
+        together([functools.partial(train, place) for place in range(2)], 120.0)
         assert [optimizer.epoch for optimizer in optimizers] == [12, 12]
         assert torch.equal(nets[0].weight, nets[1].weight)
         assert sum(losses[0][-4:]) < 0.7 * sum(losses[0][:4])

@@ -1,4 +1,6 @@
-"""Two volunteers on real sockets while their owner changes the run, one pauses, is banned, and the founder resumes a checkpoint."""
+"""Two volunteers on real sockets while their owner changes the run, one pauses, is banned, and the founder resumes a checkpoint; what a
+run's file asks of rounds.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from swarm.run.directory import RunDirectory
 from swarm.run.exporting import export, newest_checkpoint
 from swarm.run.following import Change, changed, tell
 from swarm.run.founding import found
-from swarm.run.outlook import members
+from swarm.run.outlook import members, round_bytes
 from swarm.run.saving import SavingConfig
 from swarm.run.specification import RunSpecification, SignedSpecification
 from swarm.run.task import make_task
@@ -201,3 +203,30 @@ def test_the_founder_goes_on_from_its_checkpoint_and_exports_the_model(texts: Pa
     model.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
     export(signed, checkpoint, tmp_path / "all.safetensors", optimizer=True)
     assert any(name.startswith("optimizer.") for name in safetensors.torch.load_file(tmp_path / "all.safetensors"))
+
+
+def test_a_run_whose_file_asks_for_factors_averages_by_factors(texts: Path) -> None:
+    """Both hold the same bytes after each epoch, for about as much traffic as was foretold."""
+    with founded(strategy={"name": "powersgd", "rank": 1}, state_sync_epochs=1000) as (node, _, signed):
+        with Node(bootstrap=node.addresses, listen=HERE) as other:
+            assert other.wait_joined(10)
+            one = Trained(node, signed, new=True, data=texts)
+            one.wait(events.Contributed)
+            two = Trained(other, signed, new=False, data=texts)
+            place = two.wait(events.EpochDone, lambda event: event.peers == 2)
+            for _ in range(2):
+                place = two.wait(events.EpochDone, lambda event: event.peers == 2, since=place + 1)
+            one.stop.set()
+            two.stop.set()
+            one.end()
+            two.end()
+        mine, others = ({event.epoch: event for event in of.told if isinstance(event, events.EpochDone)} for of in (one, two))
+        shared = [epoch for epoch in mine.keys() & others.keys() if mine[epoch].peers == others[epoch].peers == 2]
+        assert len(shared) >= 2
+        specification = signed.specification
+        described = make_task("bytelm", specification.task.settings).describe(4)
+        foretold = round_bytes(specification, described, 2)
+        assert 10 * foretold < round_bytes(specification.model_copy(update={"strategy": None}), described, 2)
+        for epoch in sorted(shared)[1:]:  # to the first one the newcomer's download may have been added
+            assert mine[epoch].digest == others[epoch].digest is not None
+            assert mine[epoch].sent_bytes + others[epoch].sent_bytes == pytest.approx(2 * foretold, rel=0.1)

@@ -5,6 +5,7 @@ This module needs no torch until a model is built, so that a run can be describe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -53,14 +54,18 @@ class ByteLanguageModel:
 
     def describe(self, batch_size: int) -> TaskDescription:
         shape = self.settings
-        block = 12 * shape.width**2 + 4 * shape.width  # attention 4·w², feed-forward 8·w², two norms
-        parameters = shape.layers * block + 2 * shape.width + shape.width * (2 * VOCABULARY + shape.context)
+        width = shape.width
+        norm = [(width,), (width,)]
+        block = [*norm, (3 * width, width), (width, width), *norm, (4 * width, width), (width, 4 * width)]
+        shapes = [(VOCABULARY, width), (shape.context, width), *shape.layers * block, *norm, (VOCABULARY, width)]
+        parameters = sum(math.prod(one) for one in shapes)
         # per token: what the backward pass keeps of each block, and the logits with their softmax and gradient
         activations = 4 * batch_size * shape.context * (shape.layers * 20 * shape.width + 3 * VOCABULARY)
         # float32: parameters, gradients, accumulators, two statistics, and staging for one round of each
         return TaskDescription(
             summary=f"a byte-level transformer ({shape.layers} layers of width {shape.width}) on text",
             parameters=parameters,
+            shapes=tuple(shapes),
             sample=f"{shape.context} bytes of text",
             memory_bytes=parameters * 4 * 8 + activations + shape.data_bytes,
         )

@@ -1,0 +1,41 @@
+"""A contender that is one launch of worker processes: what those of experts, mixtures and the DHT have in common."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from benchmarks.contenders import READY_TIMEOUT_S
+from benchmarks.launch import Launch
+
+
+class Launched:
+    """The part of `benchmarks.contenders.Contender` that opens and closes; a round is its heirs'."""
+
+    def __init__(
+        self, name: str, *, python: Path, module: str, configurations: Sequence[dict[str, Any]], ready_timeout_s: float = READY_TIMEOUT_S
+    ) -> None:
+        """`module`: in `benchmarks.workers`; a process for each of `configurations`."""
+        self._name, self._ready_timeout_s = name, ready_timeout_s
+        self._launch = Launch(name, python=python, module=f"benchmarks.workers.{module}", configurations=list(configurations))
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def _prepare(self) -> None:
+        """What comes between the workers' readiness and the first round."""
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._launch)
+            self._launch.hear("ready", self._ready_timeout_s)
+            self._prepare()
+            stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._launch.__exit__(kind, error, trace)

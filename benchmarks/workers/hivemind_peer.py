@@ -1,0 +1,18 @@
+"""How every worker of hivemind's joins: the first tells its address, the others take it. Runs in hivemind's environment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hivemind  # type: ignore[import-not-found,unused-ignore]
+
+from benchmarks.conversation import Conversation
+
+
+def joined(talk: Conversation, **settings: Any) -> Any:
+    """A running hivemind.DHT in this launch's swarm."""
+    if talk.configuration["rank"] == 0:
+        dht = hivemind.DHT(start=True, **settings)
+        talk.publish("address", str(dht.get_visible_maddrs()[0]))
+        return dht
+    return hivemind.DHT(initial_peers=[talk.published("address")], start=True, **settings)
