@@ -66,6 +66,9 @@ class Churn:
         return kills(random.Random(self.seed), peers=self.peers, mean_s=self.mean_s, seconds=self.seconds)
 
 
+QUICK = Churn(peers=3, mean_s=15.0, seconds=20.0)
+
+
 @contextlib.contextmanager
 def _task_installed(folder: Path) -> Iterator[None]:
     """For the processes that this one starts: they inherit where Python looks for packages."""

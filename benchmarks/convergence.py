@@ -180,6 +180,7 @@ class Section:
                     outcome = train(seed)
                 except RoundsFailed as failure:
                     reasons.append(str(failure))
+                    self._say(f"convergence, {name}, seed {seed} failed, and is made again by the next call: {failure}")
                     continue
                 self._kept.add(outcome)
                 sent = f", {outcome.sent_bytes / 1e6:.2f} MB sent by each in {outcome.rounds} rounds" if outcome.rounds else ""

@@ -234,7 +234,8 @@ def _unhurried() -> OptimizerConfig:
 
 def _rounds(node: Node, run: str, mode: Mode, way: Way) -> Rounds:
     manner = Manner(codec=way.codec, error_feedback=way.error_feedback, strategy=way.strategy)
-    return Rounds(node, run, mode, mode.state, manner, _unhurried())
+    # where nobody need come, who waits long for a partner that has found another holds both up
+    return Rounds(node, run, mode, mode.state, manner, OptimizerConfig() if mode.traits.lone else _unhurried())
 
 
 def _advance(mode: Mode, told: list[object]) -> None:

@@ -1,14 +1,15 @@
-"""The churn section: when peers are killed follows from a seed, and what counted is added up as it should be; and a short churn for real."""
+"""The churn section: when peers are killed follows from a seed, what counted is added up as it should be, and a short one for real."""
 
 from __future__ import annotations
 
 import random
 import statistics
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from benchmarks.churn import Churn, _rows, train
+from benchmarks.churn import QUICK, Churn, _rows, train
 from benchmarks.lives import PHASES, STATE, Kill, Life, kills, sums
 from benchmarks.report import as_record
 
@@ -20,7 +21,7 @@ def test_kills_follow_from_the_seed_and_have_the_mean_that_was_asked_for() -> No
     assert all(0.0 < kill.at_s < 300.0 and kill.peer in range(4) for kill in once)
     many = kills(random.Random(3), peers=4, mean_s=60.0, seconds=60_000.0)
     assert len(many) == pytest.approx(4000, rel=0.06)
-    gaps = [b.at_s - a.at_s for a, b in zip(many, many[1:], strict=False)]
+    gaps = [b.at_s - a.at_s for a, b in pairwise(many)]
     assert statistics.mean(gaps) == pytest.approx(15.0, rel=0.06), "four peers, each killed on its own"
     assert statistics.pstdev(gaps) == pytest.approx(15.0, rel=0.1), "exponential: as wide as it is long"
     assert {kill.peer for kill in many} == set(range(4))
@@ -28,6 +29,7 @@ def test_kills_follow_from_the_seed_and_have_the_mean_that_was_asked_for() -> No
 
 def test_five_minutes_of_the_section_kill_every_peer() -> None:
     assert {kill.peer for kill in Churn().kills()} == set(range(Churn().peers))
+    assert QUICK.kills()
 
 
 def epoch(samples: int, loss: float | None = None) -> dict[str, Any]:

@@ -89,11 +89,6 @@ def test_modes_learn_like_one_machine_and_a_second_call_goes_on(tmp_path: Path, 
     assert {name: row.ours for name, row in again.items()} == {name: row.ours for name, row in rows.items()}
 
 
-def test_the_text_is_the_same_everywhere(text: Path) -> None:
-    model, _ = fourpeers.begin(Data(SCALE, text), SCALE, 0).on(SCALE, 0)
-    assert Data(SCALE, text).held_out_loss(model) == pytest.approx(BEGUN, abs=0.01)
-
-
 def test_one_curve_is_made_of_four() -> None:
     courses = [Course(curve=[(15, 3.0, 10.0), (30, 2.0, 20.0)]), Course(curve=[(15, None, 30.0), (30, None, 40.0)])]
     assert fourpeers.together(courses) == [(15, 3.0, 20.0), (30, 2.0, 30.0)]
