@@ -39,6 +39,8 @@ class Way:
 # As in the paper: 0.7 and 0.9, from a model that has begun to learn. From an untrained one that goes too far: docs/decisions/0017
 OUTER = Diloco()
 CAUTIOUS = Diloco(outer_lr=0.8, momentum=0.4)
+# For codecs whose error feedback holds most of every round back (arXiv 2508.15706): momentum on top of that goes too far
+MEAN = Diloco(outer_lr=1.0, momentum=0.0)
 SYNCHRONOUS = Way(name="synchronous float32", mode=Gradients(), span=1, seeds=SEEDS)
 _HEADLINES = (
     Way(name="diloco int8", mode=OUTER, codec="int8", seeds=SEEDS, fewer_bytes_min=60.0),
@@ -60,6 +62,11 @@ _CODECS = (
     *(Way(name=f"diloco {codec} with error feedback", mode=OUTER, codec=codec, error_feedback=True) for codec in ("sign", "topk")),
     Way(name="diloco int2 without error feedback", mode=OUTER, codec="int2"),
     Way(name="diloco PowerSGD of rank 4, float16", mode=OUTER, codec="float16", strategy=PowerSgd(rank=4)),
+    *(
+        Way(name=f"diloco {codec} with error feedback, no outer momentum", mode=MEAN, codec=codec, error_feedback=True)
+        for codec in ("sign", "topk")
+    ),
+    Way(name="diloco PowerSGD of rank 4, float16, no outer momentum", mode=MEAN, codec="float16", strategy=PowerSgd(rank=4)),
 )
 WAYS = (SYNCHRONOUS, *_HEADLINES, *_MODES, *_CODECS)
 
