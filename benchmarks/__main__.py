@@ -14,7 +14,7 @@ from types import FrameType
 import click
 from rich.console import Console
 
-from benchmarks import quick, report, simulated
+from benchmarks import churn, quick, report, simulated
 from benchmarks.allreduce import Setting
 from benchmarks.environments import NoEnvironment, hivemind_python, machine
 from benchmarks.launch import ROOT
@@ -40,7 +40,7 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
     "is_quick",
     is_flag=True,
     help="Small sizes, ours and the bare transport only, results checked, nothing kept: under a minute. "
-    "With --only simulated: all but the swarm of 10,000 peers.",
+    "With --only simulated: all but the swarm of 10,000 peers. With --only churn: three peers, twenty seconds.",
 )
 @click.option(
     "--figure",
@@ -78,10 +78,7 @@ def main(
     compares = any(SECTIONS[name].compared for name in only)
     keep = not is_quick and not (no_hivemind and compares)
     if is_quick:
-        # with --only simulated: all of it but the swarm of 10,000, which takes gigabytes and most of the time
-        sections: Iterable[list[Row]] = (
-            simulated.rows(say, simulated.Plan(sizes=simulated.SMALL)) if only == ("simulated",) else [quick.rows(say)]
-        )
+        sections: Iterable[list[Row]] = _quickly(only, say)
     else:
         try:
             hivemind = hivemind_python(say) if compares and not no_hivemind else None
@@ -111,6 +108,12 @@ def main(
     reaching = [row for row in rows if not row.identifier.startswith("convergence-bytes")]  # a loss that is not reached is a finding
     if any(row.ours.median is None or row.ours.wrong for row in reaching):
         raise SystemExit(1)
+
+
+def _quickly(only: tuple[str, ...], say: Callable[[str], None]) -> Iterable[list[Row]]:
+    if only == ("simulated",):  # all of it but the swarm of 10,000, which takes gigabytes and most of the time
+        return simulated.rows(say, simulated.Plan(sizes=simulated.SMALL))
+    return [churn.rows(say, churn.QUICK) if only == ("churn",) else quick.rows(say)]
 
 
 def _measurable(only: tuple[str, ...], say: Callable[[str], None]) -> tuple[str, ...]:

@@ -6,23 +6,31 @@ the same command. Trainings of another scale, or of a way whose settings have ch
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import fourpeers
-from benchmarks.fourpeers import PEERS, RoundsFailed
+from benchmarks.environments import OWN_PYTHON
+from benchmarks.fourpeers import PEERS, Begun, Course, Data, RoundsFailed
 from benchmarks.hostile import one_thread
+from benchmarks.launch import Launch, LaunchFailed, Worker
 from benchmarks.results import Aim, Row, Series
 from benchmarks.ways import SEEDS, SYNCHRONOUS, WAYS, Outcome, Say, Scale, Way
 
 WITHIN = 1.02  # of the synchronous run's final loss counts as reached
 WHOLE = "one machine, the batches of all four"
 QUARTER = "one machine, its own batches only"
+READY_S = 180.0
+TRAINING_S_MAX = 3600.0
 _ALONE = {WHOLE: PEERS, QUARTER: 1}
 
 
@@ -52,37 +60,113 @@ def _read(record: dict[str, Any]) -> Outcome:
     return outcome
 
 
+class FourProcesses:
+    """Four peers, each a process of its own, who make one training after the other. A context manager; started when needed first."""
+
+    def __init__(self, scale: Scale, text: Path | None = None) -> None:
+        self._scale, self._text = scale, text
+        self._stack = contextlib.ExitStack()
+        self._launch: Launch | None = None
+        self._trained = 0
+
+    def __enter__(self) -> FourProcesses:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def __call__(self, way: Way, begun: Begun, seed: int) -> list[Course]:
+        """RoundsFailed: and whoever comes next finds new processes."""
+        self._trained += 1
+        try:
+            with tempfile.TemporaryDirectory(prefix="swarm-four-") as folder:
+                path = Path(folder) / "begun"
+                torch.save({"model": begun.model, "inner": begun.inner}, path)
+                launch = self._open()
+                launch.tell("train", way=way.name, seed=seed, run=f"convergence {self._trained}", begun=str(path))
+                launch.hear("open", READY_S)
+                launch.tell("go")
+                told = [_trained(worker) for worker in launch.workers]
+        except (RoundsFailed, LaunchFailed) as failure:
+            self._stack.close()
+            self._launch = None
+            raise RoundsFailed(str(failure)) from failure
+        return [
+            Course(rounds=one["rounds"], missing=one["missing"], curve=[(step, loss, sent) for step, loss, sent in one["curve"]])
+            for one in told
+        ]
+
+    def _open(self) -> Launch:
+        if self._launch is None:
+            shape = {"scale": self._scale.settings, "text": None if self._text is None else str(self._text)}
+            launch = Launch("four peers", python=OWN_PYTHON, module="benchmarks.workers.swarm_four", configurations=[shape] * PEERS)
+            self._launch = self._stack.enter_context(launch)
+            launch.hear("ready", READY_S)
+        return self._launch
+
+
+def _trained(worker: Worker) -> dict[str, Any]:
+    told = worker.hear("trained", time.monotonic() + TRAINING_S_MAX)
+    if told["failed"]:
+        raise RoundsFailed(told["failed"])
+    return told
+
+
+Four = Callable[[Way, Begun, int], list[Course]]
+
+
 class Section:
-    """All trainings of one scale."""
+    """All trainings of one scale. `four`: makes the four peers train."""
 
-    def __init__(self, kept: Kept, scale: Scale, say: Say, ways: Sequence[Way] = WAYS) -> None:
-        self._kept, self._scale, self._say, self._ways = kept, scale, say, ways
-        self._data = fourpeers.data_of(scale)
+    def __init__(self, kept: Kept, data: Data, scale: Scale, say: Say, ways: Sequence[Way] = WAYS) -> None:
+        self._kept, self._scale, self._say, self._ways, self._data = kept, scale, say, ways, data
+        self._begun: dict[int, Begun] = {}
 
-    def rows(self) -> Iterator[list[Row]]:
+    def rows(self, four: Four) -> Iterator[list[Row]]:
         """Rows as they are measured: everything with its first seed, then the headlines' other seeds."""
-        with one_thread(), fourpeers.four_nodes() as nodes:
+        with one_thread():
+            yield from self._rows(four)
 
-            def together(way: Way) -> Callable[[int], Outcome]:
-                return lambda seed: fourpeers.train(nodes, self._data, way, self._scale, seed)
+    def _rows(self, four: Four) -> Iterator[list[Row]]:
+        def together(way: Way) -> Callable[[int], Outcome]:
+            return lambda seed: self._together(four, way, seed)
 
-            settings = {**self._scale.settings, **SYNCHRONOUS.settings}
-            for seeds_max in sorted({1, *(len(way.seeds) for way in self._ways)}):
-                seeds = SYNCHRONOUS.seeds[:seeds_max]
-                reference, reasons = self._measured(SYNCHRONOUS.name, seeds, settings, together(SYNCHRONOUS))
-                if not reference:
-                    raise RoundsFailed(f"the synchronous run failed, and everything is held against it: {'; '.join(reasons)}")
-                yield [self._loss_row(SYNCHRONOUS.name, reference, reference, reasons)]
-                for way in self._ways:
-                    if way is not SYNCHRONOUS and (seeds_max == 1 or len(way.seeds) > 1):
-                        found, reasons = self._measured(
-                            way.name, way.seeds[:seeds_max], {**self._scale.settings, **way.settings}, together(way)
-                        )
-                        yield [self._loss_row(way.name, found, reference, reasons), self._bytes_row(way, found, reference)]
-                if seeds_max == 1:
-                    for name in _ALONE:
-                        found, _ = self._measured(name, SEEDS[:1], self._scale.settings, lambda seed, n=name: self._alone(n, seed))  # type: ignore[misc]
-                        yield [self._loss_row(name, found, reference, ())]
+        settings = {**self._scale.settings, **SYNCHRONOUS.settings}
+        for seeds_max in sorted({1, *(len(way.seeds) for way in self._ways)}):
+            seeds = SYNCHRONOUS.seeds[:seeds_max]
+            reference, reasons = self._measured(SYNCHRONOUS.name, seeds, settings, together(SYNCHRONOUS))
+            if not reference:
+                raise RoundsFailed(f"the synchronous run failed, and everything is held against it: {'; '.join(reasons)}")
+            yield [self._loss_row(SYNCHRONOUS.name, reference, reference, reasons)]
+            for way in self._ways:
+                if way is not SYNCHRONOUS and (seeds_max == 1 or len(way.seeds) > 1):
+                    found, reasons = self._measured(
+                        way.name, way.seeds[:seeds_max], {**self._scale.settings, **way.settings}, together(way)
+                    )
+                    yield [self._loss_row(way.name, found, reference, reasons), self._bytes_row(way, found, reference)]
+            if seeds_max == 1:
+                for name in _ALONE:
+                    found, _ = self._measured(name, SEEDS[:1], self._scale.settings, lambda seed, n=name: self._alone(n, seed))  # type: ignore[misc]
+                    yield [self._loss_row(name, found, reference, ())]
+
+    def _from(self, seed: int) -> Begun:
+        if seed not in self._begun:
+            self._begun[seed] = fourpeers.begin(self._data, self._scale, seed)
+        return self._begun[seed]
+
+    def _together(self, four: Four, way: Way, seed: int) -> Outcome:
+        begun, began_s = self._from(seed), time.monotonic()
+        courses = four(way, begun, seed)
+        return Outcome(
+            way=way.name,
+            seed=seed,
+            settings={**self._scale.settings, **way.settings},
+            parameters=sum(tensor.numel() for tensor in begun.model.values()),
+            rounds=courses[0].rounds,
+            missing=max(course.missing for course in courses),
+            seconds=time.monotonic() - began_s,
+            curve=fourpeers.together(courses),
+        )
 
     def _measured(
         self, name: str, seeds: Sequence[int], settings: dict[str, Any], train: Callable[[int], Outcome]
@@ -96,26 +180,29 @@ class Section:
                     outcome = train(seed)
                 except RoundsFailed as failure:
                     reasons.append(str(failure))
+                    self._say(f"convergence, {name}, seed {seed} failed, and is made again by the next call: {failure}")
                     continue
                 self._kept.add(outcome)
-                sent = f", {outcome.sent_bytes / 1e6:.2f} MB sent by each" if outcome.rounds else ""
+                sent = f", {outcome.sent_bytes / 1e6:.2f} MB sent by each in {outcome.rounds} rounds" if outcome.rounds else ""
+                sent += f", of one of which {outcome.missing:.3g} was missing" if outcome.missing > 1e-6 else ""
                 self._say(f"convergence, {name}, seed {seed}: {outcome.loss:.3f} nats per byte{sent}, {outcome.seconds:.0f} s")
             found.append(outcome)
         return found, reasons
 
     def _alone(self, name: str, seed: int) -> Outcome:
-        began_s = time.monotonic()
+        begun, began_s = self._from(seed), time.monotonic()
         outcome = Outcome(way=name, seed=seed, settings=self._scale.settings)
-        look = lambda step, loss: outcome.curve.append((step, loss, 0.0))  # noqa: E731
-        fourpeers.alone(self._data, self._scale, seed, peers=_ALONE[name], tell=look)
+        look = lambda step, loss, sent: outcome.curve.append((step, loss, sent))  # noqa: E731
+        fourpeers.alone(self._data, begun, self._scale, seed, peers=_ALONE[name], look=look)
         outcome.seconds = time.monotonic() - began_s
         return outcome
 
     def _loss_row(self, name: str, found: Sequence[Outcome], reference: Sequence[Outcome], reasons: Sequence[str]) -> Row:
         steps, samples = self._scale.steps, self._scale.samples
+        begun = f"of which the first {self._scale.common_steps} are one machine's"
         return Row(
             identifier=f"convergence-loss-{_slug(name)}",
-            workload=f"byte-level model, {PEERS} peers, {steps} steps of {samples} samples each: {name}",
+            workload=f"byte-level model, {PEERS} peers, {steps} steps of {samples} samples each, {begun}: {name}",
             quantity="held-out loss at the end",
             ours=Series(
                 name=f"{name}: loss",
@@ -128,6 +215,7 @@ class Section:
             aim=None,
             shown="ours / peer",
             limit=next((repr(way.mode) for way in (SYNCHRONOUS, *self._ways) if way.name == name), ""),
+            notes=_missing(found),
         )
 
     def _bytes_row(self, way: Way, found: Sequence[Outcome], reference: Sequence[Outcome]) -> Row:
@@ -153,6 +241,12 @@ class Section:
         )
 
 
+def _missing(found: Sequence[Outcome]) -> tuple[str, ...]:
+    lacking = sum(one.missing for one in found)
+    rounds = sum(one.rounds for one in found)
+    return (f"values that came too late for their round: {lacking / rounds:.2%} of all",) if lacking > 1e-6 else ()
+
+
 def _of_same_seeds(reference: Sequence[Outcome], found: Sequence[Outcome]) -> tuple[float, ...]:
     seeds = {one.seed for one in found}
     return tuple(one.loss for one in reference if one.seed in seeds)
@@ -166,4 +260,6 @@ def rows(say: Say, folder: Path | None) -> Iterator[list[Row]]:
     """The section; `folder` keeps the trainings (None: nothing does)."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    yield from Section(Kept(None if folder is None else folder / "convergence.json"), Scale(), say).rows()
+    kept, scale = Kept(None if folder is None else folder / "convergence.json"), Scale()
+    with FourProcesses(scale) as four:
+        yield from Section(kept, Data(scale), scale, say).rows(four)

@@ -91,7 +91,7 @@ def merge(book: Mapping[str, Any], rows: Iterable[Row], *, run: str, about: Mapp
 # how the page's rows are ordered: by the first word of their identifiers
 _ORDER = (
     *("allreduce", "links", "group", "losses", "trainer", "start", "state", "dht", "experts"),
-    *("slowdown", "speeds", "convergence", "codec", "cuda", "simulated", "monitor", "hostile"),
+    *("slowdown", "speeds", "convergence", "churn", "codec", "cuda", "simulated", "monitor", "hostile"),
 )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from benchmarks import (
     allreduce,
+    churn,
     codecs,
     convergence,
     cuda,
@@ -94,6 +95,7 @@ SECTIONS = {
     "codecs": Section(rows=_once(lambda asked: codecs.rows(asked.setting.say, asked.setting.hivemind)), compared=True),
     "slowdown": Section(rows=_once(lambda asked: [*slowdown.rows(asked.setting.say), *speeds.rows(asked.setting.say)])),
     "convergence": Section(rows=lambda asked: convergence.rows(asked.setting.say, asked.docs)),
+    "churn": Section(rows=_once(lambda asked: churn.rows(asked.setting.say))),
     "cuda": Section(rows=_once(lambda asked: cuda.rows(asked.setting.say)), check=cuda.check),
 }
 

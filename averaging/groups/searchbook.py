@@ -303,7 +303,9 @@ class SearchBook:
 
     def _taken(self, member: PeerState | None, teller: PeerState) -> None:
         """By what `teller` says, it is in a round with this peer."""
-        if member is not None and member.standing in (None, Standing.SEEKING, Standing.FOLLOWING):
+        if member is None or (member.standing is not None and member.round_key == self.seek.round_key != teller.round_key):
+            return  # it said itself that it looks for our round: it has ended theirs sooner than `teller`
+        if member.standing in (None, Standing.SEEKING, Standing.FOLLOWING):
             member.standing, member.round_key, member.busy_until_s = Standing.BUSY, teller.round_key, teller.busy_until_s
 
     def _hearsay(self, leader: Leader, now_s: float) -> None:

@@ -1,0 +1,119 @@
+"""Peers that are killed and started again: when, by chance from a seed, and what of their work counted in the swarm. Pure."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# What a start consists of, by the event of a volunteer that ends each part.
+PHASES = {
+    "listening": "Python, gRPC, the node",
+    "run": "the run's specification",
+    "joined": "torch, model and data, the state",
+    "contributing": "the first round with its samples",
+}
+STATE = "of it the download of the state"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Kill:
+    at_s: float  # since the window began
+    peer: int
+
+
+def kills(rng: random.Random, *, peers: int, mean_s: float, seconds: float) -> list[Kill]:
+    """Every peer on its own: the time to its next kill is exponential, whether it trains meanwhile or is still starting."""
+    found = []
+    for peer in range(peers):
+        at_s = rng.expovariate(1.0 / mean_s)
+        while at_s < seconds:
+            found.append(Kill(at_s, peer))
+            at_s += rng.expovariate(1.0 / mean_s)
+    return sorted(found)
+
+
+@dataclass(slots=True)
+class Life:
+    """One process of one peer, from its start to its end; moments are of one clock."""
+
+    peer: int
+    started_s: float
+    again: bool  # it follows a kill
+    moments_s: dict[str, float] = field(default_factory=dict)  # of the first event of each kind
+    counted: list[tuple[float, int]] = field(default_factory=list)  # samples in the swarm's steps, and when they were told
+    losses: list[tuple[float, float]] = field(default_factory=list)  # held-out
+    state_s: float | None = None  # what the download took
+    failed_rounds: int = 0
+    resynchronised: int = 0
+    ended_s: float | None = None
+
+    def take(self, event: Mapping[str, Any], now_s: float) -> None:
+        kind = event["event"]
+        self.moments_s.setdefault(kind, now_s)
+        if kind == "epoch":
+            self.counted.append((now_s, event["samples"]))
+            if event["validation_loss"] is not None:
+                self.losses.append((now_s, event["validation_loss"]))
+        elif kind == "state":
+            self.state_s = event["seconds"]
+        elif kind == "round_failed":
+            self.failed_rounds += 1
+        elif kind == "resynchronised":
+            self.resynchronised += 1
+
+    def contributing_s(self, since_s: float, until_s: float) -> float:
+        """How long it trained within this window: from its first contribution to its end."""
+        begin_s = self.moments_s.get("contributing")
+        if begin_s is None:
+            return 0.0
+        end_s = until_s if self.ended_s is None else min(self.ended_s, until_s)
+        return max(0.0, end_s - max(begin_s, since_s))
+
+    @property
+    def phases_s(self) -> dict[str, float] | None:
+        """Seconds of each part of its start; None: it was killed before it contributed."""
+        if "contributing" not in self.moments_s:
+            return None
+        found, last_s = {}, self.started_s
+        for kind, words in PHASES.items():
+            found[words], last_s = self.moments_s[kind] - last_s, self.moments_s[kind]
+        if self.state_s is not None:
+            found[STATE] = self.state_s
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """What all peers together did in a window."""
+
+    samples_per_s: float  # that count in the swarm
+    samples_per_peer_s: float  # the same for each second of a peer that trains, not dead or starting
+    trained: float  # part of the window in which a peer trains, mean over the peers
+    loss: float | None  # held-out, the last that the living peers told
+    restarts_s: tuple[float, ...]  # from a kill to the first sample that counts again
+    unfinished: int  # restarts that a further kill, or the end, cut short
+    failed_rounds: int
+    resynchronised: int
+
+
+def sums(lives: Iterable[Life], *, peers: int, since_s: float, until_s: float) -> Sums:
+    everyone = list(lives)
+    window_s = until_s - since_s
+    samples = sum(count for life in everyone for at_s, count in life.counted if since_s < at_s <= until_s)
+    trained_s = sum(life.contributing_s(since_s, until_s) for life in everyone)
+    again = [life for life in everyone if life.again]
+    last = [life.losses[-1][1] for life in everyone if life.losses and life.ended_s is None]
+    restarts_s = tuple(life.moments_s["contributing"] - life.started_s for life in again if "contributing" in life.moments_s)
+    return Sums(
+        samples_per_s=samples / window_s,
+        samples_per_peer_s=samples / trained_s if trained_s else 0.0,
+        trained=trained_s / (peers * window_s),
+        loss=statistics.median(last) if last else None,
+        restarts_s=restarts_s,
+        unfinished=len(again) - len(restarts_s),
+        failed_rounds=sum(life.failed_rounds for life in everyone),
+        resynchronised=sum(life.resynchronised for life in everyone),
+    )
