@@ -42,7 +42,7 @@ class DonorConfig:
     # beside it. Too small: memory and time for what would have been over soon; too large: whoever is about to write has all of the copy to
     # make
     copy_after_s: float = 0.5
-    copy_worth_s: float = 1.5
+    copy_worth_s: float = 5.0
     lease_idle_s: float = 30.0  # a joiner that is silent for so long has gone
     record_ttl_s: float = 60.0  # a donor that died is asked in vain for so long
     record_renew_s: float = 15.0

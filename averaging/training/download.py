@@ -237,7 +237,7 @@ class Download:
             _log.warning("peer %s failed as a donor of run %s: %s", peer, self.run, error)
             return False
         finally:
-            part.give_back(intake.unserved() if intake is not None else ())
+            part.give_back(intake.close() if intake is not None else ())
         return True
 
     async def _take_in(self, intake: Intake, offer: _Offer, ahead: int) -> None:

@@ -1,7 +1,7 @@
 """Chunks of a state as they arrive: held against what their donor declared and put in their place, by threads of the pool.
 
-While a chunk is checked the next one is received: hashing, and pages that a machine hands out slowly, cost a download no time of its own
-as long as another core is free. No more than one chunk of each donor waits for its check.
+While chunks are checked the next one is received: hashing, and pages that a machine hands out slowly, cost a download no time of its own
+as long as another core is free. Of each donor's no more than two are in that state.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from averaging.training.snapshot import CHUNK_BYTES, Blob, chunk_digest, copy_by
 from swarm.errors import DeadlineExceeded, NetworkError, PeerError
 from swarm.ids import PeerId
 from swarm.net.rpc import Stream
+
+_CHECKED_MAX = 2  # chunks of one donor at once: two threads get their pages in half the time where a machine under ours has to find them
 
 
 @dataclass(slots=True)
@@ -97,14 +99,15 @@ class Intake:
     on_new: Callable[[int], None]  # so many bytes are good and were not there before
     asked: deque[int] = field(default_factory=deque)  # and not received
     lie: str = ""  # how it was caught, if it was
-    _checked: tuple[int, asyncio.Future[bool]] | None = None  # the chunk that is being checked
+    _checked: deque[tuple[int, asyncio.Future[bool]]] = field(default_factory=deque)  # chunks that are being checked
     _waiting: asyncio.Timeout | None = None  # for the next chunk, while that is so
     _settling: bool = False
+    _closed: bool = False
 
     async def receive(self) -> None:
-        """The next chunk: when this returns it is being checked, and the one before it is in its place.
+        """The next chunk: when this returns it is being checked.
 
-        PeerError when one of them is not what was asked for or declared, DeadlineExceeded, NetworkError.
+        PeerError when it or one before it is not what was asked for or declared, DeadlineExceeded, NetworkError.
         """
         try:
             async with asyncio.timeout(self.timeout_s) as self._waiting:
@@ -113,7 +116,7 @@ class Intake:
             raise PeerError(self.lie) if self.lie else DeadlineExceeded(f"sent nothing for {self.timeout_s:g} s") from None
         finally:
             self._waiting = None
-        await self.settle()
+        await self.settle(_CHECKED_MAX - 1)
         if message is None:
             raise PeerError("stopped before it had sent what was asked for")
         index, payload = unpack_chunk(message)
@@ -122,49 +125,52 @@ class Intake:
         self.asked.popleft()
         place = self.part.chunk(index)
         checked = asyncio.get_running_loop().run_in_executor(self.pool, _put, payload, self.digests[index], place)
-        self._checked = index, checked
+        self._checked.append((index, checked))
         checked.add_done_callback(self._done)
 
     @property
     def checking(self) -> bool:
-        """Whether a chunk is being checked."""
-        return self._checked is not None
+        """Whether chunks are being checked."""
+        return bool(self._checked)
 
-    async def settle(self) -> None:
-        """Wait until what was received is checked; PeerError when it is not what was declared."""
-        if self._checked is not None and not self.lie:
-            self._settling = True
-            try:
-                await asyncio.wait((self._checked[1],))
-            finally:
-                self._settling = False
-            if self._checked[1].cancelled():
-                raise NetworkError("was given up: this node closes")
-            self._conclude()
+    async def settle(self, left: int = 0) -> None:
+        """Wait until all but the last so many of what was received are checked; PeerError when one is not what was declared."""
+        self._settling = True
+        try:
+            while len(self._checked) > left and not self.lie:
+                first = self._checked[0][1]
+                await asyncio.wait((first,))
+                if first.cancelled():
+                    raise NetworkError("was given up: this node closes")
+                self._conclude()
+        finally:
+            self._settling = False
         if self.lie:
             raise PeerError(self.lie)
 
-    def unserved(self) -> list[int]:
-        """What it was asked for and has not given."""
-        return [*self.asked, *((self._checked[0],) if self._checked is not None else ())]
+    def close(self) -> list[int]:
+        """What comes out of checks from now on counts no more; returns what it was asked for and has not given."""
+        self._closed = True
+        return [*self.asked, *(index for index, _ in self._checked)]
 
     def _done(self, checked: asyncio.Future[bool]) -> None:
         """A check ended, while the next chunk is waited for perhaps: that is over now if this donor lies."""
-        if not self._settling and self._checked is not None and self._checked[1] is checked:
+        if not (self._settling or self._closed or checked.cancelled()):
             self._conclude()
             if self.lie and self._waiting is not None:
                 self._waiting.reschedule(asyncio.get_running_loop().time())
 
     def _conclude(self) -> None:
-        assert self._checked is not None
-        index, checked = self._checked
-        if checked.cancelled():
-            return
-        if checked.result():
-            self._checked = None
-            self.on_new(self.part.got(index, self.peer))
-        else:
-            self.lie = f"sent a chunk {index} whose digest is not what it had declared: it lies, or its memory is broken"
+        """Take note of the checks that have ended, in the order of their chunks."""
+        while self._checked and self._checked[0][1].done() and not self.lie:
+            index, checked = self._checked[0]
+            if checked.cancelled():
+                return
+            if checked.result():
+                self._checked.popleft()
+                self.on_new(self.part.got(index, self.peer))
+            else:
+                self.lie = f"sent a chunk {index} whose digest is not what it had declared: it lies, or its memory is broken"
 
 
 def _put(payload: memoryview, digest: bytes, place: memoryview) -> bool:
