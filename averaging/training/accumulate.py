@@ -36,6 +36,7 @@ class GradientAccumulator:
         self.samples = 0
         self.touched = [False] * len(self.parameters)  # had a gradient since the reset: torch steps no others, decay included
         self._is_mean = False
+        self._is_blank = True  # all zeros: nobody was given the buffers to write into
 
     def add(self, samples: int) -> str | None:
         """Add every parameter's `.grad` × `samples`; returns why nothing was added, or None. `.grad` is left as it is."""
@@ -45,6 +46,7 @@ class GradientAccumulator:
         places = [place for place, p in enumerate(self.parameters) if p.grad is not None]
         gradients = [self.parameters[place].grad for place in places]
         self._to_sums()
+        self._is_blank = False
         with torch.no_grad():
             pairs = [
                 (self.buffers[place], gradient.to(self.buffers[place].device))
@@ -64,6 +66,7 @@ class GradientAccumulator:
 
     def average_(self) -> list[torch.Tensor]:
         """Turn sums into means over this peer's samples, in place, and return the buffers; without samples they are zeros."""
+        self._is_blank = False  # the round writes its average into them
         if not self._is_mean and self.samples:
             torch._foreach_div_(self.buffers, float(self.samples))
             self._is_mean = True
@@ -72,6 +75,7 @@ class GradientAccumulator:
     def put_back(self, means: Sequence[torch.Tensor], samples: int, touched: Sequence[bool]) -> None:
         """Add what was taken out as means over `samples` samples: their round did not come about."""
         self._to_sums()
+        self._is_blank = False
         torch._foreach_add_(self.buffers, list(means), alpha=samples)
         self.samples += samples
         self.touched = [one or other for one, other in zip(self.touched, touched, strict=True)]
@@ -82,7 +86,9 @@ class GradientAccumulator:
 
     def reset(self) -> None:
         """Back to zero samples."""
-        torch._foreach_zero_(self.buffers)
+        if not self._is_blank:
+            torch._foreach_zero_(self.buffers)
+        self._is_blank = True
         self.samples, self._is_mean = 0, False
         self.touched = [False] * len(self.parameters)
 
@@ -102,6 +108,7 @@ class GradientAccumulator:
     def state_dict(self) -> dict[str, Any]:
         """What resuming in the middle of an epoch needs; tensors are references, as in torch."""
         self._to_sums()
+        self._is_blank = False
         return {"samples": self.samples, "touched": list(self.touched), "sums": list(self.buffers)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -109,6 +116,7 @@ class GradientAccumulator:
         sums = state["sums"]
         if [tuple(t.shape) for t in sums] != [tuple(t.shape) for t in self.buffers]:
             raise UsageError("the saved gradients have other shapes than this optimizer's parameters")
+        self._is_blank = False
         for buffer, saved in zip(self.buffers, sums, strict=True):
             buffer.copy_(saved)
         self.samples, self._is_mean = int(state["samples"]), False

@@ -20,7 +20,8 @@ from averaging.training.admission import Banned
 from averaging.training.averagers import Rounds
 from averaging.training.config import OptimizerConfig
 from averaging.training.contacts import contact_of
-from averaging.training.download import Download, Fetched, Part
+from averaging.training.download import Download, Fetched
+from averaging.training.intake import Part
 from averaging.training.modes import Captured, Mode
 from averaging.training.reports import LoadResult
 from averaging.training.state import TrainingState
@@ -126,6 +127,7 @@ class CatchUp:
             config=self._config.download,
             on_progress=self.on_progress,
             part=attempt.part,
+            pool=self._node.network.pool,
         )
         future = self._node.network.submit(download.fetch(donors, max(attempt.left_s, 0.1)))
         try:
@@ -147,8 +149,9 @@ class CatchUp:
         """Take part in rounds at weight 0 until the download is over: what each epoch brought, and the epoch that the swarm is in."""
         captured: dict[int, Captured] = {}
         concurrent.futures.wait([future], self._config.capture_after_s)
+        future.add_done_callback(lambda _: self._tracker.nudge())
         while not future.done():
-            if not self._tracker.wait_begun(epoch, _LOOK_S):
+            if not self._tracker.wait_begun(epoch, _LOOK_S, future.done):
                 continue
             ahead = self._tracker.swarm_epoch()
             if ahead > epoch:  # missed one

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from averaging.training.admission import Banned
 from averaging.training.contacts import ADDRESSES_MAX
-from averaging.training.runexchange import pack_chunk, parse_chunks_request
+from averaging.training.runexchange import chunk_head, parse_chunks_request
 from averaging.training.state import TrainingState
 from averaging.training.view import StateView
 from swarm.clock import Clock
@@ -38,9 +38,11 @@ class DonorConfig:
     serve: bool = True  # False: this peer never gives its state
     leases_max: int = 16  # downloads at once
     snapshots_max: int = 2  # states of different epochs leased at once, each a copy in memory; further joiners wait until one is free
-    # a download that takes longer is served from a copy, made beside it. Too small: memory for what would have been over in time; too
-    # large: whoever is about to write has all of the copy to make
+    # a download that has taken so long, and at its pace would take another `copy_worth_s` for all of the state, is served from a copy, made
+    # beside it. Too small: memory and time for what would have been over soon; too large: whoever is about to write has all of the copy to
+    # make
     copy_after_s: float = 0.5
+    copy_worth_s: float = 5.0
     lease_idle_s: float = 30.0  # a joiner that is silent for so long has gone
     record_ttl_s: float = 60.0  # a donor that died is asked in vain for so long
     record_renew_s: float = 15.0
@@ -69,6 +71,7 @@ class _Lease:
     view: StateView
     opened_s: float
     used_s: float
+    sent: int = 0  # chunks
     copying: bool = False
 
 
@@ -176,9 +179,10 @@ class Donor:
             for index in request.indices:
                 if index >= lease.view.chunks:
                     raise PeerError(f"the state has {lease.view.chunks} chunks; there is no number {index}")
-                await stream.send(pack_chunk(index, await self._chunk(lease.view, index)))
+                await stream.send(await self._message(lease.view, index))
+                lease.sent += 1
                 lease.used_s = self._services.clock.monotonic_s()
-                if lease.used_s - lease.opened_s > self._config.copy_after_s and not lease.copying:
+                if not lease.copying and self._takes_long(lease):
                     lease.copying = True
                     self._copy(lease.view)
             message = await stream.receive()
@@ -186,11 +190,18 @@ class Donor:
                 return
             request = parse_chunks_request(message)
 
-    async def _chunk(self, view: StateView, index: int) -> memoryview:
-        chunk = view.chunk_at_once(index)
-        if chunk is None:  # out of live tensors: in the pool, since it waits while they change
-            chunk = await asyncio.get_running_loop().run_in_executor(self._services.pool, view.chunk, index)
-        return chunk
+    def _takes_long(self, lease: _Lease) -> bool:
+        """Whether a download is worth a copy: under way for a while, and at its pace far from its end."""
+        took_s = lease.used_s - lease.opened_s
+        return took_s > self._config.copy_after_s and took_s * (lease.view.chunks - lease.sent) > self._config.copy_worth_s * lease.sent
+
+    async def _message(self, view: StateView, index: int) -> bytes:
+        """A chunk as it is sent: put together in one copy."""
+        head = chunk_head(index)
+        message = view.chunk_at_once(index, head)
+        if message is None:  # out of live tensors: in the pool, since it waits while they change
+            message = await asyncio.get_running_loop().run_in_executor(self._services.pool, view.chunk, index, head)
+        return message
 
     def _held(self, digest: bytes) -> StateView | None:
         """A state that is leased already, by its digest."""

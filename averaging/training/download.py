@@ -11,14 +11,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from averaging.training.runexchange import CHUNKS, CLOSE, OPEN, unpack_chunk
-from averaging.training.snapshot import CHUNK_BYTES, Blob, chunk_digest, room, snapshot_digest
+from averaging.training.intake import Intake, Part
+from averaging.training.runexchange import CHUNKS, CLOSE, OPEN
+from averaging.training.snapshot import CHUNK_BYTES, Blob, snapshot_digest
 from swarm.errors import DeadlineExceeded, NetworkError, NotEnoughPeers, PeerError, SwarmError
 from swarm.ids import Contact, PeerId
 from swarm.net.rpc import Caller, Stream, StreamMethod
@@ -68,67 +70,6 @@ class Fetched:
     agreed: int = 1  # donors that offered this very state
 
 
-@dataclass(slots=True)
-class Part:
-    """A state that is being downloaded: what of it is there."""
-
-    digests: tuple[bytes, ...]
-    blob: Blob
-    missing: deque[int]  # chunks that nobody was asked for
-    asked: Counter[int] = field(default_factory=Counter)  # chunks that donors were asked for, and by how many of us
-    have: set[int] = field(default_factory=set)
-    given: dict[PeerId, int] = field(default_factory=dict)
-    tasks: set[asyncio.Task[None]] = field(default_factory=set)
-
-    @classmethod
-    def begin(cls, digests: tuple[bytes, ...], total_bytes: int, earlier: Part | None) -> Part:
-        """Chunks that an earlier download received are not fetched again, whatever state they were of."""
-        part = cls(digests, room(total_bytes), deque())
-        known = {} if earlier is None else {earlier.digests[index]: earlier.chunk(index) for index in earlier.have}
-        for index, digest in enumerate(digests):
-            if digest in known and len(known[digest]) == len(part.chunk(index)):
-                part.chunk(index)[:] = known[digest]
-                part.have.add(index)
-            else:
-                part.missing.append(index)
-        return part
-
-    @property
-    def complete(self) -> bool:
-        return len(self.have) == len(self.digests)
-
-    def chunk(self, index: int) -> memoryview:
-        return memoryview(self.blob)[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
-
-    def take(self, count: int) -> list[int]:
-        """The next chunks to ask for."""
-        taken = [self.missing.popleft() for _ in range(min(count, len(self.missing)))]
-        self.asked.update(taken)
-        return taken
-
-    def late(self, own: Container[int]) -> int | None:
-        """A chunk that one other donor was asked for and has not given yet."""
-        return next((index for index, times in self.asked.items() if times == 1 and index not in self.have and index not in own), None)
-
-    def put(self, index: int, payload: memoryview, peer: PeerId) -> None:
-        """A chunk that was checked; the last one ends the work of donors who are still at it."""
-        if index not in self.have:
-            self.chunk(index)[:] = payload
-            self.have.add(index)
-            self.given[peer] = self.given.get(peer, 0) + len(payload)
-        self.asked[index] -= 1
-        if self.complete:
-            for task in self.tasks - {asyncio.current_task()}:
-                task.cancel()
-
-    def give_back(self, indices: Iterable[int]) -> None:
-        """Chunks that a donor did not give."""
-        for index in indices:
-            self.asked[index] -= 1
-            if not self.asked[index] and index not in self.have:
-                self.missing.append(index)
-
-
 @dataclass(frozen=True, slots=True)
 class _Offer:
     contact: Contact
@@ -153,6 +94,7 @@ class Download:
     failures: dict[PeerId, str] = field(default_factory=dict)  # who did not do its part, and why
     liars: set[PeerId] = field(default_factory=set)  # of these, who sent what it had not declared
     on_progress: Callable[[int, int], None] | None = None  # bytes so far, of how many
+    pool: Executor | None = None  # where chunks are checked; None: the event loop's own
     majority: bool = False  # take only a state that most of the donors who answered hold, of whatever epoch
     epoch: int | None = None  # of the state that is being downloaded, once that is known
     part: Part | None = None  # what there is of it; of an earlier download before that
@@ -276,35 +218,55 @@ class Download:
 
     async def _take(self, offer: _Offer, part: Part, ahead: int) -> bool:
         """Fetch chunks from one donor until there are none left, its own or those that others are late with; False when it failed."""
-        asked: deque[int] = deque()
-        peer, loop = offer.contact.peer_id, asyncio.get_running_loop()
+        peer = offer.contact.peer_id
+        intake: Intake | None = None
         try:
             async with AsyncExitStack() as stack:
                 stream = await self._opened(stack, offer)
-                took_s, before_s = 0.0, loop.time()
-                while not part.complete:
-                    batch = part.take(ahead - len(asked)) if 2 * len(asked) <= ahead else []  # several with one message
-                    if not batch and not asked:
-                        await asyncio.sleep(max(took_s, _LATE_S_MIN))  # as long as a chunk takes here: then another is late with it
-                        late = part.late(asked)
-                        batch = part.take(1) if late is None else [late]
-                        part.asked.update(batch if late is not None else ())
-                        before_s = loop.time()
-                    if batch:
-                        asked.extend(batch)
-                        request = state_pb2.ChunksRequest(run=self.run, lease=offer.lease, indices=batch)
-                        await stream.send(request.SerializeToString())
-                    if asked:
-                        await self._receive(stream, offer, asked, part)
-                        took_s, before_s = loop.time() - before_s, loop.time()
+                intake = Intake(part, peer, stream, offer.chunk_digests, self.pool, self.config.chunk_timeout_s, self._got)
+                try:
+                    await self._take_in(intake, offer, ahead)
+                except (PeerError, NetworkError):
+                    await intake.settle()  # what had come before counts, a lie most of all
+                    raise
                 await stream.finish()
         except (PeerError, NetworkError) as error:
             self.failures[peer] = str(error)
+            if intake is not None and intake.lie:
+                self.liars.add(peer)
             _log.warning("peer %s failed as a donor of run %s: %s", peer, self.run, error)
             return False
         finally:
-            part.give_back(asked)
+            part.give_back(intake.close() if intake is not None else ())
         return True
+
+    async def _take_in(self, intake: Intake, offer: _Offer, ahead: int) -> None:
+        part, asked, loop = intake.part, intake.asked, asyncio.get_running_loop()
+        took_s, before_s = 0.0, loop.time()
+        while not part.complete:
+            batch = part.take(ahead - len(asked)) if 2 * len(asked) <= ahead else []  # several with one message
+            if not batch and not asked:
+                if intake.checking:
+                    await intake.settle()
+                    continue
+                await asyncio.sleep(max(took_s, _LATE_S_MIN))  # as long as a chunk takes here: then another is late with it
+                late = part.late(asked)
+                batch = part.take(1) if late is None else [late]
+                part.asked.update(batch if late is not None else ())
+                before_s = loop.time()
+            if batch:
+                asked.extend(batch)
+                request = state_pb2.ChunksRequest(run=self.run, lease=offer.lease, indices=batch)
+                await intake.stream.send(request.SerializeToString())
+            if asked:
+                await intake.receive()
+                took_s, before_s = loop.time() - before_s, loop.time()
+
+    def _got(self, new_bytes: int) -> None:
+        """A chunk was good; of it so much was new."""
+        self._received_bytes += new_bytes
+        if self.on_progress is not None and self.part is not None:
+            self.on_progress(min(len(self.part.have) * CHUNK_BYTES, len(self.part.blob)), len(self.part.blob))
 
     async def _opened(self, stack: AsyncExitStack, offer: _Offer) -> Stream:
         try:
@@ -312,27 +274,6 @@ class Download:
                 return await stack.enter_async_context(self.caller.open_stream(offer.contact, CHUNKS, timeout_s=None, lane=_LANE))
         except TimeoutError:
             raise DeadlineExceeded(f"did not answer for {self.config.chunk_timeout_s:g} s") from None
-
-    async def _receive(self, stream: Stream, offer: _Offer, asked: deque[int], part: Part) -> None:
-        """The next chunk, into its place."""
-        try:
-            async with asyncio.timeout(self.config.chunk_timeout_s):
-                message = await stream.receive()
-        except TimeoutError:
-            raise DeadlineExceeded(f"sent nothing for {self.config.chunk_timeout_s:g} s") from None
-        if message is None:
-            raise PeerError("stopped before it had sent what was asked for")
-        index, payload = unpack_chunk(message)
-        if index != asked[0]:
-            raise PeerError(f"sent chunk {index} where {asked[0]} was asked for")
-        if len(payload) != len(part.chunk(index)) or chunk_digest(payload) != offer.chunk_digests[index]:
-            self.liars.add(offer.contact.peer_id)
-            raise PeerError(f"sent a chunk {index} whose digest is not what it had declared: it lies, or its memory is broken")
-        asked.popleft()
-        self._received_bytes += 0 if index in part.have else len(payload)
-        part.put(index, payload, offer.contact.peer_id)
-        if self.on_progress is not None:
-            self.on_progress(min(len(part.have) * CHUNK_BYTES, len(part.blob)), len(part.blob))
 
     async def _close_all(self, offers: Sequence[_Offer]) -> None:
         async with asyncio.TaskGroup() as group:

@@ -116,10 +116,10 @@ def parse_chunks_request(message: bytes) -> state_pb2.ChunksRequest:
     return request
 
 
-def pack_chunk(index: int, payload: memoryview) -> bytes:
-    """One chunk as a message of the stream."""
+def chunk_head(index: int) -> bytes:
+    """What stands before a chunk's bytes in a message of the stream."""
     header = state_pb2.ChunkHeader(index=index).SerializeToString()
-    return b"".join((_LENGTH.pack(len(header)), header, payload))
+    return _LENGTH.pack(len(header)) + header
 
 
 def unpack_chunk(message: bytes) -> tuple[int, memoryview]:

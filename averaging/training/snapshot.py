@@ -105,6 +105,11 @@ def room(total_bytes: int) -> Blob:
     return memoryview(numpy.zeros(total_bytes, dtype=numpy.uint8))  # type: ignore[arg-type, unused-ignore]
 
 
+def copy_bytes(source: memoryview, target: memoryview) -> None:
+    """`target[:] = source`, without the interpreter's lock: pages that are written for the first time may take their time."""
+    numpy.copyto(numpy.frombuffer(target, dtype=numpy.uint8), numpy.frombuffer(source, dtype=numpy.uint8))
+
+
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether all of its numbers are. One pass and no temporary: both of NaN and infinity show in the least and the largest."""
     if not tensor.is_floating_point() or not tensor.numel():

@@ -34,6 +34,10 @@ _CALLS_MAX = 16  # reports on their way at once
 _DOUBT_S = 0.2  # between two looks at the DHT because somebody claims what we do not see
 
 
+def _never() -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerServices:
     """What a tracker needs of its node."""
@@ -174,10 +178,20 @@ class Tracker:
         """How old the latest complete look is."""
         return self._services.clock.swarm_s() - self._looked_s if self._looks else math.inf
 
-    def wait_begun(self, epoch: int, timeout_s: float) -> bool:
-        """Wait until `epoch` is known to be full, or over."""
+    def wait_begun(self, epoch: int, timeout_s: float, until: Callable[[], bool] = _never) -> bool:
+        """Wait until `epoch` is known to be full, or over; or no longer than `until()`, where somebody calls `nudge` when that is so."""
+
+        def begun() -> bool:
+            return self._begun >= epoch or self._swarm_is_past(epoch) or self._closed
+
         with self._news:
-            return self._news.wait_for(lambda: self._begun >= epoch or self._swarm_is_past(epoch) or self._closed, timeout_s)
+            self._news.wait_for(lambda: begun() or until(), timeout_s)
+            return begun()
+
+    def nudge(self) -> None:
+        """Whoever waits looks again whether it has to. Any thread."""
+        with self._news:
+            self._news.notify_all()
 
     def _swarm_is_past(self, epoch: int) -> bool:
         return self._progress.swarm_epoch(self._services.clock.swarm_s()) > epoch

@@ -102,21 +102,29 @@ class StateView:
                 return chunk_digest(self._read(begin, end))
             return pieces_digest(self._pieces(begin, end))
 
-    def chunk(self, index: int) -> memoryview:
-        """One chunk. PeerError when there was no memory for the copy."""
-        return self._read(index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, self.total_bytes))
-
-    def chunk_at_once(self, index: int) -> memoryview | None:
-        """The same without any waiting; None when it is not copied yet, and a writer has the lock or a device the tensors."""
+    def chunk(self, index: int, before: bytes = b"") -> bytes:
+        """One chunk, and what is to stand `before` it. PeerError when there was no memory for the copy."""
         begin, end = index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, self.total_bytes)
-        if index < self._copied and self._blob is not None:
-            return memoryview(self._blob)[begin:end]
+        if index >= self._copied:
+            with self._lock:
+                if self._is_live(index):
+                    return b"".join((before, *self._pieces(begin, end)))
+        return b"".join((before, self._read(begin, end)))
+
+    def chunk_at_once(self, index: int, before: bytes = b"") -> bytes | None:
+        """The same without any waiting; None when it is not copied yet, and a writer has the lock or a device the tensors."""
+        if index < self._copied:
+            return self.chunk(index, before)
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            return None if self.closed or self.settled or None in self._memory else self._read(begin, end)
+            return self.chunk(index, before) if self._is_live(index) else None
         finally:
             self._lock.release()
+
+    def _is_live(self, index: int) -> bool:
+        """Whether a chunk can be read where the tensors lie; with the lock held."""
+        return not (self.closed or index < self._copied or None in self._memory)
 
     def tensor(self, place: int) -> torch.Tensor:
         """A copy, on the CPU, of the tensor `names[place]`."""

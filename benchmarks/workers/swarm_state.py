@@ -69,17 +69,17 @@ def train(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[float]:
 
 def pace(bytes_per_s: float) -> None:
     """Each chunk waits until a link of this speed would have carried those before it."""
-    plain = Donor._chunk
+    plain = Donor._message
     free_s = [0.0]
 
-    async def paced(self: Donor, view: StateView, index: int) -> memoryview:
-        chunk = await plain(self, view, index)
+    async def paced(self: Donor, view: StateView, index: int) -> bytes:
+        message = await plain(self, view, index)
         now_s = asyncio.get_running_loop().time()
-        free_s[0] = max(free_s[0], now_s) + len(chunk) / bytes_per_s
+        free_s[0] = max(free_s[0], now_s) + len(message) / bytes_per_s
         await asyncio.sleep(free_s[0] - now_s)
-        return chunk
+        return message
 
-    Donor._chunk = paced  # type: ignore[method-assign]
+    Donor._message = paced  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -125,3 +125,34 @@ def test_state_dict_resumes_in_the_middle_of_an_epoch() -> None:
 def test_no_parameters_is_the_callers_mistake() -> None:
     with pytest.raises(UsageError, match="nothing to train"):
         GradientAccumulator([])
+
+
+def test_a_reset_forgets_whatever_was_written_into_the_buffers() -> None:
+    ps = parameters((3, 4), (5,))
+    accumulator = GradientAccumulator(ps)
+
+    def gradients() -> None:
+        for p in ps:
+            p.grad = torch.ones_like(p)
+        accumulator.add(3)
+
+    def average_of_a_round_without_own_samples() -> None:
+        for buffer in accumulator.average_():
+            buffer.fill_(7.0)
+
+    def saved() -> None:
+        accumulator.load_state_dict({"samples": 2, "touched": [True, True], "sums": [torch.ones(p.shape) for p in ps]})
+
+    def given_out() -> None:
+        for buffer in accumulator.state_dict()["sums"]:
+            buffer.fill_(7.0)
+
+    def put_back() -> None:
+        accumulator.put_back([torch.ones(p.shape) for p in ps], 2, [True, True])
+
+    for written in (gradients, average_of_a_round_without_own_samples, saved, given_out, put_back):
+        written()
+        assert any(bool(buffer.any()) for buffer in accumulator.buffers), written
+        for _ in range(2):
+            accumulator.reset()
+            assert not any(bool(buffer.any()) for buffer in accumulator.buffers), written

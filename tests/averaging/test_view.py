@@ -131,3 +131,15 @@ def test_who_may_not_wait_reads_live_memory_unless_a_writer_has_it() -> None:
     writer.join(10)
     view.close()
     assert view.chunk_at_once(0) is None, "what is closed may have changed"
+
+
+@pytest.mark.parametrize("copied", [0, 2, 100])
+def test_what_stands_before_a_chunk_comes_with_it(copied: int) -> None:
+    state = made()
+    view = state.view()
+    with state._reading:
+        view.settle_now(copied)
+    for index in range(view.chunks):
+        wanted = b"head" + view.chunk(index)
+        assert len(view.chunk(index)) == min(CHUNK_BYTES, view.total_bytes - index * CHUNK_BYTES)
+        assert view.chunk(index, b"head") == view.chunk_at_once(index, b"head") == wanted

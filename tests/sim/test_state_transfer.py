@@ -9,7 +9,7 @@ import torch
 
 from averaging.training.donor import Donor
 from averaging.training.download import Download, DownloadConfig, Fetched
-from averaging.training.runexchange import pack_chunk, parse_chunks_request
+from averaging.training.runexchange import chunk_head, parse_chunks_request
 from averaging.training.snapshot import CHUNK_BYTES
 from averaging.training.state import TrainingState
 from averaging.training.view import StateView
@@ -43,8 +43,8 @@ class _Slow(Donor):
 
     free_s = 0.0
 
-    async def _chunk(self, view: StateView, index: int) -> memoryview:
-        chunk = await super()._chunk(view, index)
+    async def _message(self, view: StateView, index: int) -> bytes:
+        chunk = await super()._message(view, index)
         now_s = asyncio.get_running_loop().time()
         self.free_s = max(self.free_s, now_s) + len(chunk) / (50e6 / 8)
         await asyncio.sleep(self.free_s - now_s)
@@ -80,7 +80,7 @@ class _Liar(Donor):
         request = first
         while True:
             for index in request.indices:
-                await stream.send(pack_chunk(index, memoryview(bytes(CHUNK_BYTES))))
+                await stream.send(chunk_head(index) + bytes(CHUNK_BYTES))
             message = await stream.receive()
             if message is None:
                 return
@@ -93,7 +93,7 @@ class _Quitter(Donor):
     async def on_chunks(self, first: state_pb2.ChunksRequest, stream: Stream) -> None:
         lease = self._leases[first.lease]
         for index in first.indices[:2]:
-            await stream.send(pack_chunk(index, lease.view.chunk(index)))
+            await stream.send(lease.view.chunk(index, chunk_head(index)))
         raise PeerError("out of memory")
 
 
