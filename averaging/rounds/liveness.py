@@ -29,7 +29,9 @@ class LivenessConfig:
     rest_s: float = 0.3
     missed_max: int = 3  # beats without an answer until a member is suspected, and probed
     probe_s: float = 0.6  # how long a suspect has to answer; too small: busy peers are given up, too large: the round stalls for long
-    first_s: float = 3.0  # how long a member that was never heard has: a connection must be made, and it may still have to begin
+    # how long a member that was never heard has: a connection must be made, and it may still have to begin; and one whose first tensors are
+    # on their way, which show how long its pauses are
+    first_s: float = 3.0
     slack: float = 3.0  # it has this many of its longest recent pauses and round trips instead, if that is longer
     own_slack: float = 8.0  # or this many of our own longest recent delay: a process that is late has little to say about others
     patience_s_max: float = 10.0  # but never more than this after being suspected; a peer that is slower holds everybody up
@@ -51,6 +53,7 @@ class _Peer:
     calls: bool  # we beat, it answers; otherwise it beats
     outstanding: bool = False
     known: bool = False  # it was heard
+    starting: bool = False  # its first tensors are on their way: they fill a slow link's queues, and its answers wait behind them
     signs: int = 0  # how often it answered us, or was heard where it calls
     pause_s: float = 0.0  # the longest of late, fading: between two signs of life, or from a beat to its answer
 
@@ -69,20 +72,31 @@ class Liveness:
         """Something came from it."""
         peer = self._peers.get(place)
         if peer is not None:
-            pause_s = self._awake_s - peer.heard_s - (self._config.rest_s if self._rests(peer) else 0.0)  # beaten later, it is heard later
-            peer.pause_s = max(_FADING * peer.pause_s, pause_s if peer.known else 0.0)
+            silent_s = self._awake_s - peer.heard_s
+            if self._rests(peer) and silent_s <= self._config.rest_s + _LATE_BEATS * self._config.beat_s:
+                silent_s -= self._config.rest_s  # for so long nobody asked it to say anything
+            peer.pause_s = max(_FADING * peer.pause_s, silent_s if peer.known else 0.0)
             peer.signs += not peer.calls
-            peer.heard_s = self._awake_s
-            peer.known = True
+            self._lives(peer)
 
     def answered(self, place: int, round_trip_s: float) -> None:
         """It answered a beat or a probe."""
-        self.heard(place)
         peer = self._peers.get(place)
         if peer is not None:
             peer.outstanding = False
-            peer.pause_s = max(peer.pause_s, round_trip_s)
+            peer.pause_s = max(_FADING * peer.pause_s, round_trip_s)
             peer.signs += peer.calls
+            self._lives(peer)
+
+    def _lives(self, peer: _Peer) -> None:
+        peer.heard_s = self._awake_s
+        peer.known = True
+
+    def starting(self, place: int, starting: bool) -> None:
+        """Its first tensors are under way, or have begun to arrive."""
+        peer = self._peers.get(place)
+        if peer is not None:
+            peer.starting = starting
 
     def unanswered(self, place: int) -> None:
         """A beat or a probe got no answer; another may be sent."""
@@ -128,6 +142,6 @@ class Liveness:
         peer = self._peers.get(place)
         config = self._config
         slack_s = max(config.slack * (peer.pause_s if peer is not None else 0.0), config.own_slack * self._late_s)
-        if peer is not None and not peer.known:
+        if peer is not None and (peer.starting or not peer.known):
             slack_s = max(slack_s, config.first_s)
         return config.missed_max * config.beat_s + min(max(config.probe_s, slack_s), config.patience_s_max)

@@ -75,9 +75,9 @@ class PiecewiseStream:
         message = await self._stream.receive()
         if message is None:
             return None
-        self._came(len(message))
         remaining = _announced(message)
         if not remaining:
+            self._came(len(message))
             return message
         pieces: list[bytes] = []
         while remaining > 0:

@@ -108,6 +108,10 @@ class Quorum:
         """Something came from this member."""
         self._liveness.heard(place)
 
+    def starting(self, place: int, starting: bool) -> None:
+        """Its first tensors are under way, or have begun to arrive."""
+        self._liveness.starting(place, starting)
+
     def suspect(self, place: int, why: str, if_alive: Callable[[], None] | None = None) -> None:
         """Its connection broke: probe it now. If it lives and is still in the round, `if_alive` is called."""
         self._vigil.suspect(place, why, if_alive)

@@ -191,6 +191,7 @@ class Span:
             )
         lane = self._enter(place, opening)
         self.pacing.worked(place)
+        self.quorum.starting(place, self.reduction.remaining(place) > 0)
         stream = self._shared.in_pieces(stream, functools.partial(self._came, place))
         try:
             await together(
@@ -220,6 +221,7 @@ class Span:
     def _came(self, place: int, size_bytes: int) -> None:
         """A message, or a piece of one."""
         self.quorum.heard(place)
+        self.quorum.starting(place, False)
         self.pacing.worked(place)
         self._forecast.came(place, size_bytes)
 

@@ -30,6 +30,15 @@ def test_who_answers_promptly_is_beaten_less_often_and_dies_as_soon() -> None:
     assert died_s <= silent_from_s + 0.9
 
 
+def test_who_fills_its_link_with_its_first_tensors_has_time_until_they_begin_to_arrive() -> None:
+    liveness, _ = answering(0.05, 2)
+    liveness.starting(1, True)
+    assert liveness.patience_s(1) >= 3.0
+    liveness.starting(1, False)
+    assert liveness.patience_s(1) <= 0.9 + 1e-6
+    liveness.starting(7, True)  # nobody we know
+
+
 def test_who_answers_late_is_beaten_as_often_as_ever() -> None:
     liveness, beaten = answering(0.25, 10)
     assert beaten >= 3  # one after the other
