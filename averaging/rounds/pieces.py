@@ -17,7 +17,7 @@ from swarm.ids import PeerId
 from swarm.net.rpc import Stream
 from swarm.wire.reduce_pb2 import ExchangeHeader, ExchangePieces
 
-PIECE_BYTES_MIN = (16 << 10) - 64  # one frame of HTTP/2 and one record of TLS; a second or two of a slow home's link that six streams share
+PIECE_BYTES_MIN = (16 << 10) + 128  # with a header; a second or two of a slow home's link that six streams share
 PIECE_S = 0.02  # a piece is what the link sends in that time
 BURIED_BYTES = 512 << 10  # what a stream's buffers may swallow at once: that it was taken fast says nothing
 _ANNOUNCEMENT_BYTES_MAX = 32
@@ -102,7 +102,10 @@ def _announced(message: bytes) -> int:
     """The size of the message that follows in pieces; 0: this is a message itself."""
     if len(message) > _ANNOUNCEMENT_BYTES_MAX:
         return 0
-    header, _ = unpack(message)
+    try:
+        header, _ = unpack(message)
+    except PeerError:
+        return 0  # whoever takes it says what is wrong with it
     if not header.HasField("pieces"):
         return 0
     if not 0 < header.pieces.bytes <= MESSAGE_BYTES_MAX:
