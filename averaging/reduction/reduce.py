@@ -49,6 +49,11 @@ class Reduction:
         self._first_open = 0  # index into _order: every part before it was taken
         self.left_out: dict[int, str] = {}
 
+    @property
+    def senders(self) -> list[int]:
+        """All of them, left out or not."""
+        return list(self._came)
+
     def ready_at_start(self) -> list[int]:
         """Parts that wait for nobody: all of them when nobody else contributes."""
         return [index for index in self._order if not self._progress[index].waiting]

@@ -57,6 +57,11 @@ class Speed:
         self._at_least.append(sent_bytes / max(took_s, 1e-9))
 
     @property
+    def known_bytes_per_s(self) -> float | None:
+        """What the link has been seen to do, at least; None before the first round."""
+        return statistics.median(self._rounds) if self._rounds else max(self._at_least, default=None)
+
+    @property
     def bytes_per_s(self) -> float:
         """What to announce."""
         known = statistics.median(self._rounds) if self._rounds else max([UNKNOWN_BYTES_PER_S, *self._at_least])

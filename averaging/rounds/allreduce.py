@@ -142,6 +142,7 @@ class AllReduce:
         running = self._begin(group, vector if isinstance(vector, FlatVector) else FlatVector([vector]), landing or Landing(), config)
         quorum = running.quorum
         running.bench.feedback = _begin_feedback(feedback, group, running.bench)
+        quorum.deadline_s = deadline_s
         try:
             async with asyncio.timeout(max(deadline_s - started_s, 0.0)):
                 await running.conduct()

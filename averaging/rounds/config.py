@@ -76,6 +76,9 @@ class RoundConfig:
     inline: bool | None = None  # tensor work on the event loop's own thread, not in the pool; None: where cores are too few to help
     ahead_max: int = 32  # parts of one sender that a reducer holds while others' are missing; then it reads no more of that stream
     join_s: float = 5.0  # how long a stream or vote of a round that is not known here yet waits for it to begin
+    waiting_s: float = (
+        2.0  # a reducer that waits for somebody's values says so that often, lest it be taken for idle: below pacing.reducer_s
+    )
     announce_s: float = 0.3  # after a failure: how long telling the others may delay its report
     aggregation: Aggregation = MEAN  # must be the same on all members: the averager sees to it by its schema
     audit: float = 0.0  # share of the parts that a second member recomputes; all members have it above 0, or none. 0.0: nothing is signed

@@ -14,6 +14,8 @@ from averaging.rounds.span import Shared
 from swarm.errors import NetworkError, PeerError, SwarmError
 from swarm.wire.reduce_pb2 import FetchReply, FetchRequest, OfferReply, OfferRequest
 
+_FETCH_SHARE = 0.4  # of the time that the round has left
+
 
 class Contributions:
     """Both sides of it: `collect` for a part that we take over, `encoded` and `offer` for one that another member does."""
@@ -69,7 +71,9 @@ class Contributions:
 
     async def _pulled(self, place: int, part: Part) -> memoryview:
         request = FetchRequest(group_id=self._quorum.group.group_id, part=part.index)
-        reply: FetchReply = await self._reach.call(place, FETCH, request, self._shared.config.fetch_s)
+        remaining_s = self._quorum.deadline_s - self._quorum.now_s
+        timeout_s = min(self._shared.config.fetch_s, max(_FETCH_SHARE * remaining_s, 0.001))
+        reply: FetchReply = await self._reach.call(place, FETCH, request, timeout_s)
         self._shared.traffic.received += len(reply.payload)
         return memoryview(reply.payload)
 

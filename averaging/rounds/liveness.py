@@ -1,8 +1,9 @@
-"""Who is alive during a round: beats every 100 ms, suspicion after three missed, and a probe before anybody is given up.
+"""Who is alive during a round: beats for the silent, suspicion when they go unanswered, and a probe before anybody is given up.
 
 A pure machine, told of everything that was heard and asked what to do. Three things keep it from accusing the innocent where machines
 have too much work: anything that a peer sends counts as a beat; the clock of silence only runs while this process itself got to run; and
-patience grows with what was lately seen: pauses of this peer, its round trips, and how late this process itself was.
+patience grows with what was lately seen: pauses of this peer, its round trips, and how late this process itself was. Who answers promptly
+is beaten less often, so that a round that takes long costs few bytes; its death is seen as soon, since patience counts from its last sign.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from swarm.errors import UsageError
 
 _FADING = 0.9  # of what was seen of late, per sign of life or tick
+_SIGNS_MIN = 3
+_LATE_BEATS = 2  # its beat may be on its way
 _ROUNDING_S = 1e-6  # sums of beats are not exact
 
 
@@ -21,16 +24,21 @@ class LivenessConfig:
     """When a silent member counts as dead."""
 
     beat_s: float = 0.1  # between beats; too small: beats cost more than the tensors, too large: deaths are seen late
+    # between those of a member that answers promptly; too small: in a long round beats cost more than small tensors, too large: little time
+    # is left for an answer
+    rest_s: float = 0.3
     missed_max: int = 3  # beats without an answer until a member is suspected, and probed
     probe_s: float = 0.6  # how long a suspect has to answer; too small: busy peers are given up, too large: the round stalls for long
-    first_s: float = 3.0  # how long a member that was never heard has: a connection must be made, and it may still have to begin
+    # how long a member that was never heard has: a connection must be made, and it may still have to begin; and one whose first tensors are
+    # on their way, which show how long its pauses are
+    first_s: float = 3.0
     slack: float = 3.0  # it has this many of its longest recent pauses and round trips instead, if that is longer
     own_slack: float = 8.0  # or this many of our own longest recent delay: a process that is late has little to say about others
     patience_s_max: float = 10.0  # but never more than this after being suspected; a peer that is slower holds everybody up
 
     def __post_init__(self) -> None:
         if not (
-            self.beat_s > 0
+            0 < self.beat_s <= self.rest_s <= self.missed_max * self.beat_s
             and self.missed_max >= 1
             and 0 < self.probe_s <= self.patience_s_max
             and self.first_s <= self.patience_s_max
@@ -45,6 +53,8 @@ class _Peer:
     calls: bool  # we beat, it answers; otherwise it beats
     outstanding: bool = False
     known: bool = False  # it was heard
+    starting: bool = False  # its first tensors are on their way: they fill a slow link's queues, and its answers wait behind them
+    signs: int = 0  # how often it answered us, or was heard where it calls
     pause_s: float = 0.0  # the longest of late, fading: between two signs of life, or from a beat to its answer
 
 
@@ -62,17 +72,31 @@ class Liveness:
         """Something came from it."""
         peer = self._peers.get(place)
         if peer is not None:
-            peer.pause_s = max(_FADING * peer.pause_s, self._awake_s - peer.heard_s if peer.known else 0.0)
-            peer.heard_s = self._awake_s
-            peer.known = True
+            silent_s = self._awake_s - peer.heard_s
+            if self._rests(peer) and silent_s <= self._config.rest_s + _LATE_BEATS * self._config.beat_s:
+                silent_s -= self._config.rest_s  # for so long nobody asked it to say anything
+            peer.pause_s = max(_FADING * peer.pause_s, silent_s if peer.known else 0.0)
+            peer.signs += not peer.calls
+            self._lives(peer)
 
     def answered(self, place: int, round_trip_s: float) -> None:
         """It answered a beat or a probe."""
-        self.heard(place)
         peer = self._peers.get(place)
         if peer is not None:
             peer.outstanding = False
-            peer.pause_s = max(peer.pause_s, round_trip_s)
+            peer.pause_s = max(_FADING * peer.pause_s, round_trip_s)
+            peer.signs += peer.calls
+            self._lives(peer)
+
+    def _lives(self, peer: _Peer) -> None:
+        peer.heard_s = self._awake_s
+        peer.known = True
+
+    def starting(self, place: int, starting: bool) -> None:
+        """Its first tensors are under way, or have begun to arrive."""
+        peer = self._peers.get(place)
+        if peer is not None:
+            peer.starting = starting
 
     def unanswered(self, place: int) -> None:
         """A beat or a probe got no answer; another may be sent."""
@@ -97,16 +121,27 @@ class Liveness:
             if silent_s > self.patience_s(place) - _ROUNDING_S:
                 dead.append((place, silent_s))
                 del self._peers[place]
-            elif not peer.outstanding and silent_s > self._config.beat_s * (1 if peer.calls else self._config.missed_max) - _ROUNDING_S:
+            elif not peer.outstanding and silent_s > self._silence_s(peer) - _ROUNDING_S:
                 peer.outstanding = True
                 beats.append(place)
         return beats, dead
+
+    def _rests(self, peer: _Peer) -> bool:
+        """Has it shown that it answers, or beats us, promptly?"""
+        return peer.signs >= _SIGNS_MIN and self._config.slack * peer.pause_s <= self._config.probe_s
+
+    def _silence_s(self, peer: _Peer) -> float:
+        """After how long a silence it is beaten, or probed when it is its turn to beat."""
+        config = self._config
+        if peer.calls:
+            return config.rest_s if self._rests(peer) else config.beat_s
+        return config.missed_max * config.beat_s + (_LATE_BEATS * config.beat_s if self._rests(peer) else 0.0)
 
     def patience_s(self, place: int) -> float:
         """After how long a silence this member is given up."""
         peer = self._peers.get(place)
         config = self._config
         slack_s = max(config.slack * (peer.pause_s if peer is not None else 0.0), config.own_slack * self._late_s)
-        if peer is not None and not peer.known:
+        if peer is not None and (peer.starting or not peer.known):
             slack_s = max(slack_s, config.first_s)
         return config.missed_max * config.beat_s + min(max(config.probe_s, slack_s), config.patience_s_max)

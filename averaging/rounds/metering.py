@@ -45,7 +45,8 @@ class MeteredDialer:
 
     def __init__(self, dialer: Dialer, speed: Speed, clock: Clock) -> None:
         self.round_trips = RoundTrips()
-        self._dialer, self._speed, self._clock = dialer, speed, clock
+        self.speed = speed
+        self._dialer, self._clock = dialer, clock
 
     async def call(self, contact: Contact, method: Method[RequestT, ReplyT], request: RequestT, *, timeout_s: float) -> ReplyT:
         started_s = self._clock.monotonic_s()
@@ -57,4 +58,4 @@ class MeteredDialer:
     @asynccontextmanager
     async def open_stream(self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, lane: int = 0) -> AsyncIterator[Stream]:
         async with self._dialer.open_stream(contact, method, timeout_s=timeout_s, lane=lane) as stream:
-            yield MeteredStream(stream, self._speed, self._clock)
+            yield MeteredStream(stream, self.speed, self._clock)

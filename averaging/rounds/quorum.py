@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -50,10 +51,11 @@ class Quorum:
         self.votes = Votes(range(len(group.members)), own, self.name, unanimous=config.audit > 0)
         self._own = own
         self._caller = caller
-        self._clock = clock
+        self.clock = self._clock = clock
         self._config = config
         self._began_s = clock.monotonic_s()
         self.cast_s: float | None = None  # our first vote
+        self.deadline_s = math.inf  # of the round, on the clock of `now_s`
         others = [place for place in range(len(group.members)) if place != own]
         self._calls = [place for place in others if self._is_caller(own, place)]
         answers = [place for place in others if self._is_caller(place, own)]
@@ -85,6 +87,10 @@ class Quorum:
     def now_s(self) -> float:
         return self._clock.monotonic_s()
 
+    def by_s(self, share: float) -> float:
+        """When this share of the round's time will be over."""
+        return self._began_s + share * (self.deadline_s - self._began_s)
+
     @property
     def verdict(self) -> Verdict | None:
         """None while the round runs."""
@@ -101,6 +107,10 @@ class Quorum:
     def heard(self, place: int) -> None:
         """Something came from this member."""
         self._liveness.heard(place)
+
+    def starting(self, place: int, starting: bool) -> None:
+        """Its first tensors are under way, or have begun to arrive."""
+        self._liveness.starting(place, starting)
 
     def suspect(self, place: int, why: str, if_alive: Callable[[], None] | None = None) -> None:
         """Its connection broke: probe it now. If it lives and is still in the round, `if_alive` is called."""

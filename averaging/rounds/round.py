@@ -8,6 +8,8 @@ here (`averaging.rounds.span`); all of it overlaps. A reducer that is lost fails
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -16,10 +18,11 @@ from averaging.groups.group import Group
 from averaging.reduction.chunks import pack, unpack
 from averaging.rounds.assembly import Assembly
 from averaging.rounds.auditing import Auditor
-from averaging.rounds.config import EXCHANGE, REASON_CHARACTERS_MAX, Dialer, RoundConfig
+from averaging.rounds.config import EXCHANGE, REASON_CHARACTERS_MAX, RoundConfig
 from averaging.rounds.labour import Labour, drain
 from averaging.rounds.lanes import Lane
-from averaging.rounds.pacing import Pacing
+from averaging.rounds.metering import MeteredDialer
+from averaging.rounds.pacing import Forecast, Pacing
 from averaging.rounds.quorum import Events, Quorum
 from averaging.rounds.recovery import Recovery
 from averaging.rounds.span import Shared, Span, Traffic
@@ -43,7 +46,9 @@ class Fared:
 class Round:
     """`conduct` runs it."""
 
-    def __init__(self, group: Group, bench: Workbench, quorum: Quorum, *, channels: Dialer, pool: Executor, config: RoundConfig) -> None:
+    def __init__(
+        self, group: Group, bench: Workbench, quorum: Quorum, *, channels: MeteredDialer, pool: Executor, config: RoundConfig
+    ) -> None:
         self.group = group
         self.quorum = quorum
         self.bench = bench
@@ -62,11 +67,17 @@ class Round:
             weights=tuple(bench.weights),
             config=config,
             traffic=self.traffic,
+            clock=quorum.clock,
+            bytes_per_s=channels.speed.known_bytes_per_s,
             progressed=self._finish_if_complete,
         )
         self.span = Span(self.shared)
         self.recovery = Recovery(self.shared, channels, self._halt)
         self._pacing = Pacing(config.pacing.reducer_s, config.pacing, quorum.now_s)
+        owed = Counter[int]()
+        for part in bench.plan.parts:
+            owed[part.reducer] += 0 if part.reducer == self._own else bench.codec.encoded_bytes(part.numel)
+        self._forecast = Forecast(+owed, config.pacing.reducer_s, quorum.now_s)
         self.lanes: Mapping[int, int] = {}  # how many streams to open to a reducer, by its place; 1 where nothing is said
         self._arrived: asyncio.Queue[Arrived] = asyncio.Queue()
         self._refused: dict[int, str] = {}  # reducers that take no more from us
@@ -210,6 +221,10 @@ class Round:
             waited_for = [place for place in self._exchanges if self.assembly.outstanding(place) and place not in self.recovery.lost]
             for place, idle_s in self._pacing.tick(waited_for, now_s):
                 self._lose(place, f"it took and gave nothing for {idle_s:.1f} s, with {self.assembly.share(place)} given", trusted=False)
+            self._forecast.due_s = self.quorum.by_s(self._config.pacing.reducer_share)
+            for place, more_s in self._forecast.late([place for place in waited_for if place not in self.recovery.lost], now_s):
+                why = f"at its pace its averages would take {more_s:.0f} s more; the round has {self.quorum.deadline_s - now_s:.0f} s"
+                self._lose(place, why, trusted=False)
             self.recovery.pace(now_s)
 
     # ---- our streams to reducers
@@ -231,8 +246,15 @@ class Round:
     async def _exchange_on(self, place: int, lane: Lane) -> None:
         """One lane's share of it, on a connection of its own."""
         contact = self.group.members[place].contact
-        async with self._channels.open_stream(contact, EXCHANGE, timeout_s=None, lane=1 + lane.number) as stream:
+        async with self._channels.open_stream(contact, EXCHANGE, timeout_s=None, lane=1 + lane.number) as opened:
+            stream = self.shared.in_pieces(opened, functools.partial(self._came, place))
             await together(self._send_chunks(place, lane, stream), self._receive_averages(place, lane, stream))
+
+    def _came(self, place: int, size_bytes: int) -> None:
+        """An average, or a piece of one."""
+        self.quorum.heard(place)
+        self._pacing.worked(place)
+        self._forecast.came(place, size_bytes)
 
     async def _send_chunks(self, place: int, lane: Lane, stream: Stream) -> None:
         bench, inline = self.bench, self._labour.inline
@@ -269,7 +291,6 @@ class Round:
     async def _receive_averages(self, place: int, lane: Lane, stream: Stream) -> None:
         due = {part.index for part in lane.of(self.bench.plan.of_reducer(place))}
         while (message := await stream.receive()) is not None:
-            self.quorum.heard(place)
             self.traffic.received += len(message)
             header, payload = unpack(message)
             if header.HasField("average"):
@@ -278,10 +299,11 @@ class Round:
                     raise PeerError(f"an average of part {average.part} that nobody is in, although members that contribute live")
                 part = self.assembly.announce(place, average.part, average.contributors, len(payload), average.clipped)
                 due.discard(average.part)
-                self._pacing.worked(place)
                 self._arrived.put_nowait(Arrived.of(part, payload, average))
             elif header.HasField("refusal"):
                 self._refused[place] = header.refusal.reason[:REASON_CHARACTERS_MAX]
+            elif header.HasField("waiting"):
+                self._forecast.excused(place, self.quorum.now_s)
             else:
                 raise PeerError("it sent a message that only the opener of a stream sends")
         if due and self.assembly.outstanding(place):

@@ -6,6 +6,7 @@ Members open the streams; chunks come in on them, averages go out, and all of it
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -18,13 +19,15 @@ from averaging.rounds.commit import Version
 from averaging.rounds.config import REASON_CHARACTERS_MAX, RoundConfig
 from averaging.rounds.labour import Labour, drain
 from averaging.rounds.lanes import LANES_MAX, Lane
-from averaging.rounds.pacing import Pacing
+from averaging.rounds.pacing import Forecast, Pacing
+from averaging.rounds.pieces import PiecewiseStream
 from averaging.rounds.quorum import Quorum
 from averaging.rounds.together import together
 from averaging.rounds.work import Averaged, Spoiled, Workbench
+from swarm.clock import Clock
 from swarm.errors import NetworkError, PeerError
 from swarm.net.rpc import Stream
-from swarm.wire.reduce_pb2 import ExchangeHeader, ExchangeOpen, ExchangeRefusal
+from swarm.wire.reduce_pb2 import ExchangeHeader, ExchangeOpen, ExchangeRefusal, ExchangeWaiting
 
 _STRAY_MESSAGES_MAX = 16  # beyond a stream's chunks: an opening, a withdrawal, and no patience for much more
 
@@ -48,6 +51,8 @@ class Shared:
     weights: tuple[float, ...]  # relative, by place
     config: RoundConfig
     traffic: Traffic
+    clock: Clock
+    bytes_per_s: float | None  # what our link is known to do; None: nobody knows
     progressed: Callable[[], None]  # to be called when another part is settled
 
     @property
@@ -59,6 +64,10 @@ class Shared:
         """Send and count."""
         self.traffic.sent += len(message)
         await stream.send(message)
+
+    def in_pieces(self, stream: Stream, came: Callable[[int], None]) -> Stream:
+        """This stream, what is large on it cut as our link's speed demands; `came` is told of everything that arrives."""
+        return PiecewiseStream(stream, self.clock, self.bytes_per_s, came)
 
     @property
     def contributes(self) -> bool:
@@ -79,6 +88,8 @@ class Span:
         senders = [place for place, weight in enumerate(shared.weights) if weight > 0 and place != self._own]
         self.reduction = Reduction(self.parts, senders, self.bench.codec)
         self.pacing = Pacing(shared.config.pacing.sender_s, shared.config.pacing, self.quorum.now_s)
+        owed_bytes = sum(self.bench.codec.encoded_bytes(part.numel) for part in self.parts)
+        self._forecast = Forecast(dict.fromkeys(senders, owed_bytes), shared.config.pacing.sender_s, self.quorum.now_s)
         members = self.quorum.group.members
         self._places = {part.index: nth for nth, part in enumerate(self.parts)}  # in the span
         self._averages: list[tuple[int, bytes]] = []  # (place in the span, message), as they were reduced; b"" when all have them
@@ -103,6 +114,11 @@ class Span:
         """Go on without senders that live and hold the others up."""
         for place, idle_s in self.pacing.tick(self.reduction.waited_for(self._shared.contributes), now_s):
             self.leave_out(place, f"it sent nothing for {idle_s:.1f} s while a part waited for it")
+        self._forecast.due_s = self.quorum.by_s(self._config.pacing.sender_share)
+        for place, more_s in self._forecast.late([place for place in self.reduction.senders if self.reduction.remaining(place)], now_s):
+            self.leave_out(
+                place, f"at its pace it would send for {more_s:.0f} s more; the round has {self.quorum.deadline_s - now_s:.0f} s"
+            )
 
     def _ready(self, parts: Iterable[int]) -> None:
         for part in parts:
@@ -175,12 +191,18 @@ class Span:
             )
         lane = self._enter(place, opening)
         self.pacing.worked(place)
+        self.quorum.starting(place, self.reduction.remaining(place) > 0)
+        stream = self._shared.in_pieces(stream, functools.partial(self._came, place))
         try:
             await together(
                 self._take_chunks(place, lane, stream), self._give_averages(place, lane, stream), until=self._refuse_when_over(place)
             )
         except NetworkError as error:
             self._lost(place, str(error))
+        except PeerError as error:
+            if self.quorum.verdict is None:
+                self.leave_out(place, f"it broke the protocol: {error}")
+            raise
         except asyncio.CancelledError:  # gRPC's word for a caller that is gone
             self._lost(place, "its connection closed")
             raise
@@ -196,11 +218,17 @@ class Span:
         taken.add(lane.number)
         return lane
 
+    def _came(self, place: int, size_bytes: int) -> None:
+        """A message, or a piece of one."""
+        self.quorum.heard(place)
+        self.quorum.starting(place, False)
+        self.pacing.worked(place)
+        self._forecast.came(place, size_bytes)
+
     async def _take_chunks(self, place: int, lane: Lane, stream: Stream) -> None:
         strays = 0
         expected = iter([part.index for part in lane.of(self.parts)])
         while (message := await stream.receive()) is not None:
-            self.quorum.heard(place)
             self._shared.traffic.received += len(message)
             if place in self.reduction.left_out:
                 strays += 1  # what was under way when it was left out; then it has been told
@@ -217,7 +245,6 @@ class Span:
                     if self.auditor is not None:
                         self.auditor.accept(place, header.chunk.part, payload, header.chunk.signature)
                     self._ready(self.reduction.accept(place, header.chunk.part, payload))
-                    self.pacing.worked(place)
                 elif header.HasField("withdrawal"):
                     self.leave_out(place, f"it withdrew: {header.withdrawal.reason[:REASON_CHARACTERS_MAX]}")
                 else:
@@ -246,8 +273,10 @@ class Span:
                         self._averages[given] = nth, b""  # the next one is made in the same memory
                 del message
                 given += 1
-            else:
-                await self._change()
+            elif not await self._change(self._config.waiting_s):
+                waited_for = self.reduction.waited_for(self._shared.contributes)
+                if waited_for:
+                    await self._shared.send(stream, pack(ExchangeHeader(waiting=ExchangeWaiting(place=waited_for[0]))))
 
     async def _refuse_when_over(self, place: int) -> None:
         """End a stream that would otherwise outlive the round."""
@@ -269,7 +298,12 @@ class Span:
     def _wake(self) -> None:
         self._changed.set()
 
-    async def _change(self) -> None:
-        """Until something has changed; check again then. There is no await between a check and this, so no change is missed."""
+    async def _change(self, timeout_s: float | None = None) -> bool:
+        """Until something has changed (True); check again then. There is no await between a check and this, so no change is missed."""
         self._changed.clear()
-        await self._changed.wait()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True

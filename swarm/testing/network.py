@@ -21,6 +21,7 @@ same seed. Each peer draws its chances from a source of its own, so that what ha
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -35,6 +36,7 @@ from swarm.runtime.supervise import Supervisor
 from swarm.testing.caller import SimulatedCaller
 from swarm.testing.chance import Chance
 from swarm.testing.identities import SeededIdentity
+from swarm.testing.uplink import Uplink
 from swarm.testing.virtual_loop import VirtualClock
 
 __all__ = ["Cut", "LinkConfig", "SimulatedNetwork", "SimulatedPeer"]
@@ -74,6 +76,7 @@ class SimulatedPeer:
     up: bool = True  # False: crashed; calls to it fail at once
     frozen: bool = False  # alive for the kernel, silent for its peers (SIGSTOP, a cut cable): calls to it wait for their timeout
     slowness: float = 1.0  # everything it sends and is sent takes that many times as long
+    uplink: Uplink | None = None  # what all that it sends shares; None: there is room for everything
     handling: dict[asyncio.Task[object], None] = field(default_factory=dict)  # calls of others in progress here, in order of arrival
     messages_sent: int = 0
     bytes_sent: int = 0
@@ -234,10 +237,13 @@ class SimulatedNetwork:
         if config.duplication and random() < config.duplication:
             again_s = delay_s + max(config.delay_s, 0.001) * 4.0 * random()
             loop.call_later(again_s, self._arrived, source, target, what, size_bytes, arrive)
-        if delay_s:
-            loop.call_later(delay_s, self._arrived, source, target, what, size_bytes, arrive)
+        arrived = functools.partial(self._arrived, source, target, what, size_bytes, arrive)
+        if source.uplink is not None:
+            source.uplink.push(object(), size_bytes, functools.partial(loop.call_later, delay_s, arrived))
+        elif delay_s:
+            loop.call_later(delay_s, arrived)
         else:
-            self._arrived(source, target, what, size_bytes, arrive)
+            arrived()
 
     def _arrived(
         self, source: SimulatedPeer, target: SimulatedPeer, what: str, size_bytes: int, arrive: Callable[[NetworkError | None], None]

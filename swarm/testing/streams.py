@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,12 @@ class _Pipe:
         self.changed = asyncio.Event()
         self.error: SwarmError | None = None
         self.last_arrival_s = 0.0
+        self.leaving = 0  # messages that wait for a slow uplink
+
+    def arrive(self, at_s: float, message: bytes | None) -> None:
+        self.last_arrival_s = max(self.last_arrival_s, at_s)
+        self.messages.append((self.last_arrival_s, message))
+        self.wake()
 
     def wake(self) -> None:
         self.changed.set()
@@ -49,7 +56,7 @@ class SimulatedStream:
         check_outgoing(self.method, message)
         if self._finished:
             raise UsageError("this stream was finished; it takes no more messages")
-        while len(self._out.messages) >= _QUEUED_MAX and self._out.error is None:
+        while len(self._out.messages) + self._out.leaving >= _QUEUED_MAX and self._out.error is None:
             await self._wait(self._out, None)
         self._put(bytes(message))
 
@@ -70,11 +77,19 @@ class SimulatedStream:
         size_bytes = len(message or b"")
         self.own.messages_sent += 1
         self.own.bytes_sent += size_bytes
-        now_s = asyncio.get_running_loop().time()
-        self._out.last_arrival_s = max(self._out.last_arrival_s, now_s + network.delay_s(self.own, self._other, size_bytes))
-        self._out.messages.append((self._out.last_arrival_s, message))
-        self._out.wake()
+        delay_s = network.delay_s(self.own, self._other, size_bytes)
         network.note(self.own, self._other, self.method.name, f"stream {size_bytes}")
+        if self.own.uplink is None:
+            self._out.arrive(asyncio.get_running_loop().time() + delay_s, message)
+        else:
+            self._out.leaving += 1
+            self.own.uplink.push(self._out, size_bytes, functools.partial(self._left, delay_s, message))
+
+    def _left(self, delay_s: float, message: bytes | None) -> None:
+        """The uplink has carried it; what the stream's end overtook is carried no further."""
+        self._out.leaving -= 1
+        if self._out.error is None and self.own.up:
+            self._out.arrive(asyncio.get_running_loop().time() + delay_s, message)
 
     async def receive(self) -> bytes | None:
         """The next message; None when the other end finished. NetworkError when the stream broke, PeerError when the handler refused."""

@@ -8,20 +8,24 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ExchangeHeader(_message.Message):
-    __slots__ = ("open", "chunk", "withdrawal", "average", "refusal", "padding")
+    __slots__ = ("open", "chunk", "withdrawal", "average", "refusal", "waiting", "pieces", "padding")
     OPEN_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     WITHDRAWAL_FIELD_NUMBER: _ClassVar[int]
     AVERAGE_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     open: ExchangeOpen
     chunk: ExchangeChunk
     withdrawal: ExchangeWithdrawal
     average: ExchangeAverage
     refusal: ExchangeRefusal
+    waiting: ExchangeWaiting
+    pieces: ExchangePieces
     padding: bytes
-    def __init__(self, open: _Optional[_Union[ExchangeOpen, _Mapping]] = ..., chunk: _Optional[_Union[ExchangeChunk, _Mapping]] = ..., withdrawal: _Optional[_Union[ExchangeWithdrawal, _Mapping]] = ..., average: _Optional[_Union[ExchangeAverage, _Mapping]] = ..., refusal: _Optional[_Union[ExchangeRefusal, _Mapping]] = ..., padding: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, open: _Optional[_Union[ExchangeOpen, _Mapping]] = ..., chunk: _Optional[_Union[ExchangeChunk, _Mapping]] = ..., withdrawal: _Optional[_Union[ExchangeWithdrawal, _Mapping]] = ..., average: _Optional[_Union[ExchangeAverage, _Mapping]] = ..., refusal: _Optional[_Union[ExchangeRefusal, _Mapping]] = ..., waiting: _Optional[_Union[ExchangeWaiting, _Mapping]] = ..., pieces: _Optional[_Union[ExchangePieces, _Mapping]] = ..., padding: _Optional[bytes] = ...) -> None: ...
 
 class ExchangeOpen(_message.Message):
     __slots__ = ("group_id", "codec", "codec_version", "plan_digest", "lane", "lanes")
@@ -68,6 +72,18 @@ class ExchangeRefusal(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class ExchangeWaiting(_message.Message):
+    __slots__ = ("place",)
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    place: int
+    def __init__(self, place: _Optional[int] = ...) -> None: ...
+
+class ExchangePieces(_message.Message):
+    __slots__ = ("bytes",)
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    def __init__(self, bytes: _Optional[int] = ...) -> None: ...
 
 class AccountRequest(_message.Message):
     __slots__ = ("group_id", "part", "place")

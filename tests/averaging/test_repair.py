@@ -7,7 +7,7 @@ import random
 import pytest
 
 from averaging.rounds.commit import Version
-from averaging.rounds.pacing import Pacing, PacingConfig
+from averaging.rounds.pacing import UNDER_WAY_BYTES, Forecast, Pacing, PacingConfig
 from averaging.rounds.repair import FAILURES_MAX, FETCHES_MAX, REDUCTIONS_MAX, Ask, Redo, Repair, Take, attempt, successor
 from swarm.errors import UsageError
 
@@ -199,6 +199,49 @@ def test_slow_and_steady_is_waited_for() -> None:
         pacing.worked(1)
 
 
+def forecast(floor_s: float = 4.0, senders: int = 3) -> Forecast:
+    found = Forecast(dict.fromkeys(range(senders), 1 << 20), floor_s, 0.0)
+    found.due_s = 60.0
+    return found
+
+
+def test_who_cannot_be_through_in_time_is_found_by_its_pace() -> None:
+    """Once its pace has been watched for a while, and not before; one that can make it is left alone."""
+    given, found = forecast(), []
+    for nth in range(1, 41):
+        given.came(0, 2_000)
+        given.came(1, 10_000)
+        found.append(given.late([0, 1, 2], nth * 0.25))
+    assert found[:15] == [[]] * 15
+    assert [place for place, _ in found[15]] == [0]
+    assert found[15][0][1] == pytest.approx((1048576 - 32_000) * 4.0 / (32_000 + UNDER_WAY_BYTES))
+    assert [place for place, _ in found[-1]] == [0]
+
+
+def test_where_most_are_late_it_is_we_who_are_slow() -> None:
+    given = forecast()
+    for place in range(3):
+        given.came(place, 2_000)
+    assert given.late([0, 1, 2], 10.0) == []
+    assert [place for place, _ in given.late([2], 10.0)] == [2]
+    lone = forecast(senders=1)
+    lone.came(0, 2_000)
+    assert [place for place, _ in lone.late([0], 10.0)] == [0]
+
+
+def test_who_is_held_up_by_another_is_judged_by_its_pace_afterwards() -> None:
+    given = forecast()
+    given.came(0, 100)
+    given.excused(0, 20.0)
+    given.came(0, 30)  # a sign of life
+    assert given.late([0], 40.0) == []
+    given.came(0, 600_000)
+    assert given.late([0], 41.0) == []
+    given.excused(7, 1.0)  # nobody we know
+    assert given.late([1, 7], 59.0) == []
+    assert [place for place, _ in given.late([1], 61.0)] == [1]  # nothing came, and it is too late
+
+
 def test_our_own_absence_is_not_their_idleness() -> None:
     pacing = Pacing(4.0, CONFIG, 0.0)
     pacing.worked(1)
@@ -209,3 +252,5 @@ def test_our_own_absence_is_not_their_idleness() -> None:
 def test_pacing_config() -> None:
     with pytest.raises(UsageError):
         PacingConfig(sender_s=11.0)
+    with pytest.raises(UsageError):
+        PacingConfig(sender_share=0.8)

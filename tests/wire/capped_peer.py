@@ -14,7 +14,7 @@ from swarm.net.throttle import Bandwidth
 from swarm.node import Node, NodeConfig
 
 POUR = StreamMethod(name="/test.Capped/Pour")
-MESSAGE_BYTES = 250_000
+MESSAGE_BYTES = 16_000  # some thirty a second at the lowest cap: a window of two seconds counts them to a few per cent
 
 
 async def take(stream: Stream) -> None:

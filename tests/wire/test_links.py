@@ -149,13 +149,20 @@ class Peers:
         worker.stdin.write(line + "\n")
         worker.stdin.flush()
 
-    def sent_bytes_per_s(self, places: list[int], settle_s: float) -> float:
-        """On the wire, once it has been going on for so long."""
+    def windows(self, places: list[int], settle_s: float, cap: float) -> list[tuple[float, int]]:
+        """Once it has been going on for so long, (seconds, bytes that these have sent on the wire) of consecutive windows,
+        until one of them has used the cap up, or there were enough.
+        """
         time.sleep(settle_s)  # what a measurement is made of, not a wait for something to happen
-        began_s, before = time.monotonic(), self.links.traffic()
-        time.sleep(2.0)
-        after, took_s = self.links.traffic(), time.monotonic() - began_s
-        return sum(after[place].sent_bytes - before[place].sent_bytes for place in places) / took_s
+        found = []
+        for _ in range(BEST_OF):
+            began_s, before = time.monotonic(), self.links.traffic()
+            time.sleep(WINDOW_S)
+            after, took_s = self.links.traffic(), time.monotonic() - began_s
+            found.append((took_s, sum(after[place].sent_bytes - before[place].sent_bytes for place in places)))
+            if len(found) > 1 and found[-1][1] >= 0.95 * cap * took_s:
+                break
+        return found
 
     def __enter__(self) -> Self:
         return self
@@ -166,20 +173,36 @@ class Peers:
             worker.communicate()
 
 
+WINDOW_S = 2.0
+BEST_OF = 4
+
+
+def check_cap(windows: list[tuple[float, int]], cap: float) -> None:
+    """Never above the cap, from the beginning to the end of any window; and used up in one of them at least.
+
+    A process that gets no processor for more than 50 ms loses what it might have sent (`swarm.net.bucket`), which says nothing about the
+    cap: the best window counts. A bucket that gives 10 % less than asked for shows in all of them.
+    """
+    for count in range(1, len(windows) + 1):
+        seconds, sent = (sum(column) for column in zip(*windows[:count], strict=True))
+        assert sent <= 1.05 * cap * seconds, (windows, cap)
+    assert max(sent / seconds for seconds, sent in windows) >= 0.95 * cap, (windows, cap)
+
+
 @needs_links
-def test_caps_are_kept_on_the_wire() -> None:
+def test_caps_are_kept_and_used_up_on_the_wire() -> None:
     """While there is always something to send: what leaves a peer with caps, and what comes to it, from two others at once.
 
-    A busy machine may carry less; that a cap is used up is shown in virtual time (tests/net/test_throttle.py).
+    So low that a machine with much other work can still carry it.
     """
-    up, down = 1.5e6, 2.5e6
+    up, down = 0.5e6, 0.8e6
     with Links([Link.of(mbit_per_s=200, round_trip_s=0.01)] * 3) as links, Peers(links, elements=16, up=up, down=down) as peers:
         peers.tell(1, f"{peers.addresses[0]} {peers.addresses[2]}")
-        assert 0.5 * up < peers.sent_bytes_per_s([1], 0.7) < 1.05 * up
+        check_cap(peers.windows([1], 0.7, up), up)
         peers.tell(1, "stop")
         for place in (0, 2):
             peers.tell(place, peers.addresses[1])
-        assert 0.5 * down < peers.sent_bytes_per_s([0, 2], 2.0) < 1.05 * down  # after windows of both connections
+        check_cap(peers.windows([0, 2], 2.0, down), down)  # after windows of both connections
 
 
 @needs_links

@@ -1,0 +1,113 @@
+"""Large messages in pieces, where a link is slow or nobody knows how fast it is.
+
+A message shows at its receiver when its last byte is there. A megabyte over a slow link takes many seconds in which its sender looks idle;
+cut into small messages, it is seen to move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from averaging.reduction.chunks import pack, unpack
+from averaging.rounds.config import MESSAGE_BYTES_MAX
+from swarm.clock import Clock
+from swarm.errors import PeerError
+from swarm.ids import PeerId
+from swarm.net.rpc import Stream
+from swarm.wire.reduce_pb2 import ExchangeHeader, ExchangePieces
+
+PIECE_BYTES_MIN = (16 << 10) + 128  # with a header; a second or two of a slow home's link that six streams share
+PIECE_S = 0.02  # a piece is what the link sends in that time
+BURIED_BYTES = 512 << 10  # what a stream's buffers may swallow at once: that it was taken fast says nothing
+_ANNOUNCEMENT_BYTES_MAX = 32
+
+
+@dataclass(slots=True)
+class PieceSize:
+    """How large the pieces of one stream are. Pure."""
+
+    bytes_per_s: float | None  # at least so fast is the link; None: nobody knows, and what this stream sends shows it
+    began_s: float
+    _taken_bytes: int = 0
+
+    def taken(self, size_bytes: int) -> None:
+        """The transport has taken so much."""
+        self._taken_bytes += size_bytes
+
+    def next_bytes(self, now_s: float) -> int:
+        """How large the next piece is."""
+        rate = self.bytes_per_s
+        if rate is None:
+            rate = max(self._taken_bytes - BURIED_BYTES, 0) / max(now_s - self.began_s, 1e-6)
+        return max(PIECE_BYTES_MIN, min(int(rate * PIECE_S), MESSAGE_BYTES_MAX))
+
+
+class PiecewiseStream:
+    """Cuts what is large, and joins what comes in pieces; `came` is called with the size of everything that comes. Satisfies `Stream`."""
+
+    def __init__(self, stream: Stream, clock: Clock, bytes_per_s: float | None, came: Callable[[int], None]) -> None:
+        self._stream, self._clock, self._came = stream, clock, came
+        self._size = PieceSize(bytes_per_s, clock.monotonic_s())
+
+    @property
+    def peer_id(self) -> PeerId:
+        return self._stream.peer_id
+
+    async def send(self, message: bytes) -> None:
+        size = self._size.next_bytes(self._clock.monotonic_s())
+        if len(message) <= size:
+            await self._stream.send(message)
+            self._size.taken(len(message))
+            return
+        await self._stream.send(pack(ExchangeHeader(pieces=ExchangePieces(bytes=len(message)))))
+        start = 0
+        while start < len(message):
+            piece = message[start : start + self._size.next_bytes(self._clock.monotonic_s())]
+            await self._stream.send(piece)
+            self._size.taken(len(piece))
+            start += len(piece)
+
+    async def receive(self) -> bytes | None:
+        """As `Stream.receive`. A stream that ends within a message has ended: what was there of it is dropped. PeerError: the pieces are
+        not the message that was announced.
+        """
+        message = await self._stream.receive()
+        if message is None:
+            return None
+        remaining = _announced(message)
+        if not remaining:
+            self._came(len(message))
+            return message
+        pieces: list[bytes] = []
+        while remaining > 0:
+            piece = await self._stream.receive()
+            if piece is None:
+                return None
+            self._came(len(piece))
+            pieces.append(piece)
+            remaining -= len(piece)
+        if remaining < 0:
+            raise PeerError(f"pieces of {-remaining} bytes more than the message that was announced")
+        return b"".join(pieces)
+
+    async def finish(self) -> None:
+        await self._stream.finish()
+
+    def cancel(self) -> None:
+        self._stream.cancel()
+
+
+def _announced(message: bytes) -> int:
+    """The size of the message that follows in pieces; 0: this is a message itself."""
+    if len(message) > _ANNOUNCEMENT_BYTES_MAX:
+        return 0
+    try:
+        header, _ = unpack(message)
+    except PeerError:
+        return 0  # whoever takes it says what is wrong with it
+    if not header.HasField("pieces"):
+        return 0
+    if not 0 < header.pieces.bytes <= MESSAGE_BYTES_MAX:
+        raise PeerError(f"a message of {header.pieces.bytes} bytes in pieces; at most {MESSAGE_BYTES_MAX} are taken")
+    return header.pieces.bytes

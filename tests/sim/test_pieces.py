@@ -1,0 +1,102 @@
+"""Messages in pieces: what is sent is what comes, whoever is slow; lies about sizes are refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+import pytest
+
+from averaging.reduction.chunks import pack
+from averaging.rounds.config import MESSAGE_BYTES_MAX
+from averaging.rounds.pieces import BURIED_BYTES, PIECE_BYTES_MIN, PieceSize, PiecewiseStream
+from swarm.errors import PeerError
+from swarm.ids import PeerId
+from swarm.testing.identities import SeededIdentity
+from swarm.testing.virtual_loop import VirtualClock, run_virtual
+from swarm.wire.reduce_pb2 import ExchangeChunk, ExchangeHeader, ExchangePieces
+
+
+class Wire:
+    """A stream to itself: what is sent can be received. A byte takes `byte_s`."""
+
+    def __init__(self, *messages: bytes, byte_s: float = 0.0) -> None:
+        self.sent: deque[bytes] = deque(messages)
+        self.byte_s = byte_s
+
+    @property
+    def peer_id(self) -> PeerId:
+        return SeededIdentity("wire").peer_id
+
+    async def send(self, message: bytes) -> None:
+        await asyncio.sleep(len(message) * self.byte_s)
+        self.sent.append(message)
+
+    async def receive(self) -> bytes | None:
+        return self.sent.popleft() if self.sent else None
+
+    async def finish(self) -> None:
+        return None
+
+    def cancel(self) -> None:
+        return None
+
+
+def chunk(size: int) -> bytes:
+    return pack(ExchangeHeader(chunk=ExchangeChunk(part=3)), bytes(nth % 251 for nth in range(size)))
+
+
+def stream(wire: Wire, bytes_per_s: float | None, came: list[int]) -> PiecewiseStream:
+    return PiecewiseStream(wire, VirtualClock(0.0, 0.0), bytes_per_s, came.append)
+
+
+@pytest.mark.parametrize("size", [0, 100, PIECE_BYTES_MIN, PIECE_BYTES_MIN + 1, 1 << 20])
+@pytest.mark.parametrize("bytes_per_s", [None, 1e3, 4e6, 1e9])
+def test_what_is_sent_comes(size: int, bytes_per_s: float | None) -> None:
+    async def main() -> None:
+        wire, came = Wire(byte_s=1e-5), list[int]()
+        both = stream(wire, bytes_per_s, came)
+        await both.send(chunk(size))
+        await both.send(chunk(7))
+        largest = max(len(message) for message in wire.sent)
+        assert await both.receive() == chunk(size)
+        assert await both.receive() == chunk(7)
+        assert await both.receive() is None
+        assert sum(came) == len(chunk(size)) + len(chunk(7))
+        if bytes_per_s == 1e9:
+            assert len(came) == 2  # whole
+        elif size == 1 << 20:
+            assert largest == (80_000 if bytes_per_s == 4e6 else PIECE_BYTES_MIN)
+
+    run_virtual(main())
+
+
+def test_pieces_of_an_unknown_link_grow_when_it_shows_to_be_fast() -> None:
+    size = PieceSize(None, 10.0)
+    size.taken(BURIED_BYTES)
+    assert size.next_bytes(10.001) == PIECE_BYTES_MIN  # buffers have swallowed it
+    size.taken(10 << 20)
+    assert size.next_bytes(10.1) > 1 << 20
+    assert size.next_bytes(1000.0) == PIECE_BYTES_MIN
+
+
+@pytest.mark.parametrize(
+    ("announced", "pieces", "words"),
+    [
+        (MESSAGE_BYTES_MAX + 1, [b"x"], "at most"),
+        (0, [b"x"], "at most"),
+        (10, [b"12345", b"678901"], "1 bytes more"),
+        (10, [b"12345"], None),  # ends within a message: it has ended
+    ],
+)
+def test_lies_about_sizes(announced: int, pieces: list[bytes], words: str | None) -> None:
+    async def main() -> None:
+        opening = pack(ExchangeHeader(pieces=ExchangePieces(bytes=announced)))
+        taken = stream(Wire(opening, *pieces), None, [])
+        if words is None:
+            assert await taken.receive() is None
+        else:
+            with pytest.raises(PeerError, match=words):
+                await taken.receive()
+
+    run_virtual(main())
