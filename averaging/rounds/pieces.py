@@ -18,6 +18,7 @@ from swarm.net.rpc import Stream
 from swarm.wire.reduce_pb2 import ExchangeHeader, ExchangePieces
 
 PIECE_BYTES_MIN = (16 << 10) + 128  # with a header; a second or two of a slow home's link that six streams share
+PIECE_BYTES_LEAST = 16 << 10  # of others', but for the last of a message: crumbs would cost memory and look like work
 PIECE_S = 0.02  # a piece is what the link sends in that time
 BURIED_BYTES = 512 << 10  # what a stream's buffers may swallow at once: that it was taken fast says nothing
 _ANNOUNCEMENT_BYTES_MAX = 32
@@ -84,6 +85,8 @@ class PiecewiseStream:
             piece = await self._stream.receive()
             if piece is None:
                 return None
+            if len(piece) < min(remaining, PIECE_BYTES_LEAST):
+                raise PeerError(f"a piece of {len(piece)} bytes with {remaining} to come: at least {PIECE_BYTES_LEAST} are a piece")
             self._came(len(piece))
             pieces.append(piece)
             remaining -= len(piece)

@@ -9,7 +9,7 @@ import pytest
 
 from averaging.reduction.chunks import pack
 from averaging.rounds.config import MESSAGE_BYTES_MAX
-from averaging.rounds.pieces import BURIED_BYTES, PIECE_BYTES_MIN, PieceSize, PiecewiseStream
+from averaging.rounds.pieces import BURIED_BYTES, PIECE_BYTES_LEAST, PIECE_BYTES_MIN, PieceSize, PiecewiseStream
 from swarm.errors import PeerError
 from swarm.ids import PeerId
 from swarm.testing.identities import SeededIdentity
@@ -85,8 +85,11 @@ def test_pieces_of_an_unknown_link_grow_when_it_shows_to_be_fast() -> None:
     [
         (MESSAGE_BYTES_MAX + 1, [b"x"], "at most"),
         (0, [b"x"], "at most"),
-        (10, [b"12345", b"678901"], "1 bytes more"),
-        (10, [b"12345"], None),  # ends within a message: it has ended
+        (PIECE_BYTES_LEAST + 5, [bytes(PIECE_BYTES_LEAST), b"678901"], "1 bytes more"),
+        (PIECE_BYTES_LEAST + 5, [bytes(PIECE_BYTES_LEAST)], None),  # ends within a message: it has ended
+        (10, [b"", b"1234567890"], "a piece of 0 bytes with 10 to come"),
+        (10, [b"12345", b"67890"], "a piece of 5 bytes with 10 to come"),
+        (2 * PIECE_BYTES_LEAST, [bytes(PIECE_BYTES_LEAST - 1)], f"at least {PIECE_BYTES_LEAST} are"),
     ],
 )
 def test_lies_about_sizes(announced: int, pieces: list[bytes], words: str | None) -> None:
