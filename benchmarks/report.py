@@ -29,6 +29,8 @@ def figure(value: float | None, unit: str) -> str:
         return f"{value * 1e3:.3g} ms" if value < 0.0995 else f"{value:.3g} s"
     if unit == "bytes":
         return f"{value / 1e6:.0f} MB"
+    if unit == "bytes sent":
+        return f"{value / 1e6:.3g} MB"
     if unit == "":
         return f"{value:g}"
     if unit == "%":

@@ -60,6 +60,7 @@ _MODES = (
 _CODECS = (
     *(Way(name=f"diloco {codec}", mode=OUTER, codec=codec) for codec in ("float16", "bfloat16")),
     *(Way(name=f"diloco {codec} with error feedback", mode=OUTER, codec=codec, error_feedback=True) for codec in ("sign", "topk")),
+    *(Way(name=f"diloco int4, a round every {span} steps", mode=OUTER, codec="int4", span=span) for span in (30, 60)),
     Way(name="diloco int2 without error feedback", mode=OUTER, codec="int2"),
     Way(name="diloco PowerSGD of rank 4, float16", mode=OUTER, codec="float16", strategy=PowerSgd(rank=4)),
     *(
