@@ -15,7 +15,7 @@ from benchmarks.results import Aim, Row, Series
 
 STATE_BYTES = 256_000_000
 SLOW_BYTES_PER_S = 50e6 / 8
-TIMES = 2
+TIMES = 5
 TIMEOUT_S = 200.0
 STEADY_TIMEOUT_S = 90.0
 
