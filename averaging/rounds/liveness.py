@@ -3,7 +3,7 @@
 A pure machine, told of everything that was heard and asked what to do. Three things keep it from accusing the innocent where machines
 have too much work: anything that a peer sends counts as a beat; the clock of silence only runs while this process itself got to run; and
 patience grows with what was lately seen: pauses of this peer, its round trips, and how late this process itself was. Who answers promptly
-is beaten less often, so that a round that takes long costs few bytes; its death is seen as soon, since patience counts from its last sign.
+is beaten less often, so that a round that takes long costs few bytes; its death is seen later by as much as it rests.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class LivenessConfig:
     """When a silent member counts as dead."""
 
     beat_s: float = 0.1  # between beats; too small: beats cost more than the tensors, too large: deaths are seen late
-    # between those of a member that answers promptly; too small: in a long round beats cost more than small tensors, too large: little time
-    # is left for an answer
+    # between those of a member that answers promptly; too small: in a long round beats cost more than small tensors, too large: deaths are
+    # seen late
     rest_s: float = 0.3
     missed_max: int = 3  # beats without an answer until a member is suspected, and probed
     probe_s: float = 0.6  # how long a suspect has to answer; too small: busy peers are given up, too large: the round stalls for long
@@ -144,4 +144,5 @@ class Liveness:
         slack_s = max(config.slack * (peer.pause_s if peer is not None else 0.0), config.own_slack * self._late_s)
         if peer is not None and (peer.starting or not peer.known):
             slack_s = max(slack_s, config.first_s)
-        return config.missed_max * config.beat_s + min(max(config.probe_s, slack_s), config.patience_s_max)
+        rested_s = config.rest_s - config.beat_s if peer is not None and self._rests(peer) else 0.0  # for so long nobody asked it
+        return config.missed_max * config.beat_s + rested_s + min(max(config.probe_s, slack_s), config.patience_s_max)

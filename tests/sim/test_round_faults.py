@@ -319,6 +319,7 @@ def test_two_faults_at_once() -> None:
         (502, ["nobody's average"]),  # a successor without weight had believed that nobody contributed
         (106, ["thaw", "stalled reducer"]),  # nobody waited for a reducer that everybody had lost
         (2549, ["slow"]),  # the only one that could be asked what others had committed was taken for dead
+        (1115, ["crash"]),  # who was beaten less often had less time to answer, behind its own tensors on a slow link
         (2156, ["slow", "stalled reducer"]),  # the exclusions of a member that was excluded itself left nobody to ask
     ],
 )
