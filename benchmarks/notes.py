@@ -80,7 +80,7 @@ LIMITED_BY: dict[str, str] = {
     "codec-3-int8-1-encode": _CODEC_CALLS,
     "codec-4-int4-1-encode": _CODEC_CALLS,
     "frozen-stall": (
-        "how long silence must last before it counts as death (LivenessConfig: about 0.75 s where beats are punctual, longer on a machine "
+        "how long silence must last before it counts as death (LivenessConfig: about 1 s where beats are punctual, longer on a machine "
         "whose cores are overcommitted), and the reduction anew of the lost quarter."
     ),
     "start-after-import": (
