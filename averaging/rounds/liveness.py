@@ -53,6 +53,7 @@ class _Peer:
     calls: bool  # we beat, it answers; otherwise it beats
     outstanding: bool = False
     known: bool = False  # it was heard
+    told_s: float = 0.0  # when we last sent it something
     starting: bool = False  # its first tensors are on their way: they fill a slow link's queues, and its answers wait behind them
     signs: int = 0  # how often it answered us, or was heard where it calls
     pause_s: float = 0.0  # the longest of late, fading: between two signs of life, or from a beat to its answer
@@ -73,24 +74,27 @@ class Liveness:
         peer = self._peers.get(place)
         if peer is not None:
             silent_s = self._awake_s - peer.heard_s
-            if self._rests(peer) and silent_s <= self._config.rest_s + _LATE_BEATS * self._config.beat_s:
-                silent_s -= self._config.rest_s  # for so long nobody asked it to say anything
+            if silent_s <= self._config.rest_s + _LATE_BEATS * self._config.beat_s:
+                silent_s -= self._rest_s(peer)
             peer.pause_s = max(_FADING * peer.pause_s, silent_s if peer.known else 0.0)
             peer.signs += not peer.calls
-            self._lives(peer)
+            peer.heard_s = self._awake_s
+            peer.known = True
 
     def answered(self, place: int, round_trip_s: float) -> None:
         """It answered a beat or a probe."""
+        self.heard(place)
         peer = self._peers.get(place)
         if peer is not None:
             peer.outstanding = False
-            peer.pause_s = max(_FADING * peer.pause_s, round_trip_s)
+            peer.pause_s = max(peer.pause_s, round_trip_s)
             peer.signs += peer.calls
-            self._lives(peer)
 
-    def _lives(self, peer: _Peer) -> None:
-        peer.heard_s = self._awake_s
-        peer.known = True
+    def told(self, place: int) -> None:
+        """It was sent something, which shows it that we live."""
+        peer = self._peers.get(place)
+        if peer is not None:
+            peer.told_s = self._awake_s
 
     def starting(self, place: int, starting: bool) -> None:
         """Its first tensors are under way, or have begun to arrive."""
@@ -121,8 +125,8 @@ class Liveness:
             if silent_s > self.patience_s(place) - _ROUNDING_S:
                 dead.append((place, silent_s))
                 del self._peers[place]
-            elif not peer.outstanding and silent_s > self._silence_s(peer) - _ROUNDING_S:
-                peer.outstanding = True
+            elif not peer.outstanding and self._quiet_s(peer) > self._silence_s(peer) - _ROUNDING_S:
+                peer.outstanding, peer.told_s = True, self._awake_s
                 beats.append(place)
         return beats, dead
 
@@ -130,12 +134,19 @@ class Liveness:
         """Has it shown that it answers, or beats us, promptly?"""
         return peer.signs >= _SIGNS_MIN and self._config.slack * peer.pause_s <= self._config.probe_s
 
+    def _quiet_s(self, peer: _Peer) -> float:
+        """How long one of us has said nothing. Whom we beat may hear nothing else from us, while it sends and we only take."""
+        since_s = min(peer.heard_s, peer.told_s) if peer.calls else peer.heard_s
+        return self._awake_s - since_s
+
+    def _rest_s(self, peer: _Peer) -> float:
+        """How much longer than a beat nobody asks it to say anything."""
+        return self._config.rest_s - self._config.beat_s if self._rests(peer) else 0.0
+
     def _silence_s(self, peer: _Peer) -> float:
         """After how long a silence it is beaten, or probed when it is its turn to beat."""
         config = self._config
-        if peer.calls:
-            return config.rest_s if self._rests(peer) else config.beat_s
-        return config.missed_max * config.beat_s + (_LATE_BEATS * config.beat_s if self._rests(peer) else 0.0)
+        return (config.beat_s if peer.calls else config.missed_max * config.beat_s) + self._rest_s(peer)
 
     def patience_s(self, place: int) -> float:
         """After how long a silence this member is given up."""
@@ -144,5 +155,5 @@ class Liveness:
         slack_s = max(config.slack * (peer.pause_s if peer is not None else 0.0), config.own_slack * self._late_s)
         if peer is not None and (peer.starting or not peer.known):
             slack_s = max(slack_s, config.first_s)
-        rested_s = config.rest_s - config.beat_s if peer is not None and self._rests(peer) else 0.0  # for so long nobody asked it
-        return config.missed_max * config.beat_s + rested_s + min(max(config.probe_s, slack_s), config.patience_s_max)
+        rest_s = self._rest_s(peer) if peer is not None else 0.0
+        return config.missed_max * config.beat_s + rest_s + min(max(config.probe_s, slack_s), config.patience_s_max)

@@ -45,10 +45,14 @@ class PieceSize:
 
 
 class PiecewiseStream:
-    """Cuts what is large, and joins what comes in pieces; `came` is called with the size of everything that comes. Satisfies `Stream`."""
+    """Cuts what is large, and joins what comes in pieces. Satisfies `Stream`. `came` is called with the size of everything that comes,
+    `went` whenever something was sent.
+    """
 
-    def __init__(self, stream: Stream, clock: Clock, bytes_per_s: float | None, came: Callable[[int], None]) -> None:
-        self._stream, self._clock, self._came = stream, clock, came
+    def __init__(
+        self, stream: Stream, clock: Clock, bytes_per_s: float | None, came: Callable[[int], None], went: Callable[[], None]
+    ) -> None:
+        self._stream, self._clock, self._came, self._went = stream, clock, came, went
         self._size = PieceSize(bytes_per_s, clock.monotonic_s())
 
     @property
@@ -58,16 +62,19 @@ class PiecewiseStream:
     async def send(self, message: bytes) -> None:
         size = self._size.next_bytes(self._clock.monotonic_s())
         if len(message) <= size:
-            await self._stream.send(message)
-            self._size.taken(len(message))
+            await self._send(message)
             return
         await self._stream.send(pack(ExchangeHeader(pieces=ExchangePieces(bytes=len(message)))))
         start = 0
         while start < len(message):
             piece = message[start : start + self._size.next_bytes(self._clock.monotonic_s())]
-            await self._stream.send(piece)
-            self._size.taken(len(piece))
+            await self._send(piece)
             start += len(piece)
+
+    async def _send(self, message: bytes) -> None:
+        await self._stream.send(message)
+        self._size.taken(len(message))
+        self._went()
 
     async def receive(self) -> bytes | None:
         """As `Stream.receive`. A stream that ends within a message has ended: what was there of it is dropped. PeerError: the pieces are

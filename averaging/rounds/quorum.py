@@ -108,6 +108,10 @@ class Quorum:
         """Something came from this member."""
         self._liveness.heard(place)
 
+    def told(self, place: int) -> None:
+        """Something was sent to this member."""
+        self._liveness.told(place)
+
     def starting(self, place: int, starting: bool) -> None:
         """Its first tensors are under way, or have begun to arrive."""
         self._liveness.starting(place, starting)

@@ -247,7 +247,7 @@ class Round:
         """One lane's share of it, on a connection of its own."""
         contact = self.group.members[place].contact
         async with self._channels.open_stream(contact, EXCHANGE, timeout_s=None, lane=1 + lane.number) as opened:
-            stream = self.shared.in_pieces(opened, functools.partial(self._came, place))
+            stream = self.shared.in_pieces(opened, place, functools.partial(self._came, place))
             await together(self._send_chunks(place, lane, stream), self._receive_averages(place, lane, stream))
 
     def _came(self, place: int, size_bytes: int) -> None:

@@ -65,9 +65,9 @@ class Shared:
         self.traffic.sent += len(message)
         await stream.send(message)
 
-    def in_pieces(self, stream: Stream, came: Callable[[int], None]) -> Stream:
-        """This stream, what is large on it cut as our link's speed demands; `came` is told of everything that arrives."""
-        return PiecewiseStream(stream, self.clock, self.bytes_per_s, came)
+    def in_pieces(self, stream: Stream, place: int, came: Callable[[int], None]) -> Stream:
+        """The stream with this member, what is large on it cut as our link's speed demands; `came` is told of everything that arrives."""
+        return PiecewiseStream(stream, self.clock, self.bytes_per_s, came, functools.partial(self.quorum.told, place))
 
     @property
     def contributes(self) -> bool:
@@ -192,7 +192,7 @@ class Span:
         lane = self._enter(place, opening)
         self.pacing.worked(place)
         self.quorum.starting(place, self.reduction.remaining(place) > 0)
-        stream = self._shared.in_pieces(stream, functools.partial(self._came, place))
+        stream = self._shared.in_pieces(stream, place, functools.partial(self._came, place))
         try:
             await together(
                 self._take_chunks(place, lane, stream), self._give_averages(place, lane, stream), until=self._refuse_when_over(place)

@@ -47,7 +47,7 @@ def chunk(size: int) -> bytes:
 
 
 def stream(wire: Wire, bytes_per_s: float | None, came: list[int]) -> PiecewiseStream:
-    return PiecewiseStream(wire, VirtualClock(0.0, 0.0), bytes_per_s, came.append)
+    return PiecewiseStream(wire, VirtualClock(0.0, 0.0), bytes_per_s, came.append, lambda: None)
 
 
 @pytest.mark.parametrize("size", [0, 100, PIECE_BYTES_MIN, PIECE_BYTES_MIN + 1, 1 << 20])

@@ -320,6 +320,7 @@ def test_two_faults_at_once() -> None:
         (106, ["thaw", "stalled reducer"]),  # nobody waited for a reducer that everybody had lost
         (2549, ["slow"]),  # the only one that could be asked what others had committed was taken for dead
         (1115, ["crash"]),  # who was beaten less often had less time to answer, behind its own tensors on a slow link
+        (1335, ["thaw"]),  # a client that only took averages did not beat, and was buried
         (2156, ["slow", "stalled reducer"]),  # the exclusions of a member that was excluded itself left nobody to ask
     ],
 )
