@@ -45,3 +45,16 @@ def test_who_answers_late_is_beaten_as_often_as_ever() -> None:
     liveness, beaten = answering(0.25, 10)
     assert beaten >= 3  # one after the other
     assert liveness.patience_s(1) >= 0.3 + 3 * 0.25 - 1e-6
+
+
+def test_who_only_takes_still_beats() -> None:
+    """Who cannot dial it has no other way to see that it lives."""
+    liveness, beaten = Liveness([1], [], LivenessConfig(), 0.0), 0
+    for nth in range(1, 51):
+        liveness.heard(1)
+        beats, dead = liveness.tick(nth * 0.05)
+        assert not dead
+        beaten += len(beats)
+        if beats:
+            liveness.answered(1, 0.01)
+    assert 50 * 0.05 / 0.35 <= beaten <= 50 * 0.05 / 0.1

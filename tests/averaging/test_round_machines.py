@@ -351,18 +351,6 @@ def test_answers_keep_it_alive() -> None:
     liveness.answered(7, 0.1)  # nobody we know
 
 
-def test_who_only_takes_still_beats() -> None:
-    """Who cannot dial it has no other way to see that it lives."""
-    liveness, beaten = known([1], []), 0
-    for nth in range(50):
-        liveness.heard(1)
-        beats, _ = ticks(liveness, nth * 0.05, 1, 0.05)
-        beaten += len(beats)
-        if beats:
-            liveness.answered(1, 0.01)
-    assert 50 * 0.05 / 0.35 <= beaten <= 50 * 0.05 / 0.1
-
-
 def test_anything_heard_and_told_counts_and_spares_beats() -> None:
     liveness = known([1], [])
     for nth in range(50):
