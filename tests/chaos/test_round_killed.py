@@ -97,10 +97,16 @@ def committed(results: list[Any]) -> None:
 @pytest.mark.parametrize(("how", "within_s"), [(signal.SIGKILL, 3.0), (signal.SIGSTOP, 8.0)])
 @pytest.mark.parametrize("after_s", [0.0, 0.1, 0.3])
 def test_one_of_four_is_gone_in_the_middle(how: signal.Signals, within_s: float, after_s: float) -> None:
-    """The others commit all parts in that same round. `within_s` is generous: docs/decisions/0010 has what it takes."""
+    """The others commit all parts in that same round. `within_s` is generous: docs/decisions/0010 has what it takes.
+
+    Where whole rounds take longer than half a second, the machine is slow just now: what is left of a round, and a span anew, do so too.
+    """
     with workers(16_000_000) as four:
+        begun_s = time.time()
         begin(four, range(4))
-        committed([worker.hear() for worker, _ in four])
+        results = [worker.hear() for worker, _ in four]
+        committed(results)
+        within_s += 2 * max(max(result[4] for result in results) - begun_s - 0.5, 0.0)
         begin(four, range(4))
         victim, name = four[2]
         time.sleep(after_s)
