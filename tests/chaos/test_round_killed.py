@@ -94,19 +94,19 @@ def committed(results: list[Any]) -> None:
     assert all(result[3] for result in results)
 
 
-@pytest.mark.parametrize(("how", "within_s"), [(signal.SIGKILL, 3.0), (signal.SIGSTOP, 8.0)])
+@pytest.mark.parametrize(("how", "costs_s"), [(signal.SIGKILL, 2.0), (signal.SIGSTOP, 7.0)])
 @pytest.mark.parametrize("after_s", [0.0, 0.1, 0.3])
-def test_one_of_four_is_gone_in_the_middle(how: signal.Signals, within_s: float, after_s: float) -> None:
-    """The others commit all parts in that same round. `within_s` is generous: docs/decisions/0010 has what it takes.
+def test_one_of_four_is_gone_in_the_middle(how: signal.Signals, costs_s: float, after_s: float) -> None:
+    """The others commit all parts in that same round, at most `costs_s` later than a round takes that nobody disturbs.
 
-    Where whole rounds take longer than half a second, the machine is slow just now: what is left of a round, and a span anew, do so too.
+    `costs_s` is generous: docs/decisions/0010 has what it takes. A whole round takes 1 s here on a quiet machine, and 3 s on a busy one.
     """
     with workers(16_000_000) as four:
         begun_s = time.time()
         begin(four, range(4))
         results = [worker.hear() for worker, _ in four]
         committed(results)
-        within_s += 2 * max(max(result[4] for result in results) - begun_s - 0.5, 0.0)
+        whole_s = max(result[4] for result in results) - begun_s
         begin(four, range(4))
         victim, name = four[2]
         time.sleep(after_s)
@@ -114,7 +114,7 @@ def test_one_of_four_is_gone_in_the_middle(how: signal.Signals, within_s: float,
         gone_s = time.time()
         survivors = [worker.hear() for worker, _ in four if worker is not victim]
         committed(survivors)
-        assert max(result[4] for result in survivors) - gone_s < within_s
+        assert max(result[4] for result in survivors) - gone_s < whole_s + costs_s
         if any(result[5] < 1.0 for result in survivors):
             assert all(name in result[6] for result in survivors), survivors
         begin(four, [0, 1, 3])
