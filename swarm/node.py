@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import swarm
 from swarm.clock import SystemClock
@@ -28,6 +29,7 @@ from swarm.net.server import Server
 from swarm.net.throttle import Bandwidth, Throttle
 from swarm.peerbook import KnownPeer, PeerBook
 from swarm.runtime.fork import Owned, close_after_fork
+from swarm.runtime.services import Services
 from swarm.runtime.supervise import Supervisor
 from swarm.runtime.thread import NetworkThread
 
@@ -36,6 +38,7 @@ _logger = logging.getLogger(__name__)
 _START_TIMEOUT_S = 10.0
 _CALLBACKS_S_MAX = 1.0
 _CLOSE_S_MAX = 1.8
+ServiceT = TypeVar("ServiceT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +87,7 @@ class Node:
         self.clock = SystemClock()
         self.book = PeerBook(self.peer_id, self.clock.swarm_s, _book_path(self.identity), self.config.book_entries_max)
         self.handlers = Handlers()
+        self._services = Services(self)
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
         self._closed = False
         self._where = where
@@ -158,6 +162,13 @@ class Node:
     def join_failures(self) -> list[str]:
         """Why those who were asked last did not answer, one sentence each."""
         return list(self._joining.failures.values())
+
+    def service(self, kind: Callable[[Node], ServiceT]) -> ServiceT:
+        """Return this node's one instance of a service, made as `kind(node)` when it is first asked for, on the network thread.
+
+        A service that has something to end registers it with `at_close` in its constructor.
+        """
+        return self._services.get(kind)
 
     def at_close(self, callback: Callable[[], Awaitable[None]]) -> Callable[[], None]:
         """Run `callback` on the network loop when the node closes, before its connections do; the callback registered last goes first.
