@@ -1,4 +1,6 @@
-"""`swarm.Averager`: average a list of tensors with whoever else holds the same list, in groups that find themselves."""
+"""`swarm.Averager`: average a list of tensors with whoever else holds the same list, in groups that find
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -17,30 +19,30 @@ from typing import TYPE_CHECKING, Literal, overload
 import msgpack
 import torch
 
-from averaging.attempts import Attempts, RoundTerms, Strategy, WholeVector
-from averaging.groups.group import GATHERED_BYTES_MAX, Member
-from averaging.groups.matchmaking import MatchmakingConfig
-from averaging.groups.presence import DhtPresence, PresenceConfig
-from averaging.groups.seeking import ROUND_KEY_MAX, AveragerName, Schema
-from averaging.groups.service import GroupService, GroupServiceConfig
-from averaging.reduction.averages import Averages, Landing
+from averaging.allreduce.config import RoundConfig
+from averaging.allreduce.twophase import TwoPhase
+from averaging.matchmaking.logic.group import GATHERED_BYTES_MAX, Member
+from averaging.matchmaking.logic.matchmaking import MatchmakingConfig
+from averaging.matchmaking.logic.messages import ROUND_KEY_MAX, AveragerName, VectorSchema
+from averaging.matchmaking.service.matchmaking_service import GroupService, GroupServiceConfig
+from averaging.matchmaking.service.presence import DhtPresence, PresenceConfig
+from averaging.reduction.averages import Averages, ResultBuffer
 from averaging.reduction.feedback import Feedback
 from averaging.reduction.layout import schema_hash
 from averaging.reduction.lowrank import PowerSgd
 from averaging.reduction.powersgd import LowRank
 from averaging.reduction.robust import MEAN, Aggregation
 from averaging.reduction.staging import Staging
-from averaging.result import AveragingResult, PendingRound, check_step
-from averaging.rounds.config import RoundConfig
-from averaging.rounds.twophase import TwoPhase
+from averaging.result import PendingRound, RoundResult, check_step
 from averaging.service import AveragingService
+from averaging.step_runner import RoundOptions, StepRunner, Strategy, WholeVector
 from swarm.compression import find
-from swarm.errors import DeadlineExceeded, NetworkError, UsageError
+from swarm.core.errors import DeadlineExceeded, NetworkError, UsageError
 
 if TYPE_CHECKING:
     from swarm.node import Node
 
-__all__ = ["Averager", "AveragerConfig", "AveragingResult", "PendingRound"]
+__all__ = ["Averager", "AveragerConfig", "PendingRound", "RoundResult"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _CLOSE_S_MAX = 2.0
@@ -52,9 +54,11 @@ class AveragerConfig:
     """Settings that rarely need a change; `groups.matchmaking`'s group sizes are those of the averager."""
 
     run: str = ""  # the run whose presence records are used; "": an open one, over the averager's name
-    bandwidth: float | None = None  # bytes/s that this peer can send; who has more reduces more. None: as measured in the rounds before
+    # bytes/s that this peer can send; who has more reduces more. None: as measured in the rounds before
+    bandwidth: float | None = None
     declare_s: float = 1.0  # the constructor waits this long at most until others can see this peer
-    terms: str = ""  # what else peers must have in common, in words: compared before a group forms, as shapes and codec are
+    # what else peers must have in common, in words: compared before a group forms, as shapes and codec are
+    terms: str = ""
     aggregation: Aggregation = MEAN  # its numbers; `rule` and `clip_to_median` are the averager's
     groups: GroupServiceConfig = field(default_factory=GroupServiceConfig)
     presence: PresenceConfig = field(default_factory=PresenceConfig)
@@ -62,25 +66,33 @@ class AveragerConfig:
 
     def __post_init__(self) -> None:
         if self.bandwidth is not None and not 0.0 < self.bandwidth < float("inf"):
-            raise UsageError(f"bandwidth must be a positive number of bytes per second, not {self.bandwidth!r}")
+            raise UsageError(
+                f"bandwidth must be a positive number of bytes per second, not {self.bandwidth!r}"
+            )
         if self.aggregation.clip_to_median is not None or self.round.aggregation != MEAN or self.round.audit:
-            raise UsageError("give the averager itself aggregation, clip_to_median and audit: its config has only the rules' numbers")
+            raise UsageError(
+                "give the averager itself aggregation, clip_to_median and audit: its config has only the rules' numbers"
+            )
 
 
 class Averager:
-    """Averages `tensors` (floating-point, any device) in place, with the peers that hold an averager of this name and the same shapes.
+    """Averages `tensors` (floating-point, any device) in place, with the peers that hold an averager of this
+    name and the same shapes.
 
-    `tensors`: a mapping like `dict(model.named_parameters())` puts their names into messages. `node`: this process as a peer.
-    `target_group_size`: a group takes at most so many (the same number on all peers); more peers form several groups, others each time
-    (`rounds_to_mix`). `codec`: how values travel. `aggregation`: "mean", or "trimmed_mean", "median", "centered_clip", which a minority of
-    hostile peers cannot move far, and which count every peer once, whatever its weight. `clip_to_median`: shorten contributions whose norm
-    exceeds so many of the group's medians (None: never). `audit`: have this share of the parts recomputed by a second peer, and reducers
-    that lied named; then a reducer's death fails the round, which is tried again, because nobody takes over what could not be audited (0.0:
-    trust reducers; robust aggregations bound senders, not reducers). `min_fraction`: a round counts as failed when less of the vector was
-    averaged. `auxiliary`: reduce for others, contribute and receive nothing. `error_feedback`: what a codec leaves out of one round goes
-    into the next; for gradients and other differences, not for parameters. `strategy=PowerSgd(rank=4)`: matrices are averaged by factors
-    of that rank, which travel in `codec` (16 bits or more); it has error feedback of its own, and is for differences, too. What the network
-    does is a result; only UsageError raises. A context manager; `close` says goodbye to the others.
+    `tensors`: a mapping like `dict(model.named_parameters())` puts their names into messages. `node`: this
+    process as a peer. `target_group_size`: a group takes at most so many (the same number on all peers); more
+    peers form several groups, others each time (`rounds_to_mix`). `codec`: how values travel. `aggregation`:
+    "mean", or "trimmed_mean", "median", "centered_clip", which a minority of hostile peers cannot move far,
+    and which count every peer once, whatever its weight. `clip_to_median`: shorten contributions whose norm
+    exceeds so many of the group's medians (None: never). `audit`: have this share of the parts recomputed by
+    a second peer, and reducers that lied named; then a reducer's death fails the round, which is tried again,
+    because nobody takes over what could not be audited (0.0: trust reducers; robust aggregations bound
+    senders, not reducers). `min_fraction`: a round counts as failed when less of the vector was averaged.
+    `auxiliary`: reduce for others, contribute and receive nothing. `error_feedback`: what a codec leaves out
+    of one round goes into the next; for gradients and other differences, not for parameters.
+    `strategy=PowerSgd(rank=4)`: matrices are averaged by factors of that rank, which travel in `codec` (16
+    bits or more); it has error feedback of its own, and is for differences, too. What the network does is a
+    result; only UsageError raises. A context manager; `close` says goodbye to the others.
     """
 
     def __init__(
@@ -103,7 +115,9 @@ class Averager:
     ) -> None:
         self.config = config or AveragerConfig()
         if not _NAME.fullmatch(name):
-            raise UsageError(f"an averager's name has 1 to 64 letters, digits, dots, dashes or underscores, not {name[:100]!r}")
+            raise UsageError(
+                f"an averager's name has 1 to 64 letters, digits, dots, dashes or underscores, not {name[:100]!r}"
+            )
         if self.config.aggregation.rule not in ("mean", aggregation):
             raise UsageError(
                 f"the config has numbers for {self.config.aggregation.rule!r}, and this averager's aggregation is {aggregation!r}"
@@ -120,7 +134,10 @@ class Averager:
         layout = self._staging.layout
         # either one's min_fraction: the averager's is this one's, the config's may be that of many
         self._round = replace(
-            self.config.round, aggregation=self._aggregation, audit=audit, min_fraction=min(min_fraction, self.config.round.min_fraction)
+            self.config.round,
+            aggregation=self._aggregation,
+            audit=audit,
+            min_fraction=min(min_fraction, self.config.round.min_fraction),
         )
         self._codec = find(codec)
         self._low_rank = self._factored(strategy, codec, audit) if strategy is not None else None
@@ -132,13 +149,15 @@ class Averager:
         terms = f"{manner} {self._round.part_bytes}".encode()
         digest = hashlib.sha256(schema_hash(layout, find(codec)) + terms).digest()
         text = f"{len(layout.shapes)} tensors with {layout.numel:,} elements, {codec}, {manner} (#{digest.hex()[:8]})"
-        self.schema = Schema(digest=digest, text=text, codec=find(codec).name)
+        self.schema = VectorSchema(digest=digest, text=text, codec=find(codec).name)
         run = self.config.run or hashlib.sha256(f"open averager {name}".encode()).hexdigest()[:20]
         self._full_name = AveragerName(run=run, averager=name)
-        matchmaking = replace(self.config.groups.matchmaking, target_group_size=target_group_size, min_group_size=min_group_size)
+        matchmaking = replace(
+            self.config.groups.matchmaking, target_group_size=target_group_size, min_group_size=min_group_size
+        )
         self._lock = threading.Lock()
         self._pending: PendingRound | None = None
-        self._landing = Landing(self._staging.queues)
+        self._landing = ResultBuffer(self._staging.queues)
         self._averages: Averages | None = None  # of the pending round, until they are written back
         self._last_round_s = 0.0
         self._closed = False
@@ -146,18 +165,29 @@ class Averager:
 
     def _factored(self, strategy: PowerSgd, codec: str, audit: float) -> LowRank:
         if not isinstance(strategy, PowerSgd):
-            raise UsageError(f"a strategy is swarm.PowerSgd(rank=…), or None for all values as they are, not {strategy!r:.60}")
+            raise UsageError(
+                f"a strategy is swarm.PowerSgd(rank=…), or None for all values as they are, not {strategy!r:.60}"
+            )
         if self._round.min_fraction < 1.0:
             raise UsageError("PowerSGD needs the whole of its factors: min_fraction is 1")
         seed = f"{self.config.run} {self.name}".encode()
-        return LowRank(self._staging.tensors, strategy, find(codec), seed=seed, reduces=not audit, queues=self._staging.queues)
+        return LowRank(
+            self._staging.tensors,
+            strategy,
+            find(codec),
+            seed=seed,
+            reduces=not audit,
+            queues=self._staging.queues,
+        )
 
     @property
     def rounds_to_mix(self) -> int:
-        """How many rounds carry everybody's values to everybody, in the swarm as this peer last saw it: 1 when it fits into one group.
+        """How many rounds carry everybody's values to everybody, in the swarm as this peer last saw it: 1
+        when it fits into one group.
 
-        For M^d peers in groups of M that is d, and the result is the exact average when each round has a `round_key` of its own and each
-        `weight` after the first is the `weight` of the result before. Otherwise what is left of the deviation shrinks with every round.
+        For M^d peers in groups of M that is d, and the result is the exact average when each round has a
+        `round_key` of its own and each `weight` after the first is the `weight` of the result before.
+        Otherwise what is left of the deviation shrinks with every round.
         """
         return self._groups.cells.grid.shape.rounds_to_mix
 
@@ -174,7 +204,7 @@ class Averager:
         round_key: str | int | None = None,
         apply: Literal["replace", "delta"] = "replace",
         lend: bool | None = None,
-    ) -> AveragingResult: ...
+    ) -> RoundResult: ...
 
     @overload
     def step(
@@ -199,18 +229,19 @@ class Averager:
         round_key: str | int | None = None,
         apply: Literal["replace", "delta"] = "replace",
         lend: bool | None = None,
-    ) -> AveragingResult | PendingRound:
+    ) -> RoundResult | PendingRound:
         """Average once: an AveragingResult, or with `wait=False` a PendingRound.
 
-        `weight`: this peer's share, usually samples; 0 receives only. `gather`: any msgpack value up to 16 KiB, handed to all members.
-        `round_key`: only peers with equal keys meet. `apply="delta"`: the tensors may change meanwhile, and get average minus snapshot
-        added. `lend=True`: the tensors lie still until the result is taken, so that float32 ones on the host need no copy (None: `wait`).
-        Within `timeout_s` a round that breaks is tried again with who is left. UsageError: wrong arguments, a closed averager, a step
-        while another is in progress.
+        `weight`: this peer's share, usually samples; 0 receives only. `gather`: any msgpack value up to 16
+        KiB, handed to all members. `round_key`: only peers with equal keys meet. `apply="delta"`: the tensors
+        may change meanwhile, and get average minus snapshot added. `lend=True`: the tensors lie still until
+        the result is taken, so that float32 ones on the host need no copy (None: `wait`). Within `timeout_s`
+        a round that breaks is tried again with who is left. UsageError: wrong arguments, a closed averager, a
+        step while another is in progress.
         """
         started_s = time.monotonic()
         check_step(weight, timeout_s, apply)
-        terms = RoundTerms(
+        terms = RoundOptions(
             weight=0.0 if self.auxiliary else float(weight),
             round_key=_key_text(round_key),
             gathered=_packed(gather, self._low_rank.told if self._low_rank is not None else b""),
@@ -218,12 +249,18 @@ class Averager:
         )
         member = self._member(terms.weight)
         delta = apply == "delta"
-        pending = PendingRound(functools.partial(self._write_back, delta=delta, started_s=started_s), self._release)
+        pending = PendingRound(
+            functools.partial(self._write_back, delta=delta, started_s=started_s), self._release
+        )
         self._reserve(pending)
         try:
-            strategy = self._stage(terms.weight > 0.0, delta, lent=not delta and (wait if lend is None else lend))
+            strategy = self._stage(
+                terms.weight > 0.0, delta, lent=not delta and (wait if lend is None else lend)
+            )
             staged_s = time.monotonic() - started_s
-            pending.attach(self.node.network.submit(self._conduct(pending, member, terms, strategy, staged_s)))
+            pending.attach(
+                self.node.network.submit(self._conduct(pending, member, terms, strategy, staged_s))
+            )
         except BaseException:
             self._release(pending)
             raise
@@ -237,17 +274,29 @@ class Averager:
         return result
 
     def new_feedback(self) -> Feedback:
-        """What remembers the error of one sequence of rounds over these tensors; `feedback` is the one that is used. For rounds that
-        average several things in turns.
+        """What remembers the error of one sequence of rounds over these tensors; `feedback` is the one that
+        is used. For rounds that average several things in turns.
         """
         staging = self._staging
-        return Feedback(staging.layout.numel, self._codec, reduces=not self._round.audit, cut=staging.cut, queues=staging.queues)
+        return Feedback(
+            staging.layout.numel,
+            self._codec,
+            reduces=not self._round.audit,
+            cut=staging.cut,
+            queues=staging.queues,
+        )
 
     def _stage(self, contributes: bool, delta: bool, *, lent: bool) -> Strategy:
         """Take what goes into the round, in the caller's thread."""
         if self._low_rank is not None:
             self._low_rank.take(gives=contributes, keeps=delta and not self.auxiliary)
-            return TwoPhase(self._low_rank, self._service.all_reduce, self.node.peer_id, self.node.network.pool, self._round)
+            return TwoPhase(
+                self._low_rank,
+                self._service.all_reduce,
+                self.node.peer_id,
+                self.node.network.pool,
+                self._round,
+            )
         gives = contributes or (delta and not self.auxiliary)
         assert not isinstance(self.feedback, LowRank)
         vector = self._staging.take(lent=lent) if gives else self._staging.nothing()
@@ -260,13 +309,15 @@ class Averager:
             feedback=self.feedback,
         )
 
-    async def _conduct(self, pending: PendingRound, member: Member, terms: RoundTerms, strategy: Strategy, staged_s: float) -> None:
+    async def _conduct(
+        self, pending: PendingRound, member: Member, terms: RoundOptions, strategy: Strategy, staged_s: float
+    ) -> None:
         if not pending.started():
             pending.end(None)
             return
         outcome = error = None
         try:
-            attempts = Attempts(self._groups, strategy, self.node.clock, self._last_round_s)
+            attempts = StepRunner(self._groups, strategy, self.node.clock, self._last_round_s)
             stepped = await attempts.run(member, terms)
             self._last_round_s, self._averages = stepped.last_round_s, stepped.averages
             outcome = replace(stepped.result, seconds={"staging": staged_s, **stepped.result.seconds})
@@ -276,7 +327,7 @@ class Averager:
         finally:
             pending.end(outcome, error)
 
-    def _write_back(self, outcome: AveragingResult, *, delta: bool, started_s: float) -> AveragingResult:
+    def _write_back(self, outcome: RoundResult, *, delta: bool, started_s: float) -> RoundResult:
         """In the thread that takes the result."""
         begun_s = time.monotonic()
         averages = self._averages
@@ -288,13 +339,21 @@ class Averager:
             else:
                 self._staging.put(averages)
         ended_s = time.monotonic()
-        return replace(outcome, seconds={**outcome.seconds, "write_back": ended_s - begun_s, "total": ended_s - started_s})
+        return replace(
+            outcome,
+            seconds={**outcome.seconds, "write_back": ended_s - begun_s, "total": ended_s - started_s},
+        )
 
     def _member(self, weight: float) -> Member:
         contact = self.node.contact
         bandwidth = self.config.bandwidth or self._service.all_reduce.speed.bytes_per_s
         bandwidth = min(bandwidth, self.node.config.bandwidth.least_bytes_per_s or bandwidth)
-        return Member(contact=contact, weight=weight, bandwidth=bandwidth if contact.addresses else 0.0, auxiliary=self.auxiliary)
+        return Member(
+            contact=contact,
+            weight=weight,
+            bandwidth=bandwidth if contact.addresses else 0.0,
+            auxiliary=self.auxiliary,
+        )
 
     def _reserve(self, pending: PendingRound) -> None:
         self.node.network.check()
@@ -305,7 +364,9 @@ class Averager:
             if self._closed:
                 raise UsageError("this averager is closed")
             if self._pending is not None:
-                raise UsageError("a step of this averager is in progress: take the result of the pending round, or cancel it, first")
+                raise UsageError(
+                    "a step of this averager is in progress: take the result of the pending round, or cancel it, first"
+                )
             self._pending = pending
 
     def _release(self, pending: PendingRound) -> None:
@@ -334,7 +395,9 @@ class Averager:
             background=node.supervisor,
             config=replace(self.config.groups, matchmaking=matchmaking),
         )
-        self._renewing: asyncio.Task[None] = self.node.supervisor.spawn(f"presence of {self.name}", self._presence.renew, restart=True)
+        self._renewing: asyncio.Task[None] = self.node.supervisor.spawn(
+            f"presence of {self.name}", self._presence.renew, restart=True
+        )
         self._service.opened(self._close_on_loop)
         announcing = node.supervisor.spawn(f"announcing {self.name}", self._announce)
         await asyncio.wait([announcing], timeout=self.config.declare_s)
@@ -347,7 +410,9 @@ class Averager:
             return  # the DHT cannot say who is there: searches will look
 
     def close(self) -> None:
-        """End a step in progress, and withdraw the presence record, so that nobody waits for this peer. Idempotent."""
+        """End a step in progress, and withdraw the presence record, so that nobody waits for this peer.
+        Idempotent.
+        """
         if self.node.closed or not self.node.network.ours:
             self._closed = True
             return
@@ -372,7 +437,9 @@ class Averager:
     def __enter__(self) -> Averager:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -393,7 +460,9 @@ def _packed(gather: object, told: bytes) -> bytes:
     try:
         packed: bytes = msgpack.packb(gather)
     except (TypeError, ValueError, OverflowError) as error:
-        raise UsageError(f"gather takes what msgpack can write (numbers, text, bytes, lists, maps): {error}") from error
+        raise UsageError(
+            f"gather takes what msgpack can write (numbers, text, bytes, lists, maps): {error}"
+        ) from error
     if len(told) + len(packed) > GATHERED_BYTES_MAX:
         raise UsageError(f"gather takes at most {GATHERED_BYTES_MAX - len(told)} bytes, not {len(packed)}")
     return told + packed

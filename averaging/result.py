@@ -8,31 +8,39 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarm.errors import DeadlineExceeded, UsageError
-from swarm.ids import PeerId
+from swarm.core.errors import DeadlineExceeded, UsageError
+from swarm.core.ids import PeerId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AveragingResult:
-    """How a step ended. When `failed`, the tensors are untouched, and `reason` says why in one word, `detail` in a sentence.
+class RoundResult:
+    """How a step ended. When `failed`, the tensors are untouched, and `reason` says why in one word, `detail`
+    in a sentence.
 
-    Reasons: "alone" nobody else holds the averager; "deadline" no group, or no result, in time; "schema" the others' tensors or codec
-    differ; "passed" the round of this key was held without this peer; "unreachable" holders are known and none answers; "few" too few for a
-    group; "nobody contributes" all weights were 0; "round" the round broke (`detail` has who and what); "cancelled"; "closed".
+    Reasons: "alone" nobody else holds the averager; "deadline" no group, or no result, in time; "schema" the
+    others' tensors or codec differ; "passed" the round of this key was held without this peer; "unreachable"
+    holders are known and none answers; "few" too few for a group; "nobody contributes" all weights were 0;
+    "round" the round broke (`detail` has who and what); "cancelled"; "closed".
     """
 
     failed: bool
     reason: str = ""
     detail: str = ""  # of a round that came about at the second attempt or later: why the one before broke
     peers: tuple[PeerId, ...] = ()  # members of the last group, in group order
-    contributions: Mapping[PeerId, float] = field(default_factory=dict)  # fraction of the elements in which each member's values are
+    # fraction of the elements in which each member's values are
+    contributions: Mapping[PeerId, float] = field(default_factory=dict)
     gathered: Mapping[PeerId, Any] = field(default_factory=dict)  # what each member passed as `gather`
-    clipped: Mapping[PeerId, float] = field(default_factory=dict)  # fraction of the elements in which `clip_to_median` shortened its values
-    accused: Mapping[PeerId, str] = field(default_factory=dict)  # who lied as a reducer, by this peer's own audit; of all attempts
-    left_out: Mapping[PeerId, str] = field(default_factory=dict)  # who dropped out or was left out, and why; of all attempts
-    weight: float = 0.0  # what these tensors now stand for: the weights that went in, in equal parts for all who hold the average
+    # fraction of the elements in which `clip_to_median` shortened its values
+    clipped: Mapping[PeerId, float] = field(default_factory=dict)
+    # who lied as a reducer, by this peer's own audit; of all attempts
+    accused: Mapping[PeerId, str] = field(default_factory=dict)
+    # who dropped out or was left out, and why; of all attempts
+    left_out: Mapping[PeerId, str] = field(default_factory=dict)
+    # what these tensors now stand for: the weights that went in, in equal parts for all who hold the average
+    weight: float = 0.0
     digest: str = ""  # hex, over the averaged bytes: equal on all members
-    seconds: Mapping[str, float] = field(default_factory=dict)  # per phase: staging, matchmaking, …, write_back, total
+    # per phase: staging, matchmaking, …, write_back, total
+    seconds: Mapping[str, float] = field(default_factory=dict)
     bytes_sent: int = 0
     bytes_received: int = 0
     attempts: int = 0  # groups in which the round was tried
@@ -40,17 +48,21 @@ class AveragingResult:
 
 
 class PendingRound:
-    """A round in the background. Its averager takes no other step until this one's result was taken, or it was cancelled."""
+    """A round in the background. Its averager takes no other step until this one's result was taken, or it
+    was cancelled.
+    """
 
-    def __init__(self, finish: Callable[[AveragingResult], AveragingResult], release: Callable[[PendingRound], None]) -> None:
+    def __init__(
+        self, finish: Callable[[RoundResult], RoundResult], release: Callable[[PendingRound], None]
+    ) -> None:
         self._finish = finish  # writes back, in the thread that asks for the result
         self._release = release
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._started = False
-        self._outcome: AveragingResult | None = None
+        self._outcome: RoundResult | None = None
         self._error: Exception | None = None  # our own fault: no result of the network
-        self._result: AveragingResult | None = None
+        self._result: RoundResult | None = None
         self._discarded = ""  # why there will be no result
         self._future: concurrent.futures.Future[None] | None = None
 
@@ -60,20 +72,27 @@ class PendingRound:
         return self._ended.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the network is finished with it; False when it is not within `timeout_s`. Writes nothing."""
+        """Wait until the network is finished with it; False when it is not within `timeout_s`. Writes
+        nothing.
+        """
         return self._ended.wait(timeout_s)
 
     def cancel(self) -> None:
-        """Give the round up; other members see this peer leave. The tensors stay as they are. Without effect once the result was taken."""
+        """Give the round up; other members see this peer leave. The tensors stay as they are. Without effect
+        once the result was taken.
+        """
         self._discard("cancelled")
 
-    def result(self, timeout_s: float | None = None) -> AveragingResult:
-        """Wait for the end and write the average into the tensors, in this thread; the same result again when called again.
+    def result(self, timeout_s: float | None = None) -> RoundResult:
+        """Wait for the end and write the average into the tensors, in this thread; the same result again when
+        called again.
 
         DeadlineExceeded when the round has not ended within `timeout_s`; it goes on.
         """
         if not self._ended.wait(timeout_s):
-            raise DeadlineExceeded(f"the round has not ended within {timeout_s:g} s; it goes on in the background")
+            raise DeadlineExceeded(
+                f"the round has not ended within {timeout_s:g} s; it goes on in the background"
+            )
         with self._lock:
             if self._result is None:
                 outcome = self._outcome
@@ -82,8 +101,11 @@ class PendingRound:
                     raise self._error
                 if self._discarded or outcome is None:
                     reason = self._discarded or "closed"
-                    texts = {"cancelled": "the round was cancelled here", "closed": "the averager was closed during the round"}
-                    outcome = AveragingResult(failed=True, reason=reason, detail=texts[reason])
+                    texts = {
+                        "cancelled": "the round was cancelled here",
+                        "closed": "the averager was closed during the round",
+                    }
+                    outcome = RoundResult(failed=True, reason=reason, detail=texts[reason])
                 try:
                     self._result = self._finish(outcome)
                 finally:
@@ -103,7 +125,7 @@ class PendingRound:
             self._started = not self._discarded
         return self._started
 
-    def end(self, outcome: AveragingResult | None, error: Exception | None = None) -> None:
+    def end(self, outcome: RoundResult | None, error: Exception | None = None) -> None:
         """The coroutine is over, and touches no tensor any more. Neither: it was cancelled."""
         self._outcome, self._error = outcome, error
         self._over()

@@ -1,4 +1,6 @@
-"""What the averagers of one node share: one exchange that answers searches for groups, one all-reduce that serves their rounds."""
+"""What the averagers of one node share: one exchange that answers searches for groups, one all-reduce that
+serves their rounds.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ import weakref
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from averaging.groups.service import GroupExchange
+from averaging.allreduce.allreduce import AllReduce
+from averaging.matchmaking.service.matchmaking_service import GroupExchange
 from averaging.reduction.audit import Notary
-from averaging.rounds.allreduce import AllReduce
 
 if TYPE_CHECKING:
     from swarm.node import Node
@@ -24,7 +26,9 @@ class AveragingService:
     """Made on the network loop of a node, once; `of` finds it again."""
 
     def __init__(self, node: Node) -> None:
-        self.exchange = GroupExchange(handlers=node.handlers, caller=node.channels, own=node.peer_id, clock=node.clock)
+        self.exchange = GroupExchange(
+            handlers=node.handlers, caller=node.channels, own=node.peer_id, clock=node.clock
+        )
         self.all_reduce = AllReduce(
             handlers=node.handlers,
             channels=node.channels,

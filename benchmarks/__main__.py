@@ -1,4 +1,6 @@
-"""The command: runs the workloads, prints the table, keeps docs/benchmarks.json and writes docs/benchmarks.md."""
+"""The command: runs the workloads, prints the table, keeps docs/benchmarks.json and writes
+docs/benchmarks.md.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,18 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
-    "--only", multiple=True, type=click.Choice(tuple(SECTIONS)), help="Measure these sections; the page keeps the other rows. Repeatable."
+    "--only",
+    multiple=True,
+    type=click.Choice(tuple(SECTIONS)),
+    help="Measure these sections; the page keeps the other rows. Repeatable.",
 )
-@click.option("--sizes", default="64,256", show_default=True, help="All-reduce: MiB per peer, comma-separated.")
+@click.option(
+    "--sizes", default="64,256", show_default=True, help="All-reduce: MiB per peer, comma-separated."
+)
 @click.option("--passes", default=2, show_default=True, help="All-reduce: fresh launches of every contender.")
-@click.option("--rounds", default=3, show_default=True, help="All-reduce: measured rounds per contender and pass.")
+@click.option(
+    "--rounds", default=3, show_default=True, help="All-reduce: measured rounds per contender and pass."
+)
 @click.option("--no-hivemind", is_flag=True, help="Leave hivemind out (nothing is kept: the page compares).")
 @click.option(
     "--quick",
@@ -49,8 +58,15 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
     type=click.Choice(simulated.figures(simulated.Plan())),
     help="With --only simulated: this one of the DHT's figures. Repeatable.",
 )
-@click.option("--docs", default=ROOT / "docs", type=click.Path(path_type=Path, file_okay=False), help="Where the figures and the page are.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON on standard output; progress goes to standard error.")
+@click.option(
+    "--docs",
+    default=ROOT / "docs",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where the figures and the page are.",
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON on standard output; progress goes to standard error."
+)
 def main(
     only: tuple[str, ...],
     sizes: str,
@@ -62,7 +78,9 @@ def main(
     docs: Path,
     as_json: bool,
 ) -> None:
-    """Measure swarm beside hivemind, gloo and a bare transport on this machine, and the DHT and the grid in simulated swarms."""
+    """Measure swarm beside hivemind, gloo and a bare transport on this machine, and the DHT and the grid in
+    simulated swarms.
+    """
     signal.signal(signal.SIGTERM, _stop)
     console = Console(stderr=True, highlight=False)
     started_s, under = time.monotonic(), machine()
@@ -84,14 +102,25 @@ def main(
             hivemind = hivemind_python(say) if compares and not no_hivemind else None
         except NoEnvironment as problem:
             raise click.ClickException(str(problem)) from problem
-        setting = Setting(plan=Plan(passes=passes, rounds=rounds), hivemind=hivemind, copy_bytes_per_s=1.0, say=say)
+        setting = Setting(
+            plan=Plan(passes=passes, rounds=rounds), hivemind=hivemind, copy_bytes_per_s=1.0, say=say
+        )
         sizes_mib = tuple(int(size) for size in sizes.split(","))
-        sections = measure(only, Asked(setting=setting, sizes_mib=sizes_mib, figures=frozenset(figures), docs=docs if keep else None))
+        sections = measure(
+            only,
+            Asked(
+                setting=setting, sizes_mib=sizes_mib, figures=frozenset(figures), docs=docs if keep else None
+            ),
+        )
     book = report.load(docs / "benchmarks.json") if keep else report.load(Path("nothing kept"))
     rows: list[Row] = []
     for section in sections:  # kept as they come: who interrupts a long run has what was measured
         rows += section
-        about = {"machine": under, "command": _command(sys.argv[1:]), "seconds": round(time.monotonic() - started_s)}
+        about = {
+            "machine": under,
+            "command": _command(sys.argv[1:]),
+            "seconds": round(time.monotonic() - started_s),
+        }
         book = report.merge(book, section, run=run, about=about)
         if keep:
             docs.mkdir(parents=True, exist_ok=True)
@@ -99,19 +128,25 @@ def main(
             report.write_page(book, docs / "benchmarks.md")
     measured = {row.identifier: book["rows"][row.identifier] for row in rows}
     if as_json:
-        click.echo(json.dumps({"run": run, **book["runs"][run], "rows": measured}, indent=1, ensure_ascii=False))
+        click.echo(
+            json.dumps({"run": run, **book["runs"][run], "rows": measured}, indent=1, ensure_ascii=False)
+        )
     else:
         Console(width=None if sys.stdout.isatty() else 200).print(report.terminal_table(measured.values()))
     for row in rows:
         if row.ours.failed or row.ours.launches_failed:
-            say(f"{row.workload}: ours failed {row.ours.failed} rounds, {row.ours.launches_failed} launches: {'; '.join(row.ours.reasons)}")
-    reaching = [row for row in rows if not row.identifier.startswith("convergence-bytes")]  # a loss that is not reached is a finding
+            say(
+                f"{row.workload}: ours failed {row.ours.failed} rounds, {row.ours.launches_failed} launches: {'; '.join(row.ours.reasons)}"
+            )
+    # a loss that is not reached is a finding
+    reaching = [row for row in rows if not row.identifier.startswith("convergence-bytes")]
     if any(row.ours.median is None or row.ours.wrong for row in reaching):
         raise SystemExit(1)
 
 
 def _quickly(only: tuple[str, ...], say: Callable[[str], None]) -> Iterable[list[Row]]:
-    if only == ("simulated",):  # all of it but the swarm of 10,000, which takes gigabytes and most of the time
+    # all of it but the swarm of 10,000, which takes gigabytes and most of the time
+    if only == ("simulated",):
         return simulated.rows(say, simulated.Plan(sizes=simulated.SMALL))
     return [churn.rows(say, churn.QUICK) if only == ("churn",) else quick.rows(say)]
 
@@ -132,7 +167,11 @@ def _measurable(only: tuple[str, ...], say: Callable[[str], None]) -> tuple[str,
 
 def _command(arguments: list[str]) -> str:
     """As typed, less where the page went."""
-    kept = [argument for before, argument in zip(["", *arguments], arguments, strict=False) if "--docs" not in (before, argument)]
+    kept = [
+        argument
+        for before, argument in zip(["", *arguments], arguments, strict=False)
+        if "--docs" not in (before, argument)
+    ]
     return " ".join(["python -m benchmarks", *kept])
 
 

@@ -53,7 +53,13 @@ def rows(setting: Setting, *, vector_mib: int) -> list[Row]:
 
     def theirs(codec: str) -> Callable[[], Contender]:
         assert setting.hivemind is not None
-        return partial(Workers, f"{HIVEMIND} {codec}", python=setting.hivemind, module="hivemind_averager", workload=load(codec))
+        return partial(
+            Workers,
+            f"{HIVEMIND} {codec}",
+            python=setting.hivemind,
+            module="hivemind_averager",
+            workload=load(codec),
+        )
 
     gloo = partial(Workers, "gloo", python=OWN_PYTHON, module="gloo", workload=load("float32"))
     bare = partial(Bare, load("float32"))
@@ -62,30 +68,65 @@ def rows(setting: Setting, *, vector_mib: int) -> list[Row]:
         setting.say(f"all-reduce, {PEERS} × {vector_mib} MiB: {', '.join(names)}")
         return take_turns(makers, names, setting.plan, setting.say)
 
-    float32, bare_tally, gloo_tally = turns(["swarm float32", "bare grpc.aio with TLS", "gloo float32"], [own("float32"), bare, gloo])
+    float32, bare_tally, gloo_tally = turns(
+        ["swarm float32", "bare grpc.aio with TLS", "gloo float32"], [own("float32"), bare, gloo]
+    )
     found = [
-        _row(setting, float32, bare_tally, vector_mib, "float32", "bare", Aim(of="ours / peer", sense="at most", value=1.5)),
-        _row(setting, float32, gloo_tally, vector_mib, "float32", "gloo", Aim(of="ours / peer", sense="at most", value=4.0)),
+        _row(
+            setting,
+            float32,
+            bare_tally,
+            vector_mib,
+            "float32",
+            "bare",
+            Aim(of="ours / peer", sense="at most", value=1.5),
+        ),
+        _row(
+            setting,
+            float32,
+            gloo_tally,
+            vector_mib,
+            "float32",
+            "gloo",
+            Aim(of="ours / peer", sense="at most", value=4.0),
+        ),
     ]
     names = ["swarm float16", "swarm bfloat16"]
     if setting.hivemind is None:
         half, bfloat = turns(names, [own("float16"), own("bfloat16")])
         alone = {"float16": half, "bfloat16": bfloat}
-        return found + [_row(setting, tally, None, vector_mib, codec, "alone", None) for codec, tally in alone.items()]
-    half, bfloat, their_half = turns([*names, f"{HIVEMIND} float16"], [own("float16"), own("bfloat16"), theirs("float16")])
-    (their_full,) = turns([f"{HIVEMIND} uncompressed"], [theirs("float32")])  # alone: four contenders' memory is too much for some machines
+        return found + [
+            _row(setting, tally, None, vector_mib, codec, "alone", None) for codec, tally in alone.items()
+        ]
+    half, bfloat, their_half = turns(
+        [*names, f"{HIVEMIND} float16"], [own("float16"), own("bfloat16"), theirs("float16")]
+    )
+    # alone: four contenders' memory is too much for some machines
+    (their_full,) = turns([f"{HIVEMIND} uncompressed"], [theirs("float32")])
     aim = Aim(of="peer / ours", sense="at least", value=4.0)
     for name, quantity in (("hivemind", "reduce"), ("hivemind-whole", "whole")):
         found.append(_row(setting, half, their_half, vector_mib, "float16", name, aim, quantity))
-        found.append(_row(setting, bfloat, their_half, vector_mib, "bfloat16", name, None, quantity))  # it has no bfloat16: the same bytes
+        # it has no bfloat16: the same bytes
+        found.append(_row(setting, bfloat, their_half, vector_mib, "bfloat16", name, None, quantity))
         found.append(_row(setting, float32, their_full, vector_mib, "float32", name, None, quantity))
     return found
 
 
 def _row(
-    setting: Setting, own: Tally, peer: Tally | None, vector_mib: int, codec: str, against: str, aim: Aim | None, quantity: str = "reduce"
+    setting: Setting,
+    own: Tally,
+    peer: Tally | None,
+    vector_mib: int,
+    codec: str,
+    against: str,
+    aim: Aim | None,
+    quantity: str = "reduce",
 ) -> Row:
-    words, of = ("all-reduce alone", reduction) if quantity == "reduce" else ("whole step, matchmaking included", whole)
+    words, of = (
+        ("all-reduce alone", reduction)
+        if quantity == "reduce"
+        else ("whole step, matchmaking included", whole)
+    )
     if against == "bare":
         words += "; the peer moves the same bytes and reduces nothing"
 
@@ -105,6 +146,8 @@ def _row(
 
 
 def memory_limit(copy_bytes_per_s: float, elements: int, codec: str) -> str:
-    """On loopback: every byte a peer sends is copied into the kernel and out of it, and no copy is faster than memory."""
+    """On loopback: every byte a peer sends is copied into the kernel and out of it, and no copy is faster
+    than memory.
+    """
     moved = 2 * (PEERS - 1) * elements * CODEC_BYTES[codec]
     return f"{2 * moved / copy_bytes_per_s:.3f} s: {moved / 1e6:.0f} MB through the kernel, two copies at {copy_bytes_per_s / 1e9:.1f} GB/s"

@@ -1,9 +1,11 @@
-"""The floor of an all-reduce: `grpc.aio` moving a butterfly's bytes over TLS between processes on loopback, and nothing else.
+"""The floor of an all-reduce: `grpc.aio` moving a butterfly's bytes over TLS between processes on loopback,
+and nothing else.
 
-Every process cuts its vector into one span per process, streams each span to its owner in messages of `message_bytes`, and gets as many
-bytes back on the same stream. Messages are made before the clock starts, from as many different bytes as the vector has; what comes is
-dropped. Nothing is encoded, added, checked or decoded: what remains is what gRPC, TLS, the kernel and the event loop cost.
-`averaging.rounds.allreduce` is measured beside it, in turn, in the same run.
+Every process cuts its vector into one span per process, streams each span to its owner in messages of
+`message_bytes`, and gets as many bytes back on the same stream. Messages are made before the clock starts,
+from as many different bytes as the vector has; what comes is dropped. Nothing is encoded, added, checked or
+decoded: what remains is what gRPC, TLS, the kernel and the event loop cost. `averaging.allreduce.allreduce`
+is measured beside it, in turn, in the same run.
 
     with BareButterfly(vector_bytes=64 << 20) as bare:
         seconds = bare.round()
@@ -35,7 +37,8 @@ SPLIT_BYTES_MAX = 4 << 20  # larger messages than the round's parts would be ano
 
 
 class BareButterfly:
-    """Worker processes that stand ready, so that rounds can be taken in turn with other measurements; idle between rounds.
+    """Worker processes that stand ready, so that rounds can be taken in turn with other measurements; idle
+    between rounds.
 
     Raises RuntimeError when a worker dies. Workers end with their parent.
     """
@@ -44,7 +47,12 @@ class BareButterfly:
         if not 0 < message_bytes <= SPLIT_BYTES_MAX:
             raise ValueError(f"message_bytes is between 1 and {SPLIT_BYTES_MAX}, not {message_bytes}")
         certificate, key = _self_signed()
-        self._setup = {"vector_bytes": vector_bytes, "message_bytes": message_bytes, "certificate": certificate, "key": key}
+        self._setup = {
+            "vector_bytes": vector_bytes,
+            "message_bytes": message_bytes,
+            "certificate": certificate,
+            "key": key,
+        }
         self._processes = processes
         self._workers: list[subprocess.Popen[str]] = []
 
@@ -73,7 +81,9 @@ class BareButterfly:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._stop()
 
     def round(self) -> float:
@@ -115,7 +125,9 @@ class BareButterfly:
             worker.wait()
 
 
-def seconds_per_round(*, vector_bytes: int, processes: int = 4, rounds: int = 5, message_bytes: int = 1 << 20) -> list[float]:
+def seconds_per_round(
+    *, vector_bytes: int, processes: int = 4, rounds: int = 5, message_bytes: int = 1 << 20
+) -> list[float]:
     """The seconds of `rounds` rounds after one to warm up."""
     with BareButterfly(vector_bytes=vector_bytes, processes=processes, message_bytes=message_bytes) as bare:
         bare.round()
@@ -142,7 +154,9 @@ def _self_signed() -> tuple[str, str]:
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(key, hashes.SHA256())
     )
-    private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
     return certificate.public_bytes(serialization.Encoding.PEM).decode(), private.decode()
 
 
@@ -150,7 +164,10 @@ def span_messages(vector_bytes: int, processes: int, message_bytes: int) -> list
     """For each process the sizes of the messages that carry its span to it."""
     edges = [vector_bytes * rank // processes for rank in range(processes + 1)]
     spans = itertools.pairwise(edges)
-    return [[min(message_bytes, end - offset) for offset in range(start, end, message_bytes)] for start, end in spans]
+    return [
+        [min(message_bytes, end - offset) for offset in range(start, end, message_bytes)]
+        for start, end in spans
+    ]
 
 
 async def _exchange(channel: Any, messages: Sequence[bytes]) -> None:
@@ -183,9 +200,15 @@ async def _work(lines: asyncio.StreamReader) -> None:
         sys.stdout.flush()
 
     setup = await hear()
-    rank, processes, certificate, key = setup["rank"], setup["processes"], setup["certificate"].encode(), setup["key"].encode()
+    rank, processes, certificate, key = (
+        setup["rank"],
+        setup["processes"],
+        setup["certificate"].encode(),
+        setup["key"].encode(),
+    )
     spans = span_messages(setup["vector_bytes"], processes, setup["message_bytes"])
-    payloads = [[os.urandom(size) for size in sizes] for sizes in spans]  # the parts of the vector; our own span's stand for averages
+    # the parts of the vector; our own span's stand for averages
+    payloads = [[os.urandom(size) for size in sizes] for sizes in spans]
     served: asyncio.Queue[None] = asyncio.Queue()
 
     async def echo(_request: Any, context: Any) -> None:
@@ -201,15 +224,24 @@ async def _work(lines: asyncio.StreamReader) -> None:
     ]
     server = grpc.aio.server(options=options)
     handler = grpc.stream_stream_rpc_method_handler(echo)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(METHOD.split("/")[1], {METHOD.split("/")[2]: handler}),))
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(METHOD.split("/")[1], {METHOD.split("/")[2]: handler}),)
+    )
     port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, certificate)]))
     await server.start()
     tell({"port": port})
     ports = (await hear())["ports"]
     trust = grpc.ssl_channel_credentials(certificate)
-    options = [*options, ("grpc.ssl_target_name_override", "localhost"), ("grpc.use_local_subchannel_pool", 1)]
+    options = [
+        *options,
+        ("grpc.ssl_target_name_override", "localhost"),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
     others = [other for other in range(processes) if other != rank]
-    channels = {other: grpc.aio.secure_channel(f"127.0.0.1:{ports[other]}", trust, options=options) for other in others}
+    channels = {
+        other: grpc.aio.secure_channel(f"127.0.0.1:{ports[other]}", trust, options=options)
+        for other in others
+    }
     for channel in channels.values():
         await channel.channel_ready()
     tell({"ready": True})
@@ -234,12 +266,16 @@ async def _work(lines: asyncio.StreamReader) -> None:
 
 async def _worker() -> None:
     reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
     await _work(reader)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Seconds of a butterfly's bytes over bare grpc.aio with TLS, on loopback.")
+    parser = argparse.ArgumentParser(
+        description="Seconds of a butterfly's bytes over bare grpc.aio with TLS, on loopback."
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--megabytes", type=int, default=64, help="vector per process, 10^6 bytes")
     parser.add_argument("--processes", type=int, default=4)
@@ -255,13 +291,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             asyncio.run(_worker())
         return
     with BareButterfly(
-        vector_bytes=options.megabytes * 10**6, processes=options.processes, message_bytes=options.message_kib << 10
+        vector_bytes=options.megabytes * 10**6,
+        processes=options.processes,
+        message_bytes=options.message_kib << 10,
     ) as bare:
         bare.round()
         details = [bare.round_detail() for _ in range(options.rounds)]
     seconds = [wall_s for wall_s, _ in details]
     processor_s = statistics.median(processor_s for _, processor_s in details)
-    print(json.dumps({"seconds": seconds, "median_s": statistics.median(seconds), "processor_s": processor_s}))
+    print(
+        json.dumps({"seconds": seconds, "median_s": statistics.median(seconds), "processor_s": processor_s})
+    )
 
 
 if __name__ == "__main__":

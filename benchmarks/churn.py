@@ -1,7 +1,9 @@
-"""Four volunteers of one run, each killed and started again at random: what of their work counts, and where it leaves the loss.
+"""Four volunteers of one run, each killed and started again at random: what of their work counts, and where
+it leaves the loss.
 
-The volunteers are the real commands, `swarm start` and `swarm join`, beside a `swarm bootstrap` that is left alone. A step takes each of
-them equally long (`benchmarks.paced`). The same five minutes without a kill are what it is compared with.
+The volunteers are the real commands, `swarm start` and `swarm join`, beside a `swarm bootstrap` that is left
+alone. A step takes each of them equally long (`benchmarks.paced`). The same five minutes without a kill are
+what it is compared with.
 """
 
 from __future__ import annotations
@@ -91,7 +93,10 @@ class _Swarm:
         self._address = ""
         self._run_file = folder / "run.toml"
         target = round(churn.samples_per_s_max * churn.epoch_s)
-        self._run_file.write_text(_RUN.format(target=target, batch=churn.batch, step_s=churn.step_s, task=paced.NAME), encoding="utf-8")
+        self._run_file.write_text(
+            _RUN.format(target=target, batch=churn.batch, step_s=churn.step_s, task=paced.NAME),
+            encoding="utf-8",
+        )
         self._names: dict[int, str] = {}
         self.lives: dict[str, Life] = {}
 
@@ -110,13 +115,21 @@ class _Swarm:
             self._look(deadline_s)
 
     def begin(self, peer: int) -> None:
-        """The founder starts again by the command that founded the run: with the same identity, it takes part in what is there."""
+        """The founder starts again by the command that founded the run: with the same identity, it takes part
+        in what is there.
+        """
         lived = sum(life.peer == peer for life in self.lives.values())
         name = self._names[peer] = f"peer {peer}, life {lived}"
-        role = ("start", str(self._run_file), "--bootstrap", self._address) if peer == 0 else ("join", self._address, "--yes")
+        role = (
+            ("start", str(self._run_file), "--bootstrap", self._address)
+            if peer == 0
+            else ("join", self._address, "--yes")
+        )
         self.lives[name] = Life(peer, time.monotonic(), again=lived > 0)
         identity = str(self._folder / f"{peer}.identity")
-        self._children.start(name, *role, "--device", "cpu", "--identity", identity, "--name", f"peer {peer}", *_LISTEN)
+        self._children.start(
+            name, *role, "--device", "cpu", "--identity", identity, "--name", f"peer {peer}", *_LISTEN
+        )
 
     def kill(self, peer: int) -> None:
         name = self._names[peer]
@@ -131,7 +144,9 @@ class _Swarm:
     def _look(self, deadline_s: float) -> None:
         self._hear(LOOK_S)
         if time.monotonic() > deadline_s:
-            raise LaunchFailed(f"not everybody trained within {READY_S:g} s: { {n: [*life.moments_s] for n, life in self.lives.items()} }")
+            raise LaunchFailed(
+                f"not everybody trained within {READY_S:g} s: { {n: [*life.moments_s] for n, life in self.lives.items()} }"
+            )
 
     def _hear(self, timeout_s: float) -> None:
         line = self._children.next_line(timeout_s)
@@ -150,9 +165,14 @@ class _Swarm:
 
 
 def train(churn: Churn, say: Say, *, killed: bool) -> tuple[list[Life], Sums]:
-    """`seconds` of training, from the moment at which every peer has contributed. LaunchFailed: the swarm did not come about, or a process
-    ended by itself."""
-    with tempfile.TemporaryDirectory(prefix="swarm-churn-") as name, _task_installed(Path(name)), Children() as children:
+    """`seconds` of training, from the moment at which every peer has contributed. LaunchFailed: the swarm did
+    not come about, or a process ended by itself.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="swarm-churn-") as name,
+        _task_installed(Path(name)),
+        Children() as children,
+    ):
         swarm = _Swarm(children, Path(name), churn)
         swarm.open(churn.peers)
         since_s = time.monotonic()
@@ -194,7 +214,9 @@ def _rows(churn: Churn, calm: Sums, stormy: Sums, lives: list[Life]) -> list[Row
         f"{stormy.resynchronised} ({calm.resynchronised})"
     )
 
-    def row(kind: str, quantity: str, unit: str, of: Callable[[Sums], float | None], limit: str, *notes: str) -> Row:
+    def row(
+        kind: str, quantity: str, unit: str, of: Callable[[Sums], float | None], limit: str, *notes: str
+    ) -> Row:
         def series(name: str, sums: Sums) -> Series:
             value = of(sums)
             return Series(name=f"{name}: {kind}", unit=unit, samples=() if value is None else (value,))
@@ -211,9 +233,18 @@ def _rows(churn: Churn, calm: Sums, stormy: Sums, lives: list[Life]) -> list[Row
             notes=notes,
         )
 
-    most = f"{churn.samples_per_s_max:.0f} samples/s: a step of {churn.batch} samples takes {churn.step_s:g} s"
+    most = (
+        f"{churn.samples_per_s_max:.0f} samples/s: a step of {churn.batch} samples takes {churn.step_s:g} s"
+    )
     return [
-        row("goodput", "samples that count in the swarm's steps", "samples/s", lambda found: found.samples_per_s, most, note),
+        row(
+            "goodput",
+            "samples that count in the swarm's steps",
+            "samples/s",
+            lambda found: found.samples_per_s,
+            most,
+            note,
+        ),
         row(
             "goodput-alive",
             "the same for each second of a peer that trains: without the time in which it is dead or starts",
@@ -221,7 +252,13 @@ def _rows(churn: Churn, calm: Sums, stormy: Sums, lives: list[Life]) -> list[Row
             lambda found: found.samples_per_peer_s,
             f"{churn.batch / churn.step_s:.0f} samples/s",
         ),
-        row("loss", "held-out loss at the end, at equal time", "nats/byte", lambda found: found.loss, "fewer samples in the same time"),
+        row(
+            "loss",
+            "held-out loss at the end, at equal time",
+            "nats/byte",
+            lambda found: found.loss,
+            "fewer samples in the same time",
+        ),
         *_restarts(workload, stormy, lives),
     ]
 
@@ -240,7 +277,9 @@ def _restarts(workload: str, stormy: Sums, lives: list[Life]) -> list[Row]:
         peer=None,
         aim=None,
         limit="torch's import",
-        notes=(f"{stormy.unfinished} restarts were cut short by a further kill or the end, and are in no median",),
+        notes=(
+            f"{stormy.unfinished} restarts were cut short by a further kill or the end, and are in no median",
+        ),
     )
     parts = [
         Row(

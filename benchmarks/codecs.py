@@ -1,7 +1,8 @@
-"""The codecs, one thread: bits per element, throughput beside a memory copy's, and the error on normal and on heavy-tailed values.
+"""The codecs, one thread: bits per element, throughput beside a memory copy's, and the error on normal and on
+heavy-tailed values.
 
-A part of a round is encoded and decoded as a reducer does it, block by block. hivemind's counterpart, where it has one, works on the same
-values in a process of its own, in turn with ours.
+A part of a round is encoded and decoded as a reducer does it, block by block. hivemind's counterpart, where
+it has one, works on the same values in a process of its own, in turn with ours.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ ELEMENTS = 1 << 20  # a part: 4 MiB in float32
 ROUNDS = 15
 TIMEOUT_S = 60.0
 CODECS = ("float32", "float16", "bfloat16", "int8", "int4", "int2", "sign", "topk")
-COUNTERPARTS = {"float32": "NONE", "float16": "FLOAT16", "int8": "UNIFORM_8BIT"}  # its blockwise codec needs a package for GPUs
+# its blockwise codec needs a package for GPUs
+COUNTERPARTS = {"float32": "NONE", "float16": "FLOAT16", "int8": "UNIFORM_8BIT"}
 ENCODE_AIMS = {"int8": 1.0, "int4": 1.0}  # GB/s of float32
 
 
@@ -87,7 +89,12 @@ class Own:
 
 
 def rows(
-    say: Callable[[str], None], hivemind: Path | None, *, names: tuple[str, ...] = CODECS, elements: int = ELEMENTS, rounds: int = ROUNDS
+    say: Callable[[str], None],
+    hivemind: Path | None,
+    *,
+    names: tuple[str, ...] = CODECS,
+    elements: int = ELEMENTS,
+    rounds: int = ROUNDS,
 ) -> list[Row]:
     """All of the section; `hivemind`: its interpreter, None for ours alone."""
     found: list[Row] = []
@@ -95,7 +102,10 @@ def rows(
         launch = None
         if hivemind is not None:
             worker = Launch(
-                "hivemind's codecs", python=hivemind, module="benchmarks.workers.hivemind_codecs", configurations=[{"elements": elements}]
+                "hivemind's codecs",
+                python=hivemind,
+                module="benchmarks.workers.hivemind_codecs",
+                configurations=[{"elements": elements}],
             )
             launch = stack.enter_context(worker)
             launch.hear("ready", TIMEOUT_S)
@@ -110,7 +120,10 @@ def rows(
                     for samples in (own.measured.encode, own.measured.decode, theirs.encode, theirs.decode):
                         samples.clear()
             new = _rows_of(name, own.measured, theirs if theirs.encode else None, limit)
-            say(f"{name}, {own.measured.bits:.4g} bits: " + ", ".join(f"{row.quantity} {row.ours.median:.3g}" for row in new))
+            say(
+                f"{name}, {own.measured.bits:.4g} bits: "
+                + ", ".join(f"{row.quantity} {row.ours.median:.3g}" for row in new)
+            )
             found += new
     return found
 
@@ -124,14 +137,24 @@ def _their_round(launch: Launch, codec: str, measured: Measured, elements: int, 
 
 
 def _rows_of(name: str, ours: Measured, theirs: Measured | None, limit: str) -> list[Row]:
-    def row(what: str, quantity: str, unit: str, own: list[float], peer: list[float], aim: Aim | None = None, bound: str = "") -> Row:
+    def row(
+        what: str,
+        quantity: str,
+        unit: str,
+        own: list[float],
+        peer: list[float],
+        aim: Aim | None = None,
+        bound: str = "",
+    ) -> Row:
         other = f"hivemind {HIVEMIND_VERSION} {COUNTERPARTS.get(name, '')}"
         return Row(
             identifier=f"codec-{CODECS.index(name)}-{name}-{what}",
             workload=f"codec {name}, {ours.bits:.4g} bits per element",
             quantity=quantity,
             ours=Series(name=f"swarm {name}: {quantity}", unit=unit, samples=tuple(own)),
-            peer=Series(name=f"{other} ({theirs.bits:.4g} bits): {quantity}", unit=unit, samples=tuple(peer)) if theirs else None,
+            peer=Series(name=f"{other} ({theirs.bits:.4g} bits): {quantity}", unit=unit, samples=tuple(peer))
+            if theirs
+            else None,
             aim=aim,
             shown="ours / peer",
             limit=bound,
@@ -143,7 +166,13 @@ def _rows_of(name: str, ours: Measured, theirs: Measured | None, limit: str) -> 
         row("1-encode", "encode, of float32", "GB/s", ours.encode, peer.encode, fast, limit),
         row("2-decode", "decode, of float32", "GB/s", ours.decode, peer.decode, None, limit),
         *(
-            row(f"{nth}-error", f"relative L2 error, {values}", "of the norm", [error], [peer.errors[values]] if theirs else [])
+            row(
+                f"{nth}-error",
+                f"relative L2 error, {values}",
+                "of the norm",
+                [error],
+                [peer.errors[values]] if theirs else [],
+            )
             for nth, (values, error) in enumerate(ours.errors.items(), 3)
             if name != "float32"
         ),

@@ -23,7 +23,9 @@ DELIVERED_MIN = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What one round of one contender was. Seconds count from the aligned start to the end of the slowest peer."""
+    """What one round of one contender was. Seconds count from the aligned start to the end of the slowest
+    peer.
+    """
 
     ok: bool  # every peer got the average of all peers, in every element
     reason: str = ""
@@ -33,7 +35,8 @@ class Round:
     reduce_s: float = 0.0  # from there to the end
     processor_s: float = 0.0
     delivered: float = 0.0
-    phases: Mapping[str, float] = field(default_factory=dict)  # seconds, the slowest peer's, as the contender itself tells them
+    # seconds, the slowest peer's, as the contender itself tells them
+    phases: Mapping[str, float] = field(default_factory=dict)
     wire_bytes: int = 0  # of all peers' IP packets, where links are emulated
     carried_bytes: int = 0  # what TCP carried in them
 
@@ -42,7 +45,9 @@ class Contender(Protocol):
     @property
     def name(self) -> str: ...
     def __enter__(self) -> Contender: ...
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
     def round(self) -> Round:
         """Raises LaunchFailed when it cannot go on."""
 
@@ -59,7 +64,9 @@ class Workload:
 class Workers:
     """A contender made of worker processes that know `prepare`, `round` and `check`."""
 
-    def __init__(self, name: str, *, python: Path, module: str, workload: Workload, links: Links | None = None) -> None:
+    def __init__(
+        self, name: str, *, python: Path, module: str, workload: Workload, links: Links | None = None
+    ) -> None:
         """`links`: emulated ones, which are open as long as the contender is."""
         self._name, self._workload, self._links = name, workload, links
         configuration: dict[str, Any] = {
@@ -70,13 +77,19 @@ class Workers:
             "codec": workload.codec,
             "vector_bytes": find(workload.codec).encoded_bytes(workload.elements),
         }
-        hosts = ["127.0.0.1"] * workload.peers if links is None else [links.host(place) for place in range(workload.peers)]
+        hosts = (
+            ["127.0.0.1"] * workload.peers
+            if links is None
+            else [links.host(place) for place in range(workload.peers)]
+        )
         configurations = [{**configuration, "host": host} for host in hosts]
         module = f"benchmarks.workers.{module}"
         if links is None:
             self._launch = Launch(name, python=python, module=module, configurations=configurations)
         else:
-            self._launch = Launch(name, python=python, module=module, configurations=configurations, within=links.command)
+            self._launch = Launch(
+                name, python=python, module=module, configurations=configurations, within=links.command
+            )
 
     @property
     def name(self) -> str:
@@ -91,7 +104,9 @@ class Workers:
             self._open = stack.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._open.__exit__(kind, error, trace)
 
     def round(self) -> Round:
@@ -102,18 +117,26 @@ class Workers:
         at_s = time.monotonic() + START_AHEAD_S
         launch.tell("round", at_s=at_s, timeout_s=ROUND_TIMEOUT_S)
         done = launch.hear("done", ROUND_TIMEOUT_S + 10.0)
-        processor_s, after = launch.processor_s() - before_s, self._links.traffic() if self._links is not None else []
+        processor_s, after = (
+            launch.processor_s() - before_s,
+            self._links.traffic() if self._links is not None else [],
+        )
         launch.tell("check")
         checked = launch.hear("checked", READY_TIMEOUT_S)
         outcome = judge(done, checked, at_s=at_s, peers=self._workload.peers, processor_s=processor_s)
         return replace(
             outcome,
             wire_bytes=sum(new.sent_bytes - old.sent_bytes for new, old in zip(after, before, strict=True)),
-            carried_bytes=sum(new.sent_payload_bytes - old.sent_payload_bytes for new, old in zip(after, before, strict=True)),
+            carried_bytes=sum(
+                new.sent_payload_bytes - old.sent_payload_bytes
+                for new, old in zip(after, before, strict=True)
+            ),
         )
 
 
-def judge(done: list[dict[str, Any]], checked: list[dict[str, Any]], *, at_s: float, peers: int, processor_s: float) -> Round:
+def judge(
+    done: list[dict[str, Any]], checked: list[dict[str, Any]], *, at_s: float, peers: int, processor_s: float
+) -> Round:
     """One round from its workers' reports."""
     delivered = min(report["delivered"] for report in checked)
     refused = [report["reason"] for report in done if not report["ok"]]
@@ -150,7 +173,9 @@ def judge(done: list[dict[str, Any]], checked: list[dict[str, Any]], *, at_s: fl
 
 
 class Bare:
-    """The bare transport: moves the bytes of a float32 butterfly and reduces nothing, so there is no result to check."""
+    """The bare transport: moves the bytes of a float32 butterfly and reduces nothing, so there is no result
+    to check.
+    """
 
     name = "bare grpc.aio with TLS"
 
@@ -164,7 +189,9 @@ class Bare:
             raise LaunchFailed(str(error)) from error
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._butterfly.__exit__(kind, error, trace)
 
     def round(self) -> Round:

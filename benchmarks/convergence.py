@@ -1,7 +1,9 @@
-"""What a mode and its codec cost in loss, and save in bytes: four peers and real text, against one machine and synchronous float32.
+"""What a mode and its codec cost in loss, and save in bytes: four peers and real text, against one machine
+and synchronous float32.
 
-Every training is kept in `convergence.json` beside the page as soon as it is over: who interrupts the section goes on where it stopped, by
-the same command. Trainings of another scale, or of a way whose settings have changed, are made anew.
+Every training is kept in `convergence.json` beside the page as soon as it is over: who interrupts the section
+goes on where it stopped, by the same command. Trainings of another scale, or of a way whose settings have
+changed, are made anew.
 """
 
 from __future__ import annotations
@@ -44,13 +46,20 @@ class Kept:
             self._found = [_read(one) for one in json.loads(path.read_text(encoding="utf-8"))]
 
     def get(self, name: str, seed: int, settings: dict[str, Any]) -> Outcome | None:
-        return next((one for one in self._found if (one.way, one.seed, one.settings) == (name, seed, settings)), None)
+        return next(
+            (one for one in self._found if (one.way, one.seed, one.settings) == (name, seed, settings)), None
+        )
 
     def add(self, outcome: Outcome) -> None:
-        self._found = [one for one in self._found if (one.way, one.seed) != (outcome.way, outcome.seed)] + [outcome]
+        self._found = [one for one in self._found if (one.way, one.seed) != (outcome.way, outcome.seed)] + [
+            outcome
+        ]
         if self._path is not None:
             partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-            partial.write_text(json.dumps([dataclasses.asdict(one) for one in self._found], indent=1) + "\n", encoding="utf-8")
+            partial.write_text(
+                json.dumps([dataclasses.asdict(one) for one in self._found], indent=1) + "\n",
+                encoding="utf-8",
+            )
             partial.replace(self._path)
 
 
@@ -61,7 +70,9 @@ def _read(record: dict[str, Any]) -> Outcome:
 
 
 class FourProcesses:
-    """Four peers, each a process of its own, who make one training after the other. A context manager; started when needed first."""
+    """Four peers, each a process of its own, who make one training after the other. A context manager;
+    started when needed first.
+    """
 
     def __init__(self, scale: Scale, text: Path | None = None) -> None:
         self._scale, self._text = scale, text
@@ -83,7 +94,9 @@ class FourProcesses:
                 path = Path(folder) / "begun"
                 torch.save({"model": begun.model, "inner": begun.inner}, path)
                 launch = self._open()
-                launch.tell("train", way=way.name, seed=seed, run=f"convergence {self._trained}", begun=str(path))
+                launch.tell(
+                    "train", way=way.name, seed=seed, run=f"convergence {self._trained}", begun=str(path)
+                )
                 launch.hear("open", READY_S)
                 launch.tell("go")
                 told = [_trained(worker) for worker in launch.workers]
@@ -92,14 +105,23 @@ class FourProcesses:
             self._launch = None
             raise RoundsFailed(str(failure)) from failure
         return [
-            Course(rounds=one["rounds"], missing=one["missing"], curve=[(step, loss, sent) for step, loss, sent in one["curve"]])
+            Course(
+                rounds=one["rounds"],
+                missing=one["missing"],
+                curve=[(step, loss, sent) for step, loss, sent in one["curve"]],
+            )
             for one in told
         ]
 
     def _open(self) -> Launch:
         if self._launch is None:
             shape = {"scale": self._scale.settings, "text": None if self._text is None else str(self._text)}
-            launch = Launch("four peers", python=OWN_PYTHON, module="benchmarks.workers.swarm_four", configurations=[shape] * PEERS)
+            launch = Launch(
+                "four peers",
+                python=OWN_PYTHON,
+                module="benchmarks.workers.swarm_four",
+                configurations=[shape] * PEERS,
+            )
             self._launch = self._stack.enter_context(launch)
             launch.hear("ready", READY_S)
         return self._launch
@@ -136,17 +158,27 @@ class Section:
             seeds = SYNCHRONOUS.seeds[:seeds_max]
             reference, reasons = self._measured(SYNCHRONOUS.name, seeds, settings, together(SYNCHRONOUS))
             if not reference:
-                raise RoundsFailed(f"the synchronous run failed, and everything is held against it: {'; '.join(reasons)}")
+                raise RoundsFailed(
+                    f"the synchronous run failed, and everything is held against it: {'; '.join(reasons)}"
+                )
             yield [self._loss_row(SYNCHRONOUS.name, reference, reference, reasons)]
             for way in self._ways:
                 if way is not SYNCHRONOUS and (seeds_max == 1 or len(way.seeds) > 1):
                     found, reasons = self._measured(
-                        way.name, way.seeds[:seeds_max], {**self._scale.settings, **way.settings}, together(way)
+                        way.name,
+                        way.seeds[:seeds_max],
+                        {**self._scale.settings, **way.settings},
+                        together(way),
                     )
-                    yield [self._loss_row(way.name, found, reference, reasons), self._bytes_row(way, found, reference)]
+                    yield [
+                        self._loss_row(way.name, found, reference, reasons),
+                        self._bytes_row(way, found, reference),
+                    ]
             if seeds_max == 1:
                 for name in _ALONE:
-                    found, _ = self._measured(name, SEEDS[:1], self._scale.settings, lambda seed, n=name: self._alone(n, seed))  # type: ignore[misc]
+                    found, _ = self._measured(
+                        name, SEEDS[:1], self._scale.settings, lambda seed, n=name: self._alone(n, seed)
+                    )  # type: ignore[misc]
                     yield [self._loss_row(name, found, reference, ())]
 
     def _from(self, seed: int) -> Begun:
@@ -180,12 +212,22 @@ class Section:
                     outcome = train(seed)
                 except RoundsFailed as failure:
                     reasons.append(str(failure))
-                    self._say(f"convergence, {name}, seed {seed} failed, and is made again by the next call: {failure}")
+                    self._say(
+                        f"convergence, {name}, seed {seed} failed, and is made again by the next call: {failure}"
+                    )
                     continue
                 self._kept.add(outcome)
-                sent = f", {outcome.sent_bytes / 1e6:.2f} MB sent by each in {outcome.rounds} rounds" if outcome.rounds else ""
-                sent += f", of one of which {outcome.missing:.3g} was missing" if outcome.missing > 1e-6 else ""
-                self._say(f"convergence, {name}, seed {seed}: {outcome.loss:.3f} nats per byte{sent}, {outcome.seconds:.0f} s")
+                sent = (
+                    f", {outcome.sent_bytes / 1e6:.2f} MB sent by each in {outcome.rounds} rounds"
+                    if outcome.rounds
+                    else ""
+                )
+                sent += (
+                    f", of one of which {outcome.missing:.3g} was missing" if outcome.missing > 1e-6 else ""
+                )
+                self._say(
+                    f"convergence, {name}, seed {seed}: {outcome.loss:.3f} nats per byte{sent}, {outcome.seconds:.0f} s"
+                )
             found.append(outcome)
         return found, reasons
 
@@ -197,7 +239,9 @@ class Section:
         outcome.seconds = time.monotonic() - began_s
         return outcome
 
-    def _loss_row(self, name: str, found: Sequence[Outcome], reference: Sequence[Outcome], reasons: Sequence[str]) -> Row:
+    def _loss_row(
+        self, name: str, found: Sequence[Outcome], reference: Sequence[Outcome], reasons: Sequence[str]
+    ) -> Row:
         steps, samples = self._scale.steps, self._scale.samples
         begun = f"of which the first {self._scale.common_steps} are one machine's"
         return Row(
@@ -211,7 +255,9 @@ class Section:
                 failed=len(reasons),
                 reasons=tuple(reasons),
             ),
-            peer=Series(name=f"{SYNCHRONOUS.name}: loss", unit="nats/byte", samples=_of_same_seeds(reference, found)),
+            peer=Series(
+                name=f"{SYNCHRONOUS.name}: loss", unit="nats/byte", samples=_of_same_seeds(reference, found)
+            ),
             aim=None,
             shown="ours / peer",
             limit=next((repr(way.mode) for way in (SYNCHRONOUS, *self._ways) if way.name == name), ""),
@@ -221,7 +267,11 @@ class Section:
     def _bytes_row(self, way: Way, found: Sequence[Outcome], reference: Sequence[Outcome]) -> Row:
         targets = {one.seed: WITHIN * one.loss for one in reference}
         reached = [one.bytes_to(targets[one.seed]) for one in found if one.seed in targets]
-        theirs = [one.bytes_to(targets[one.seed]) for one in reference if one.seed in {other.seed for other in found}]
+        theirs = [
+            one.bytes_to(targets[one.seed])
+            for one in reference
+            if one.seed in {other.seed for other in found}
+        ]
         missed = reached.count(None)
         return Row(
             identifier=f"convergence-bytes-{_slug(way.name)}",
@@ -234,8 +284,14 @@ class Section:
                 failed=missed,
                 reasons=(f"not reached in {self._scale.steps} steps",) if missed else (),
             ),
-            peer=Series(name=f"{SYNCHRONOUS.name}: bytes", unit="bytes sent", samples=tuple(sent for sent in theirs if sent is not None)),
-            aim=None if way.fewer_bytes_min is None else Aim(of="peer / ours", sense="at least", value=way.fewer_bytes_min),
+            peer=Series(
+                name=f"{SYNCHRONOUS.name}: bytes",
+                unit="bytes sent",
+                samples=tuple(sent for sent in theirs if sent is not None),
+            ),
+            aim=None
+            if way.fewer_bytes_min is None
+            else Aim(of="peer / ours", sense="at least", value=way.fewer_bytes_min),
             shown="peer / ours",
             limit=f"steps between rounds ({way.span}) × bits per element",
         )
@@ -244,7 +300,11 @@ class Section:
 def _missing(found: Sequence[Outcome]) -> tuple[str, ...]:
     lacking = sum(one.missing for one in found)
     rounds = sum(one.rounds for one in found)
-    return (f"values that came too late for their round: {lacking / rounds:.2%} of all",) if lacking > 1e-6 else ()
+    return (
+        (f"values that came too late for their round: {lacking / rounds:.2%} of all",)
+        if lacking > 1e-6
+        else ()
+    )
 
 
 def _of_same_seeds(reference: Sequence[Outcome], found: Sequence[Outcome]) -> tuple[float, ...]:

@@ -55,7 +55,9 @@ class Conversation:
 
 
 def wait_until(monotonic_s: float) -> None:
-    """Aligned starts: the monotonic clock is one for all processes of a machine. Sleeps, then spins over the last half millisecond."""
+    """Aligned starts: the monotonic clock is one for all processes of a machine. Sleeps, then spins over the
+    last half millisecond.
+    """
     while (left_s := monotonic_s - time.monotonic()) > 0:
         if left_s > 0.0005:
             time.sleep(left_s - 0.0005)

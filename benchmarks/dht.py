@@ -1,4 +1,6 @@
-"""The DHT, a process a peer on loopback: stores and gets from all peers at once, and one operation alone, ours beside hivemind."""
+"""The DHT, a process a peer on loopback: stores and gets from all peers at once, and one operation alone,
+ours beside hivemind.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ class Load:
     operations: int  # stores, and as many gets
     concurrency: int = CONCURRENCY  # operations that a peer has in flight
     alone: int = ALONE  # operations of one peer while the others rest
-    # gets of what the reader does not hold: fewer, since a hivemind peer keeps all that it has read, and runs out of such keys
+    # gets of what the reader does not hold: fewer, since a hivemind peer keeps all that it has read, and runs
+    # out of such keys
     far_operations: int
 
 
@@ -50,13 +53,16 @@ class Peers(Launched):
     """A contender: processes that know `store` and `get`."""
 
     def __init__(self, name: str, *, python: Path, module: str, load: Load) -> None:
-        super().__init__(name, python=python, module=module, configurations=[{"peers": load.peers}] * load.peers)
+        super().__init__(
+            name, python=python, module=module, configurations=[{"peers": load.peers}] * load.peers
+        )
         self._load = load
         self._batches = (f"{uuid.uuid4().hex[:8]}.{number}" for number in itertools.count())
 
     def round(self) -> Round:
-        """Stores from all, a pause in which everybody has finished, gets from all, and gets of what the readers do not hold, each with
-        `concurrency` calls of one key in flight; stores and gets again, all keys of a peer in one bulk call; then one peer alone.
+        """Stores from all, a pause in which everybody has finished, gets from all, and gets of what the
+        readers do not hold, each with `concurrency` calls of one key in flight; stores and gets again, all
+        keys of a peer in one bulk call; then one peer alone.
         """
         load, batch = self._load, next(self._batches)
         before_s = self._launch.processor_s()
@@ -74,7 +80,9 @@ class Peers(Launched):
             one_store = self._alone("store", "own", next(self._batches), rank=0)
             batch = next(self._batches)
             self._together("store", "own", batch, KEYS_FOR_ALONE // load.peers)
-            one_get = self._alone("get", "elsewhere", batch, rank=load.peers - 1, stored=KEYS_FOR_ALONE // load.peers)
+            one_get = self._alone(
+                "get", "elsewhere", batch, rank=load.peers - 1, stored=KEYS_FOR_ALONE // load.peers
+            )
             phases |= {"one store": one_store.seconds, "one get": one_get.seconds}
             wrong += [*one_store.wrong, *one_get.wrong]
         return Round(
@@ -86,7 +94,9 @@ class Peers(Launched):
         )
 
     def _prepare(self) -> None:
-        """Until every peer knows every other; not longer than JOIN_S_MAX: hivemind's peers meet the last ones in the warm-up."""
+        """Until every peer knows every other; not longer than JOIN_S_MAX: hivemind's peers meet the last ones
+        in the warm-up.
+        """
         deadline_s = time.monotonic() + JOIN_S_MAX
         while True:
             self._launch.tell("known")
@@ -95,7 +105,9 @@ class Peers(Launched):
                 return
             time.sleep(JOIN_POLL_S)
 
-    def _together(self, what: str, which: str, batch: str, count: int | None = None, *, bulk: bool = False) -> _Phase:
+    def _together(
+        self, what: str, which: str, batch: str, count: int | None = None, *, bulk: bool = False
+    ) -> _Phase:
         """All peers at once; seconds from the aligned start to the slowest peer's end."""
         load, at_s = self._load, time.monotonic() + START_AHEAD_S
         count = load.operations if count is None else count
@@ -108,7 +120,9 @@ class Peers(Launched):
     def _alone(self, what: str, which: str, batch: str, *, rank: int, stored: int = 0) -> _Phase:
         """One peer, one operation after the other, while the others only serve; the median of their seconds."""
         worker = self._launch.workers[rank]
-        worker.tell(self._order(what, which, batch, rank, self._load.alone) | {"how": "alone", "stored": stored})
+        worker.tell(
+            self._order(what, which, batch, rank, self._load.alone) | {"how": "alone", "stored": stored}
+        )
         done = worker.hear("done", time.monotonic() + ORDER_TIMEOUT_S)
         return _Phase(statistics.median(done["seconds"]), _faults([done], self._load.alone))
 
@@ -132,7 +146,9 @@ class _Phase:
 
 def _faults(done: Sequence[dict[str, Any]], count: int) -> list[str]:
     found = [f"{report['wrong']} operations: {reason}" for report in done for reason in report["reasons"]]
-    return found + [f"{report['performed']} operations, not {count}" for report in done if report["performed"] != count]
+    return found + [
+        f"{report['performed']} operations, not {count}" for report in done if report["performed"] != count
+    ]
 
 
 def rows(setting: Setting, *, peers: int) -> list[Row]:
@@ -173,17 +189,29 @@ def _rows(load: Load, own: Tally, peer: Tally | None) -> list[Row]:
             aim=aim if peer is not None else None,
             shown="ours / peer",
             limit=ALONE_LIMIT if one else LIMIT,
-            notes=tuple(tally.spending() for tally in (own, peer) if tally is not None) if identifier == "all" else (),
+            notes=tuple(tally.spending() for tally in (own, peer) if tally is not None)
+            if identifier == "all"
+            else (),
         )
 
     both, far, bulk = ("stores", "gets"), ("stores", "gets elsewhere"), ("bulk stores", "bulk gets")
     return [
         row("all", "stores, then gets of others' keys, from all at once", both, faster),
-        row("all-bulk", "the same, all keys of a process in one call of store_many and one of get_many", bulk, faster),
+        row(
+            "all-bulk",
+            "the same, all keys of a process in one call of store_many and one of get_many",
+            bulk,
+            faster,
+        ),
         row("far", "stores, then gets of others' keys that the reader does not hold", far, faster),
         row("stores", "stores from all at once", ("stores",), None),
         row("gets", "gets of others' keys from all at once; replicas read their own copies", ("gets",), None),
-        row("gets-far", "gets of keys that the reader does not hold, from all at once", ("gets elsewhere",), None),
+        row(
+            "gets-far",
+            "gets of keys that the reader does not hold, from all at once",
+            ("gets elsewhere",),
+            None,
+        ),
         row("one-store", "one store", ("one store",), half),
         row("one-get", "one get of a key that the reader does not hold", ("one get",), half),
     ]
@@ -194,5 +222,11 @@ def _series(tally: Tally, load: Load, phases: tuple[str, ...]) -> Series:
     words = " and ".join(phases)
     if phases[0].startswith("one "):
         return tally.series(words, lambda outcome: outcome.phases.get(phases[0]))
-    operations = load.peers * sum(load.far_operations if phase == "gets elsewhere" else load.operations for phase in phases)
-    return tally.series(words, lambda outcome: operations / sum(outcome.phases[phase] for phase in phases), unit="operations/s")
+    operations = load.peers * sum(
+        load.far_operations if phase == "gets elsewhere" else load.operations for phase in phases
+    )
+    return tally.series(
+        words,
+        lambda outcome: operations / sum(outcome.phases[phase] for phase in phases),
+        unit="operations/s",
+    )

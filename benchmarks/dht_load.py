@@ -1,4 +1,6 @@
-"""What a DHT is asked to do: who stores which keys, who reads them, and how they are timed. Standard library only."""
+"""What a DHT is asked to do: who stores which keys, who reads them, and how they are timed. Standard library
+only.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ VALUE_BYTES = 96
 TTL_S = 600.0  # of every record: none expires in a run
 REASONS_MAX = 3
 
-Work = Callable[[str], Awaitable[str]]  # one operation on one key; "" when its result is right, else what was wrong
+# one operation on one key; "" when its result is right, else what was wrong
+Work = Callable[[str], Awaitable[str]]
 BulkWork = Callable[[Sequence[str]], Awaitable[list[str]]]  # one on many, with a word for each
 
 
@@ -36,9 +39,17 @@ def keys_of_others(batch: str, rank: int, count: int, peers: int) -> list[str]:
     return [key(batch, (rank + 1 + index % (peers - 1)) % peers, index) for index in range(count)]
 
 
-def keys_elsewhere(batch: str, rank: int, count: int, peers: int, stored: int, held: Callable[[str], bool]) -> list[str]:
-    """`count` of the `stored` keys of each other peer that this peer does not hold itself: reading them takes the network."""
-    others = (key(batch, (rank + 1 + turn) % peers, (index + rank) % stored) for index in range(stored) for turn in range(peers - 1))
+def keys_elsewhere(
+    batch: str, rank: int, count: int, peers: int, stored: int, held: Callable[[str], bool]
+) -> list[str]:
+    """`count` of the `stored` keys of each other peer that this peer does not hold itself: reading them takes
+    the network.
+    """
+    others = (
+        key(batch, (rank + 1 + turn) % peers, (index + rank) % stored)
+        for index in range(stored)
+        for turn in range(peers - 1)
+    )
     return [one for one in others if not held(one)][:count]
 
 
@@ -53,7 +64,9 @@ def wanted(order: dict[str, Any], held: Callable[[str], bool]) -> list[str]:
 
 
 async def together(keys: Sequence[str], work: Work, *, at_s: float, concurrency: int) -> dict[str, Any]:
-    """`concurrency` operations at a time from `at_s` (monotonic) on; when the last ended, how many went wrong, and why."""
+    """`concurrency` operations at a time from `at_s` (monotonic) on; when the last ended, how many went
+    wrong, and why.
+    """
     await _sleep_until(at_s)
     left = iter(keys)
     wrong: list[str] = []
@@ -109,7 +122,12 @@ class Operations:
 
 
 def _report(performed: int, wrong: Sequence[str]) -> dict[str, Any]:
-    return {"end_s": time.monotonic(), "performed": performed, "wrong": len(wrong), "reasons": list(dict.fromkeys(wrong))[:REASONS_MAX]}
+    return {
+        "end_s": time.monotonic(),
+        "performed": performed,
+        "wrong": len(wrong),
+        "reasons": list(dict.fromkeys(wrong))[:REASONS_MAX],
+    }
 
 
 async def _sleep_until(monotonic_s: float) -> None:

@@ -1,4 +1,6 @@
-"""Where contenders run: our own interpreter, hivemind's environment (made when missing), and the machine under them."""
+"""Where contenders run: our own interpreter, hivemind's environment (made when missing), and the machine
+under them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,18 @@ def hivemind_python(say: Callable[[str], None]) -> Path:
     if not chosen and not _has_hivemind(python):
         say(f"making an environment for hivemind {HIVEMIND_VERSION} in .venv-hivemind (minutes, once)")
         _run([sys.executable, "-m", "venv", str(python.parent.parent)])
-        _run([str(python), "-m", "pip", "install", "--quiet", "--only-binary", "hivemind", *HIVEMIND_REQUIREMENTS])
+        _run(
+            [
+                str(python),
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--only-binary",
+                "hivemind",
+                *HIVEMIND_REQUIREMENTS,
+            ]
+        )
     if not _has_hivemind(python):
         raise NoEnvironment(
             f"hivemind {HIVEMIND_VERSION} cannot be imported by {python}: remove that environment, "
@@ -48,7 +61,9 @@ def _has_hivemind(python: Path) -> bool:
     if not python.exists():
         return False
     question = "import importlib.metadata as m, hivemind; print(m.version('hivemind'), m.version('numpy'))"
-    answer = subprocess.run([str(python), "-c", question], capture_output=True, text=True, timeout=120, check=False)
+    answer = subprocess.run(
+        [str(python), "-c", question], capture_output=True, text=True, timeout=120, check=False
+    )
     return answer.returncode == 0 and answer.stdout.split() == [HIVEMIND_VERSION, "2.2.6"]
 
 
@@ -56,9 +71,13 @@ def _run(command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
-        raise NoEnvironment(f"`{' '.join(command[1:4])} …` took longer than {INSTALL_TIMEOUT_S:g} s") from error
+        raise NoEnvironment(
+            f"`{' '.join(command[1:4])} …` took longer than {INSTALL_TIMEOUT_S:g} s"
+        ) from error
     if done.returncode:
-        raise NoEnvironment(f"`{' '.join(command[1:4])} …` failed: " + " | ".join(done.stderr.strip().splitlines()[-3:]))
+        raise NoEnvironment(
+            f"`{' '.join(command[1:4])} …` failed: " + " | ".join(done.stderr.strip().splitlines()[-3:])
+        )
 
 
 def machine() -> dict[str, str]:
@@ -90,7 +109,12 @@ def _version(name: str) -> str:
 def memory_copy_bytes_per_s() -> float:
     """Bytes that all cores together copy in a second (each byte read once and written once)."""
     cores = os.cpu_count() or 1
-    with Launch("memory copy", python=OWN_PYTHON, module="benchmarks.workers.memory_copy", configurations=[{}] * min(cores, 8)) as launch:
+    with Launch(
+        "memory copy",
+        python=OWN_PYTHON,
+        module="benchmarks.workers.memory_copy",
+        configurations=[{}] * min(cores, 8),
+    ) as launch:
         launch.hear("ready", 60.0)
         launch.tell("copy", at_s=time.monotonic() + 0.1)
         return float(sum(answer["bytes_per_s"] for answer in launch.hear("copied", 60.0)))

@@ -1,4 +1,6 @@
-"""What callers of experts do in a round, for any library's remote experts. Imports torch alone: it runs in hivemind's environment, too."""
+"""What callers of experts do in a round, for any library's remote experts. Imports torch alone: it runs in
+hivemind's environment, too.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def module_of(kind: str) -> torch.nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(SEED)
         width = WIDTH[kind]
-        return torch.nn.Sequential(torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width))
+        return torch.nn.Sequential(
+            torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width)
+        )
 
 
 class Nop(torch.nn.Module):
@@ -56,7 +60,9 @@ def answer(talk: Conversation, experts: Mapping[str, Callable[[torch.Tensor], to
             talk.say("answered", at_s=time.monotonic())
 
 
-def perform(expert: Callable[[torch.Tensor], torch.Tensor], order: dict[str, Any], rank: int) -> dict[str, Any]:
+def perform(
+    expert: Callable[[torch.Tensor], torch.Tensor], order: dict[str, Any], rank: int
+) -> dict[str, Any]:
     """So many calls, one after the other, from the aligned start on; the results are checked behind the time."""
     what = order["what"]
     generator = torch.Generator().manual_seed(rank)
@@ -81,7 +87,9 @@ def perform(expert: Callable[[torch.Tensor], torch.Tensor], order: dict[str, Any
     return {"end_s": end_s, "performed": done, "reasons": sorted(set(reasons))[:3], "longest_s": longest_s}
 
 
-def _call(expert: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, gradient: torch.Tensor, *, train: bool) -> torch.Tensor:
+def _call(
+    expert: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, gradient: torch.Tensor, *, train: bool
+) -> torch.Tensor:
     if not train:
         with torch.no_grad():
             return expert(x)

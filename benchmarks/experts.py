@@ -1,4 +1,6 @@
-"""Experts on loopback: calls of one server by four client processes, ours beside hivemind; more clients; how soon a server answers."""
+"""Experts on loopback: calls of one server by four client processes, ours beside hivemind; more clients; how
+soon a server answers.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Callers(Launched):
     """A contender: a server process, and clients that know `calls`."""
 
     def __init__(self, name: str, *, python: Path, module: str) -> None:
-        super().__init__(name, python=python, module=module, configurations=[{"handlers": HANDLERS}] * (1 + CLIENTS))
+        super().__init__(
+            name, python=python, module=module, configurations=[{"handlers": HANDLERS}] * (1 + CLIENTS)
+        )
 
     def round(self) -> Round:
         """Each workload once, from all clients."""
@@ -58,7 +62,11 @@ class Callers(Launched):
             done = [client.hear("done", time.monotonic() + ORDER_TIMEOUT_S) for client in clients]
             phases[what] = max(report["end_s"] for report in done) - at_s
             wrong += [f"{what}: {reason}" for report in done for reason in report["reasons"]]
-            wrong += [f"{what}: {report['performed']} calls, not {count}" for report in done if report["performed"] != count]
+            wrong += [
+                f"{what}: {report['performed']} calls, not {count}"
+                for report in done
+                if report["performed"] != count
+            ]
         return Round(
             ok=not wrong,
             reason="; ".join(dict.fromkeys(wrong)),
@@ -72,7 +80,9 @@ class Callers(Launched):
 def rows(setting: Setting) -> list[Row]:
     """All of the section."""
     names: list[str] = ["swarm"]
-    makers: list[Callable[[], Contender]] = [lambda: Callers("swarm", python=OWN_PYTHON, module="swarm_experts")]
+    makers: list[Callable[[], Contender]] = [
+        lambda: Callers("swarm", python=OWN_PYTHON, module="swarm_experts")
+    ]
     hivemind = setting.hivemind
     if hivemind is not None:
         names.append(HIVEMIND)
@@ -96,7 +106,9 @@ def _row(what: str, own: Tally, peer: Tally | None) -> Row:
         aim=Aim(of="ours / peer", sense="at least", value=AIMS[what]) if peer is not None else None,
         shown="ours / peer",
         limit=LIMITS[what],
-        notes=tuple(tally.spending() for tally in (own, peer) if tally is not None) if what == "small" else (),
+        notes=tuple(tally.spending() for tally in (own, peer) if tally is not None)
+        if what == "small"
+        else (),
     )
 
 
@@ -113,7 +125,10 @@ def _first_answer(setting: Setting) -> Row:
                 samples[name].append(_start(name, python, module))
             except LaunchFailed as failure:
                 reasons[name].append(str(failure))
-    setting.say("  first answers: " + ", ".join(f"{name} {[round(one, 2) for one in taken]} s" for name, taken in samples.items()))
+    setting.say(
+        "  first answers: "
+        + ", ".join(f"{name} {[round(one, 2) for one in taken]} s" for name, taken in samples.items())
+    )
     series = [
         Series(
             name=f"{name}: first answer",
@@ -136,7 +151,12 @@ def _first_answer(setting: Setting) -> Row:
 
 
 def _start(name: str, python: Path, module: str) -> float:
-    with Launch(name, python=python, module=f"benchmarks.workers.{module}", configurations=[{"handlers": HANDLERS}] * 2) as launch:
+    with Launch(
+        name,
+        python=python,
+        module=f"benchmarks.workers.{module}",
+        configurations=[{"handlers": HANDLERS}] * 2,
+    ) as launch:
         caller = launch.workers[1]
         caller.tell({"do": "first"})
         answered = caller.hear("answered", time.monotonic() + READY_TIMEOUT_S)
@@ -153,11 +173,16 @@ def _crowd(setting: Setting, clients: int) -> Row:
     rates: list[float] = []
     reasons: list[str] = []
     failed = 0
-    with Launch("swarm", python=OWN_PYTHON, module="benchmarks.workers.swarm_experts", configurations=[{}]) as launch:
+    with Launch(
+        "swarm", python=OWN_PYTHON, module="benchmarks.workers.swarm_experts", configurations=[{}]
+    ) as launch:
         server = launch.workers[0]
         server.hear("ready", time.monotonic() + READY_TIMEOUT_S)
         alone_bytes = proportional_bytes(launch.processes(of=server))
-        callers = [launch.add({"clients": clients // processes}, "benchmarks.workers.swarm_expert_callers") for _ in range(processes)]
+        callers = [
+            launch.add({"clients": clients // processes}, "benchmarks.workers.swarm_expert_callers")
+            for _ in range(processes)
+        ]
         for caller in callers:
             caller.hear("ready", time.monotonic() + READY_TIMEOUT_S)
         held_bytes = proportional_bytes(launch.processes(of=server))
@@ -176,7 +201,11 @@ def _crowd(setting: Setting, clients: int) -> Row:
     setting.say(f"  {clients} clients: {sorted(rates)[len(rates) // 2]:.0f} calls/s, {failed} failed")
     latency = f"a call takes {sorted(medians)[len(medians) // 2] * 1e3:.1f} ms in the middle, {max(slow) * 1e3:.0f} ms one in a hundred"
     # of few clients the difference is lost in pages of libraries that more processes share
-    memory = f"; the server took {(held_bytes - alone_bytes) / clients / 1e3:.0f} kB a client" if clients == HELD else ""
+    memory = (
+        f"; the server took {(held_bytes - alone_bytes) / clients / 1e3:.0f} kB a client"
+        if clients == HELD
+        else ""
+    )
     return Row(
         identifier=f"experts-clients-{clients}",
         workload=f"no-op expert, batch 1, {clients} connected client{'s' if clients > 1 else ''}, one call in flight each",

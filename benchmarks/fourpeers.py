@@ -1,8 +1,10 @@
-"""Four peers of one training, each in its own process (or, for the tests, thread): the same local steps, and rounds at the same moments.
+"""Four peers of one training, each in its own process (or, for the tests, thread): the same local steps, and
+rounds at the same moments.
 
-Batches, the order of steps and the moments at which rounds are applied follow from the seed; the rounds are those of `swarm.Optimizer`, on
-real sockets, with its codecs and error feedback. What is left out is who closes an epoch when: every peer makes the same number of steps,
-and what is missing of somebody's values in a round, which a busy machine may cause, is counted.
+Batches, the order of steps and the moments at which rounds are applied follow from the seed; the rounds are
+those of `swarm.Optimizer`, on real sockets, with its codecs and error feedback. What is left out is who
+closes an epoch when: every peer makes the same number of steps, and what is missing of somebody's values in a
+round, which a busy machine may cause, is counted.
 """
 
 from __future__ import annotations
@@ -22,19 +24,19 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from averaging.allreduce.config import RoundConfig
+from averaging.allreduce.liveness import LivenessConfig
+from averaging.allreduce.pacing import PacingConfig
 from averaging.averager import AveragerConfig
-from averaging.groups.matchmaking import MatchmakingConfig
-from averaging.groups.patience import PatienceConfig
-from averaging.groups.presence import PresenceConfig
-from averaging.groups.service import GroupServiceConfig
-from averaging.optimizer import OptimizerConfig
-from averaging.rounds.config import RoundConfig
-from averaging.rounds.liveness import LivenessConfig
-from averaging.rounds.pacing import PacingConfig
-from averaging.training.averagers import Flight, Manner, Rounds
-from averaging.training.modes import Mode, ModeParts
+from averaging.matchmaking.logic.grace_period import PatienceConfig
+from averaging.matchmaking.logic.matchmaking import MatchmakingConfig
+from averaging.matchmaking.service.matchmaking_service import GroupServiceConfig
+from averaging.matchmaking.service.presence import PresenceConfig
+from averaging.optim.epoch_averager import AveragingOptions, BackgroundRound, EpochAverager
+from averaging.optim.modes import Mode, ModeParts
+from averaging.optim.optimizer import OptimizerConfig
 from benchmarks.ways import Scale, Way
-from swarm.ids import PeerId
+from swarm.core.ids import PeerId
 from swarm.node import Node
 from swarm.run.task import Draw
 from swarm.run.tasks.bytelm_model import ByteData, ByteTransformer
@@ -88,8 +90,12 @@ def four_nodes() -> Iterator[list[Node]]:
 
 
 def build(scale: Scale, seed: int) -> tuple[ByteTransformer, torch.optim.Optimizer]:
-    model = ByteTransformer(width=scale.width, layers=scale.layers, heads=scale.heads, context=scale.context, seed=seed)
-    return model, torch.optim.AdamW(model.parameters(), lr=scale.learning_rate, betas=_BETAS, weight_decay=0.01)
+    model = ByteTransformer(
+        width=scale.width, layers=scale.layers, heads=scale.heads, context=scale.context, seed=seed
+    )
+    return model, torch.optim.AdamW(
+        model.parameters(), lr=scale.learning_rate, betas=_BETAS, weight_decay=0.01
+    )
 
 
 def set_rate(inner: torch.optim.Optimizer, scale: Scale, step: int) -> None:
@@ -119,7 +125,13 @@ def begin(data: Data, scale: Scale, seed: int) -> Begun:
     return Begun(model.state_dict(), inner.state_dict())
 
 
-def _lone_step(model: ByteTransformer, inner: torch.optim.Optimizer, data: Data, scale: Scale, which: tuple[int, int, int]) -> None:
+def _lone_step(
+    model: ByteTransformer,
+    inner: torch.optim.Optimizer,
+    data: Data,
+    scale: Scale,
+    which: tuple[int, int, int],
+) -> None:
     seed, step, peers = which
     model.zero_grad()
     for number in range(peers):
@@ -146,7 +158,8 @@ class Course:
 
     rounds: int = 0
     missing: float = 0.0  # of the four's contributions: 1 is what all four give to one round
-    curve: list[tuple[int, float | None, float]] = field(default_factory=list)  # step, its held-out loss if it looked, bytes sent
+    # step, its held-out loss if it looked, bytes sent
+    curve: list[tuple[int, float | None, float]] = field(default_factory=list)
 
 
 class Peer:
@@ -154,18 +167,21 @@ class Peer:
 
     def __init__(self, node: Node, number: int, way: Way, run: str) -> None:
         self._node, self._number, self._way, self._run = node, number, way, run
-        self._flight: Flight | None = None
+        self._flight: BackgroundRound | None = None
         self._sent_bytes = 0
         self.course = Course()
 
     def train(self, data: Data, begun: Begun, scale: Scale, seed: int, ready: Callable[[], None]) -> Course:
-        """`ready` is called once the others can find this peer, and waits for them. RoundsFailed: this machine is too busy for it."""
+        """`ready` is called once the others can find this peer, and waits for them. RoundsFailed: this
+        machine is too busy for it.
+        """
         model, inner = begun.on(scale, seed)
         mode = self._way.mode.build(ModeParts(inner=inner))
         rounds = _rounds(self._node, self._run, mode, self._way)
         rounds.open()
         ready()
-        looks = self._number == 0 or mode.traits.overlapped or not mode.traits.canonical  # elsewhere the peers' losses are the same
+        # elsewhere the peers' losses are the same
+        looks = self._number == 0 or mode.traits.overlapped or not mode.traits.canonical
         way, every, looked = self._way, max(self._way.span, scale.steps // scale.points), scale.common_steps
         try:
             for step in range(scale.common_steps, scale.steps, way.span):
@@ -183,7 +199,9 @@ class Peer:
                 done = step + way.span
                 if done - looked >= every or done >= scale.steps:
                     looked = done
-                    self.course.curve.append((done, data.held_out_loss(model) if looks else None, float(self._sent_bytes)))
+                    self.course.curve.append(
+                        (done, data.held_out_loss(model) if looks else None, float(self._sent_bytes))
+                    )
             self._land(mode, rounds)
         finally:
             if self._flight is not None:
@@ -191,8 +209,10 @@ class Peer:
             rounds.close()
         return self.course
 
-    def _land(self, mode: Mode, rounds: Rounds) -> None:
-        """Take what the round in the background brought; who found nobody in a mode where that may be goes on alone."""
+    def _land(self, mode: Mode, rounds: EpochAverager) -> None:
+        """Take what the round in the background brought; who found nobody in a mode where that may be goes on
+        alone.
+        """
         for attempt in range(1, ATTEMPTS_MAX + 1):
             if self._flight is None:
                 return
@@ -216,10 +236,14 @@ class Peer:
 
 
 def _unhurried() -> OptimizerConfig:
-    """Nobody is missing here, only slow: a machine that is busy with other things must not change what is averaged."""
+    """Nobody is missing here, only slow: a machine that is busy with other things must not change what is
+    averaged.
+    """
     patience = PatienceConfig(first_s=SLOW_S, floor_s=SLOW_S, max_s=SLOW_S)
     groups = GroupServiceConfig(
-        ping_timeout_s=SLOW_S, look_timeout_s=SLOW_S, matchmaking=MatchmakingConfig(patience=patience, leader_ping_s=5.0)
+        ping_timeout_s=SLOW_S,
+        look_timeout_s=SLOW_S,
+        matchmaking=MatchmakingConfig(patience=patience, leader_ping_s=5.0),
     )
     presence = PresenceConfig(ttl_s=4 * SLOW_S, store_timeout_s=SLOW_S)
     liveness = LivenessConfig(probe_s=SLOW_S, first_s=SLOW_S, patience_s_max=SLOW_S)
@@ -232,10 +256,12 @@ def _unhurried() -> OptimizerConfig:
     )
 
 
-def _rounds(node: Node, run: str, mode: Mode, way: Way) -> Rounds:
-    manner = Manner(codec=way.codec, error_feedback=way.error_feedback, strategy=way.strategy)
+def _rounds(node: Node, run: str, mode: Mode, way: Way) -> EpochAverager:
+    manner = AveragingOptions(codec=way.codec, error_feedback=way.error_feedback, strategy=way.strategy)
     # where nobody need come, who waits long for a partner that has found another holds both up
-    return Rounds(node, run, mode, mode.state, manner, OptimizerConfig() if mode.traits.lone else _unhurried())
+    return EpochAverager(
+        node, run, mode, mode.state, manner, OptimizerConfig() if mode.traits.lone else _unhurried()
+    )
 
 
 def _advance(mode: Mode, told: list[object]) -> None:
@@ -254,14 +280,18 @@ def together(courses: Sequence[Course]) -> list[tuple[int, float, float]]:
 
 
 def in_threads(nodes: Sequence[Node], data: Data, scale: Scale) -> Callable[[Way, Begun, int], list[Course]]:
-    """Makes four peers of this process train: for the tests, since four processes would import torch four times."""
+    """Makes four peers of this process train: for the tests, since four processes would import torch four
+    times.
+    """
     trained = count()
 
     def four(way: Way, begun: Begun, seed: int) -> list[Course]:
         together, run = threading.Barrier(PEERS), f"convergence {next(trained)}"
 
         def train(number: int) -> Course:
-            return Peer(nodes[number], number, way, run).train(data, begun, scale, seed, lambda: _ready(together))
+            return Peer(nodes[number], number, way, run).train(
+                data, begun, scale, seed, lambda: _ready(together)
+            )
 
         with ThreadPoolExecutor(PEERS) as pool:
             return list(pool.map(train, range(PEERS)))

@@ -1,7 +1,8 @@
-"""Forming groups in simulated swarms larger than a group: messages and time per round, and how fast values come together.
+"""Forming groups in simulated swarms larger than a group: messages and time per round, and how fast values
+come together.
 
-The production matchmaking on virtual time (`swarm.testing.grid_swarm`): the same on every machine. The first round begins with peers that
-know nobody, and is left out of messages and times; the deviation counts from it.
+The production matchmaking on virtual time (`swarm.testing.grid_swarm`): the same on every machine. The first
+round begins with peers that know nobody, and is left out of messages and times; the deviation counts from it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ Say = Callable[[str], None]
 class Plan:
     """How much is measured. The default is for the page; tests take less."""
 
-    swarms: tuple[tuple[int, int], ...] = ((16, 16), (64, 16), (256, 16), (16, 4), (64, 4), (256, 4), (60, 16))  # peers, target group size
+    # peers, target group size
+    swarms: tuple[tuple[int, int], ...] = (
+        (16, 16),
+        (64, 16),
+        (256, 16),
+        (16, 4),
+        (64, 4),
+        (256, 4),
+        (60, 16),
+    )
     rounds: int = 4
 
 
@@ -54,7 +64,11 @@ def _rows(figures: GridFigures) -> list[Row]:
             f"{prefix}-bytes",
             title,
             "bytes that a peer sends in a round to find its group, on average",
-            Series(name="swarm: bytes", unit="kB", samples=tuple(size_bytes / 1e3 for size_bytes in figures.bytes_sent[1:])),
+            Series(
+                name="swarm: bytes",
+                unit="kB",
+                samples=tuple(size_bytes / 1e3 for size_bytes in figures.bytes_sent[1:]),
+            ),
         ),
         simulated_row(
             f"{prefix}-forming",

@@ -23,7 +23,14 @@ def rows(setting: Setting, *, rounds: int) -> list[Row]:
     aim = Aim(of="ours", sense="at most", value=0.1)
     return [
         short(setting, rounds=rounds),
-        _row(setting, full, rounds, "group-full", "4 peers form a group of target size 4, aligned arrivals", aim),
+        _row(
+            setting,
+            full,
+            rounds,
+            "group-full",
+            "4 peers form a group of target size 4, aligned arrivals",
+            aim,
+        ),
     ]
 
 
@@ -31,14 +38,24 @@ def short(setting: Setting, *, rounds: int) -> Row:
     """Fewer peers than the target size: hivemind waits its whole window."""
     workload = Workload(elements=ELEMENTS, tensors=1, peers=3, target_group_size=8, codec="float32")
     aim = Aim(of="ours", sense="at most", value=0.5)
-    return _row(setting, workload, rounds, "group-short", "3 peers form a group of target size 8, aligned arrivals", aim)
+    return _row(
+        setting,
+        workload,
+        rounds,
+        "group-short",
+        "3 peers form a group of target size 8, aligned arrivals",
+        aim,
+    )
 
 
 def _row(setting: Setting, workload: Workload, rounds: int, identifier: str, title: str, aim: Aim) -> Row:
     name = f"{HIVEMIND} (default min_matchmaking_time, 5 s)"
     setting.say(f"{title}: swarm" + (f", {name}" if setting.hivemind else ""))
     own = take_turns(
-        [partial(ours, workload)], ["swarm"], Plan(passes=1, rounds=max(rounds, OWN_ROUNDS) if setting.hivemind else rounds), setting.say
+        [partial(ours, workload)],
+        ["swarm"],
+        Plan(passes=1, rounds=max(rounds, OWN_ROUNDS) if setting.hivemind else rounds),
+        setting.say,
     )[0]
     peer = None
     if setting.hivemind is not None:

@@ -1,8 +1,9 @@
 """A quarter of the peers lies: what a training loses under each aggregation, and what each aggregation takes.
 
-Eight peers train the byte-level model, each on its own draw of the text; gradients are encoded, cut into parts and reduced by the very code
-of a round, in this process: no network lies in between, since none of it is about the network. Two of the peers lie, always in the same
-way. The losses come from seeds and are the same on every run of one machine.
+Eight peers train the byte-level model, each on its own draw of the text; gradients are encoded, cut into
+parts and reduced by the very code of a round, in this process: no network lies in between, since none of it
+is about the network. Two of the peers lie, always in the same way. The losses come from seeds and are the
+same on every run of one machine.
 """
 
 from __future__ import annotations
@@ -15,19 +16,19 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from averaging.groups.group import Group, Member
+from averaging.allreduce.auditing import Auditor
+from averaging.allreduce.work import Averaged, ReductionKernels
+from averaging.matchmaking.logic.group import Group, Member
 from averaging.reduction.audit import Notary
-from averaging.reduction.averages import Averages, Landing
+from averaging.reduction.averages import Averages, ResultBuffer
 from averaging.reduction.chunks import unpack
 from averaging.reduction.partition import Part, Plan, plan_parts
 from averaging.reduction.reduce import Contribution
 from averaging.reduction.robust import MEAN, Aggregation
 from averaging.reduction.vector import FlatVector
-from averaging.rounds.auditing import Auditor
-from averaging.rounds.work import Averaged, Workbench
 from benchmarks.results import Aim, Row, Series
 from swarm.compression import find
-from swarm.ids import Contact
+from swarm.core.ids import Contact
 from swarm.run.task import Draw
 from swarm.run.tasks.bytelm_model import ByteData, ByteTransformer
 from swarm.run.tasks.corpus import read_corpus
@@ -57,7 +58,9 @@ LIES: dict[str, Lie] = {
     "sign-flipped": lambda gradient, _: -gradient,
     "sign-flipped ×10": lambda gradient, _: gradient * -10.0,
     "scaled ×100": lambda gradient, _: gradient * 100.0,
-    "random, ×10 as long": lambda gradient, chance: torch.randn(gradient.numel(), generator=chance) * (10.0 * gradient.std()),
+    "random, ×10 as long": lambda gradient, chance: (
+        torch.randn(gradient.numel(), generator=chance) * (10.0 * gradient.std())
+    ),
     "all-zero": lambda gradient, _: torch.zeros_like(gradient),
 }
 
@@ -73,10 +76,17 @@ class Diverged(Exception):
 
 
 def average(vectors: Sequence[torch.Tensor], aggregation: Aggregation) -> torch.Tensor:
-    """What a round makes of these: each part reduced by the first peer, the others' values encoded as they travel."""
+    """What a round makes of these: each part reduced by the first peer, the others' values encoded as they
+    travel.
+    """
     codec, numel = find(CODEC), vectors[0].numel()
     plan = plan_parts(numel, [1.0, *[0.0] * (len(vectors) - 1)], codec, 1 << 14)
-    benches = [Workbench(plan, codec, 0, FlatVector([vector]), Averages(plan, codec, Landing()), aggregation) for vector in vectors]
+    benches = [
+        ReductionKernels(
+            plan, codec, 0, FlatVector([vector]), Averages(plan, codec, ResultBuffer()), aggregation
+        )
+        for vector in vectors
+    ]
     reducer = benches[0]
     sent = [bench.encode(plan.parts) for bench in benches[1:]]
     for part in plan.parts:
@@ -91,7 +101,14 @@ def average(vectors: Sequence[torch.Tensor], aggregation: Aggregation) -> torch.
     return reducer.averages.decoded()
 
 
-def train(aggregation: Aggregation, lie: Lie | None, *, steps: int = STEPS, samples: int = SAMPLES, data_bytes: int = 4 << 20) -> float:
+def train(
+    aggregation: Aggregation,
+    lie: Lie | None,
+    *,
+    steps: int = STEPS,
+    samples: int = SAMPLES,
+    data_bytes: int = 4 << 20,
+) -> float:
     """The loss on held-out text (nats per byte) after `steps` steps; the last `LIARS` of the peers lie."""
     model = ByteTransformer(width=32, layers=1, heads=4, context=CONTEXT, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
@@ -127,7 +144,10 @@ def losses(say: Callable[[str], None], *, steps: int = STEPS) -> list[Row]:
     found = []
     for nth, (lie_name, lie) in enumerate(LIES.items()):
         reached = {rule: train(aggregation, lie, steps=steps) for rule, aggregation in RULES.items()}
-        say(f"{LIARS} of {PEERS} send {lie_name} gradients: " + ", ".join(f"{rule} {loss:.3f}" for rule, loss in reached.items()))
+        say(
+            f"{LIARS} of {PEERS} send {lie_name} gradients: "
+            + ", ".join(f"{rule} {loss:.3f}" for rule, loss in reached.items())
+        )
         found += [
             Row(
                 identifier=f"hostile-loss-{nth}-{_slug(rule)}",
@@ -135,7 +155,9 @@ def losses(say: Callable[[str], None], *, steps: int = STEPS) -> list[Row]:
                 quantity=f"held-out loss after {steps} steps",
                 ours=Series(name=f"swarm {rule}: loss", unit="nats/byte", samples=(loss,)),
                 peer=Series(name="honest peers, mean: loss", unit="nats/byte", samples=(honest,)),
-                aim=Aim(of="ours / peer", sense="at most", value=LOSS_OVER_HONEST_MAX) if rule in ROBUST else None,
+                aim=Aim(of="ours / peer", sense="at most", value=LOSS_OVER_HONEST_MAX)
+                if rule in ROBUST
+                else None,
                 shown="ours / peer",
             )
             for rule, loss in reached.items()
@@ -143,19 +165,31 @@ def losses(say: Callable[[str], None], *, steps: int = STEPS) -> list[Row]:
     return found
 
 
-def costs(say: Callable[[str], None], *, elements: int = COST_ELEMENTS, rounds: int = COST_ROUNDS) -> list[Row]:
+def costs(
+    say: Callable[[str], None], *, elements: int = COST_ELEMENTS, rounds: int = COST_ROUNDS
+) -> list[Row]:
     """Reducing what eight peers sent, one thread: each aggregation in turn, and what an audit adds per chunk."""
     codec = find(CODEC)
     plan = plan_parts(elements, [1.0], codec, 1 << 20)
     chance = torch.Generator().manual_seed(2)
     vectors = [torch.randn(elements, generator=chance) for _ in range(PEERS)]
-    benches = [Workbench(plan, codec, 0, FlatVector([vector]), Averages(plan, codec, Landing())) for vector in vectors]
-    jobs = [(part, [Contribution(place, 1.0, bench.encoded(part)) for place, bench in enumerate(benches)]) for part in plan.parts]
+    benches = [
+        ReductionKernels(plan, codec, 0, FlatVector([vector]), Averages(plan, codec, ResultBuffer()))
+        for vector in vectors
+    ]
+    jobs = [
+        (part, [Contribution(place, 1.0, bench.encoded(part)) for place, bench in enumerate(benches)])
+        for part in plan.parts
+    ]
     reducers = {
-        rule: Workbench(plan, codec, 0, FlatVector([vectors[0]]), Averages(plan, codec, Landing()), aggregation)
+        rule: ReductionKernels(
+            plan, codec, 0, FlatVector([vectors[0]]), Averages(plan, codec, ResultBuffer()), aggregation
+        )
         for rule, aggregation in RULES.items()
     }
-    work: dict[str, Callable[[], object]] = {rule: functools.partial(bench.reduce, jobs) for rule, bench in reducers.items()}
+    work: dict[str, Callable[[], object]] = {
+        rule: functools.partial(bench.reduce, jobs) for rule, bench in reducers.items()
+    }
     work["audit: sign and check the chunks"] = functools.partial(_sign_and_check, plan, jobs)
     taken: dict[str, list[float]] = {name: [] for name in work}
     for nth in range(rounds + 1):
@@ -186,7 +220,9 @@ def _sign_and_check(plan: Plan, jobs: Sequence[tuple[Part, Sequence[Contribution
     identity = SeededIdentity("hostile/signer")
     member = Member(contact=Contact(identity.peer_id, ()), weight=1.0, bandwidth=1.0)
     group = Group(group_id=bytes(32), members=(member,), codec=CODEC, gathered=(b"",))
-    bench = Workbench(plan, find(CODEC), 0, FlatVector([]), Averages(plan, find(CODEC), Landing()))
+    bench = ReductionKernels(
+        plan, find(CODEC), 0, FlatVector([]), Averages(plan, find(CODEC), ResultBuffer())
+    )
     auditor = Auditor(group, bench, Notary(identity, random.Random(0)), 0.1)
     assert bench.sign is not None
     for part, contributions in jobs:
@@ -213,4 +249,6 @@ def one_thread() -> Iterator[None]:
 
 
 def _slug(name: str) -> str:
-    return "".join(character if character.isalnum() else "-" for character in name.partition(":")[0]).strip("-")
+    return "".join(character if character.isalnum() else "-" for character in name.partition(":")[0]).strip(
+        "-"
+    )

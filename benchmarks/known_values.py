@@ -1,4 +1,6 @@
-"""Vectors whose average is known, so that a round that averaged nothing, or part, or wrongly, is seen. Needs torch only."""
+"""Vectors whose average is known, so that a round that averaged nothing, or part, or wrongly, is seen. Needs
+torch only.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ CHUNK_ELEMENTS = 1 << 20
 _PRIME = 4099
 # how far a value may be from the exact mean; a value left out of the average is at least half a unit away
 TOLERANCE = {"float32": 1e-5, "float16": 0.01, "bfloat16": 0.03, "int8": 0.15, "int4": 0.15}
-COARSE = frozenset({"int4"})  # an element's error may be as large as what a missing peer makes: the mean over a chunk's is looked at
+# an element's error may be as large as what a missing peer makes: the mean over a chunk's is looked at
+COARSE = frozenset({"int4"})
 
 
 def _pattern() -> torch.Tensor:
@@ -19,7 +22,9 @@ def _pattern() -> torch.Tensor:
 
 
 def fill(tensors: Sequence[torch.Tensor], rank: float) -> None:
-    """Writes what peer `rank` starts a round with: a pattern in [0, 2) that does not repeat from chunk to chunk, plus `rank`."""
+    """Writes what peer `rank` starts a round with: a pattern in [0, 2) that does not repeat from chunk to
+    chunk, plus `rank`.
+    """
     pattern = _pattern()
     for place, tensor in enumerate(tensors):
         flat = tensor.view(-1)
@@ -28,8 +33,12 @@ def fill(tensors: Sequence[torch.Tensor], rank: float) -> None:
             piece.copy_(pattern[: piece.numel()]).add_(rank + (chunk + 3 * place) % 7 / 8)
 
 
-def delivered(tensors: Sequence[torch.Tensor], peers: int, codec: str, lost: int | None = None) -> tuple[float, float]:
-    """(fraction of the elements that hold the average of `peers` peers, largest error). `lost`: the one without it counts, too."""
+def delivered(
+    tensors: Sequence[torch.Tensor], peers: int, codec: str, lost: int | None = None
+) -> tuple[float, float]:
+    """(fraction of the elements that hold the average of `peers` peers, largest error). `lost`: the one
+    without it counts, too.
+    """
     pattern, total_rank = _pattern(), peers * (peers - 1) / 2
     mean_ranks = [total_rank / peers] + ([] if lost is None else [(total_rank - lost) / (peers - 1)])
     right = total = 0
@@ -50,4 +59,6 @@ def delivered(tensors: Sequence[torch.Tensor], peers: int, codec: str, lost: int
 
 def tensors_of(elements: int, count: int) -> list[torch.Tensor]:
     """`count` float32 tensors, `elements` in all, sizes as even as can be."""
-    return [torch.zeros(elements * (index + 1) // count - elements * index // count) for index in range(count)]
+    return [
+        torch.zeros(elements * (index + 1) // count - elements * index // count) for index in range(count)
+    ]

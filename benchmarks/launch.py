@@ -1,4 +1,6 @@
-"""Starts the workers of one contender, each in a session of its own, talks with them under deadlines, and leaves nothing of them behind."""
+"""Starts the workers of one contender, each in a session of its own, talks with them under deadlines, and
+leaves nothing of them behind.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,13 @@ class Worker:
         with log.open("wb") as sink:
             self.started_s = time.monotonic()
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sink, start_new_session=True
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=sink,
+                start_new_session=True,
             )
         threading.Thread(target=self._read, daemon=True, name=f"answers of {name}").start()
 
@@ -74,7 +82,9 @@ class Worker:
 
 
 class Launch:
-    """Workers of one contender as a context manager. All they start carries a mark, is counted with them, and is ended with them."""
+    """Workers of one contender as a context manager. All they start carries a mark, is counted with them, and
+    is ended with them.
+    """
 
     def __init__(
         self,
@@ -85,7 +95,9 @@ class Launch:
         configurations: Iterable[dict[str, Any]],
         within: Callable[[int, Sequence[str]], Sequence[str]] = lambda number, command: command,
     ) -> None:
-        """`within(number, command)`: the command by which a worker runs somewhere else, in a network of its own for instance."""
+        """`within(number, command)`: the command by which a worker runs somewhere else, in a network of its
+        own for instance.
+        """
         self.name, self._python, self._module, self._within = name, python, module, within
         self._configurations = list(configurations)
         self._mark = uuid.uuid4().hex
@@ -103,7 +115,9 @@ class Launch:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._end()
 
     def add(self, configuration: dict[str, Any], module: str | None = None) -> Worker:
@@ -121,7 +135,12 @@ class Launch:
         environment.pop("PYTHONPATH", None)
         command = [str(self._python), "-m", module or self._module, json.dumps(full)]
         within = self._within(number, command)
-        worker = Worker(name=f"{self.name} worker {number}", command=within, environment=environment, log=self._folder / f"{number}.log")
+        worker = Worker(
+            name=f"{self.name} worker {number}",
+            command=within,
+            environment=environment,
+            log=self._folder / f"{number}.log",
+        )
         self.workers.append(worker)
         return worker
 
@@ -166,7 +185,9 @@ class Launch:
             for worker in everyone:
                 worker.process.poll()
             if time.monotonic() > deadline_s:
-                raise LaunchFailed(f"{self.name} leaves processes that cannot be ended: {[process.pid for process in alive]}")
+                raise LaunchFailed(
+                    f"{self.name} leaves processes that cannot be ended: {[process.pid for process in alive]}"
+                )
             time.sleep(0.02)
         for worker in everyone:
             worker.process.wait()
@@ -200,7 +221,9 @@ def _session(pid: int) -> int:
 
 
 def _remove_dead_sockets(since_s: float) -> None:
-    """hivemind's daemons, when killed, leave socket files in /tmp: those made since then that nobody listens on any more go."""
+    """hivemind's daemons, when killed, leave socket files in /tmp: those made since then that nobody listens
+    on any more go.
+    """
     listened = Path("/proc/net/unix").read_text(errors="replace")
     for path in Path("/tmp").glob("hivemind-p2p*.sock"):
         with contextlib.suppress(OSError):
@@ -217,7 +240,9 @@ def _alive(pid: int) -> bool:
 
 
 def _free_shared_memory(since_s: float) -> None:
-    """hivemind's tensors outlive killed processes in shared memory: files made since then and named after a dead process go."""
+    """hivemind's tensors outlive killed processes in shared memory: files made since then and named after a
+    dead process go.
+    """
     for path in Path("/dev/shm").glob("torch_*"):
         owner = path.name.split("_")[1]
         with contextlib.suppress(OSError):

@@ -1,4 +1,6 @@
-"""A contender that is one launch of worker processes: what those of experts, mixtures and the DHT have in common."""
+"""A contender that is one launch of worker processes: what those of experts, mixtures and the DHT have in
+common.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,19 @@ class Launched:
     """The part of `benchmarks.contenders.Contender` that opens and closes; a round is its heirs'."""
 
     def __init__(
-        self, name: str, *, python: Path, module: str, configurations: Sequence[dict[str, Any]], ready_timeout_s: float = READY_TIMEOUT_S
+        self,
+        name: str,
+        *,
+        python: Path,
+        module: str,
+        configurations: Sequence[dict[str, Any]],
+        ready_timeout_s: float = READY_TIMEOUT_S,
     ) -> None:
         """`module`: in `benchmarks.workers`; a process for each of `configurations`."""
         self._name, self._ready_timeout_s = name, ready_timeout_s
-        self._launch = Launch(name, python=python, module=f"benchmarks.workers.{module}", configurations=list(configurations))
+        self._launch = Launch(
+            name, python=python, module=f"benchmarks.workers.{module}", configurations=list(configurations)
+        )
 
     @property
     def name(self) -> str:
@@ -37,5 +47,7 @@ class Launched:
             stack.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._launch.__exit__(kind, error, trace)

@@ -1,4 +1,6 @@
-"""All-reduce of four peers over emulated long, slow and unequal links: time, per cent of the link's capacity, bytes on the wire."""
+"""All-reduce of four peers over emulated long, slow and unequal links: time, per cent of the link's capacity,
+bytes on the wire.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from averaging.reduction.balance import Load, shares
+from averaging.reduction.balance import ReducerLoad, shares
 from benchmarks.allreduce import HIVEMIND, MIB, PEERS, TENSORS, Setting, reduction
 from benchmarks.contenders import Contender, Round, Workers, Workload
 from benchmarks.environments import OWN_PYTHON
@@ -21,7 +23,8 @@ from swarm.testing.links import Link, Links, why_not
 CODECS = ("float32", "float16", "int8", "int4")
 AIMED = ("float32", "float16")
 TOTAL_S = 420.0  # after this only our own rounds are measured, so that the section stays within ten minutes
-PLAN = Plan(passes=1, rounds=3, warm_up=2)  # the first rounds dial, and find out how far the others are and how fast the own link is
+# the first rounds dial, and find out how far the others are and how fast the own link is
+PLAN = Plan(passes=1, rounds=3, warm_up=2)
 TCP, GLOO = "bare TCP", "gloo"
 
 
@@ -88,7 +91,9 @@ def rows(setting: Setting) -> Iterator[list[Row]]:
         for codec in CODECS:
             others = [name for name in scene.beside.get(codec, ()) if name not in gone]
             if others and time.monotonic() > until_s:
-                setting.say(f"links, {scene.words}, {codec}: beside nobody, for want of time: {', '.join(others)}")
+                setting.say(
+                    f"links, {scene.words}, {codec}: beside nobody, for want of time: {', '.join(others)}"
+                )
                 others = []
             found, failed = _rows(setting, scene, codec, others)
             gone |= failed
@@ -96,14 +101,19 @@ def rows(setting: Setting) -> Iterator[list[Row]]:
 
 
 def _rows(setting: Setting, scene: Scene, codec: str, others: list[str]) -> tuple[list[Row], set[str]]:
-    """Ours beside each of the others, which were measured in turn with it, and which of them had no round; alone when there is nobody."""
+    """Ours beside each of the others, which were measured in turn with it, and which of them had no round;
+    alone when there is nobody.
+    """
     names = [f"swarm {codec}", *(f"{name} {codec}" for name in others)]
     setting.say(f"links, {PEERS} × {scene.vector_mib:g} MiB, {scene.words}: {', '.join(names)}")
     makers = [_maker(name, setting, scene, codec) for name in ("swarm", *others)]
     own, *tallies = take_turns(makers, names, scene.plan, setting.say)
     if not tallies:
         return [_row(scene, codec, own, None, "alone")], set()
-    found = [_row(scene, codec, own, tally, name.split()[-1].lower()) for name, tally in zip(_short(others), tallies, strict=True)]
+    found = [
+        _row(scene, codec, own, tally, name.split()[-1].lower())
+        for name, tally in zip(_short(others), tallies, strict=True)
+    ]
     return found, {name for name, tally in zip(others, tallies, strict=True) if not tally.rounds}
 
 
@@ -123,17 +133,29 @@ def _maker(name: str, setting: Setting, scene: Scene, codec: str) -> Callable[[]
         if launched and name != "swarm":
             raise LaunchFailed("not launched a second time, for want of time")
         launched = True
-        return Workers(f"{name} {codec}", python=python, module=module, workload=workload, links=Links(scene.links))
+        return Workers(
+            f"{name} {codec}", python=python, module=module, workload=workload, links=Links(scene.links)
+        )
 
     return make
 
 
 def least_s(links: tuple[Link, ...], vector_bytes: float) -> float:
-    """The least time for a butterfly of this size over these links, delays left out: shares as good as can be, payloads only."""
-    loads = [Load(up=link.up_bytes_per_s, down=link.down_bytes_per_s, contributes=True, receives=True, reduces=True) for link in links]
+    """The least time for a butterfly of this size over these links, delays left out: shares as good as can
+    be, payloads only.
+    """
+    loads = [
+        ReducerLoad(
+            up=link.up_bytes_per_s, down=link.down_bytes_per_s, contributes=True, receives=True, reduces=True
+        )
+        for link in links
+    ]
     others = len(links) - 1
     moved = [(1.0 - share + share * others) * vector_bytes for share in shares(loads)]
-    return max(each / min(link.up_bytes_per_s, link.down_bytes_per_s) for each, link in zip(moved, links, strict=True))
+    return max(
+        each / min(link.up_bytes_per_s, link.down_bytes_per_s)
+        for each, link in zip(moved, links, strict=True)
+    )
 
 
 def _row(scene: Scene, codec: str, own: Tally, peer: Tally | None, against: str) -> Row:
@@ -151,7 +173,9 @@ def _row(scene: Scene, codec: str, own: Tally, peer: Tally | None, against: str)
         quantity="per cent of the links' capacity, all-reduce alone",
         ours=own.series("", filled, unit="%"),
         peer=None if peer is None else peer.series("", filled, unit="%"),
-        aim=None if scene.aim_per_cent is None or codec not in AIMED else Aim(of="ours", sense="at least", value=scene.aim_per_cent),
+        aim=None
+        if scene.aim_per_cent is None or codec not in AIMED
+        else Aim(of="ours", sense="at least", value=scene.aim_per_cent),
         shown="ours / peer",
         limit=f"{ideal_s:.3g} s for the payload at line rate; {100 * 1448 / 1500:.1f} % are left beside TCP's and IP's headers",
         notes=tuple(_spent(tally, elements, least_bytes) for tally in (own, peer) if tally is not None),

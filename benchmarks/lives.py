@@ -1,4 +1,6 @@
-"""Peers that are killed and started again: when, by chance from a seed, and what of their work counted in the swarm. Pure."""
+"""Peers that are killed and started again: when, by chance from a seed, and what of their work counted in the
+swarm. Pure.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Kill:
 
 
 def kills(rng: random.Random, *, peers: int, mean_s: float, seconds: float) -> list[Kill]:
-    """Every peer on its own: the time to its next kill is exponential, whether it trains meanwhile or is still starting."""
+    """Every peer on its own: the time to its next kill is exponential, whether it trains meanwhile or is
+    still starting.
+    """
     found = []
     for peer in range(peers):
         at_s = rng.expovariate(1.0 / mean_s)
@@ -43,7 +47,8 @@ class Life:
     started_s: float
     again: bool  # it follows a kill
     moments_s: dict[str, float] = field(default_factory=dict)  # of the first event of each kind
-    counted: list[tuple[float, int]] = field(default_factory=list)  # samples in the swarm's steps, and when they were told
+    # samples in the swarm's steps, and when they were told
+    counted: list[tuple[float, int]] = field(default_factory=list)
     losses: list[tuple[float, float]] = field(default_factory=list)  # held-out
     state_s: float | None = None  # what the download took
     failed_rounds: int = 0
@@ -106,7 +111,9 @@ def sums(lives: Iterable[Life], *, peers: int, since_s: float, until_s: float) -
     trained_s = sum(life.contributing_s(since_s, until_s) for life in everyone)
     again = [life for life in everyone if life.again]
     last = [life.losses[-1][1] for life in everyone if life.losses and life.ended_s is None]
-    restarts_s = tuple(life.moments_s["contributing"] - life.started_s for life in again if "contributing" in life.moments_s)
+    restarts_s = tuple(
+        life.moments_s["contributing"] - life.started_s for life in again if "contributing" in life.moments_s
+    )
     return Sums(
         samples_per_s=samples / window_s,
         samples_per_peer_s=samples / trained_s if trained_s else 0.0,

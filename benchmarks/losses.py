@@ -1,4 +1,6 @@
-"""A round of four peers that loses one in the middle: how long the others are held up, and how much of the vector they still average."""
+"""A round of four peers that loses one in the middle: how long the others are held up, and how much of the
+vector they still average.
+"""
 
 from __future__ import annotations
 
@@ -45,16 +47,30 @@ BLOWS = (
 class Fate:
     """What the survivors of some rounds told, all rounds of one contender together."""
 
-    stalls_s: list[float] = field(default_factory=list)  # longer than its usual round, until the last survivor had its result
-    averaged: list[float] = field(default_factory=list)  # of the vector, in per cent, on the survivor that got least
+    # longer than its usual round, until the last survivor had its result
+    stalls_s: list[float] = field(default_factory=list)
+    # of the vector, in per cent, on the survivor that got least
+    averaged: list[float] = field(default_factory=list)
     failed: int = 0
     reasons: list[str] = field(default_factory=list)
 
     def stalls(self, name: str) -> Series:
-        return Series(name=f"{name}: stall", unit="s", samples=tuple(self.stalls_s), failed=self.failed, reasons=tuple(self.reasons))
+        return Series(
+            name=f"{name}: stall",
+            unit="s",
+            samples=tuple(self.stalls_s),
+            failed=self.failed,
+            reasons=tuple(self.reasons),
+        )
 
     def fractions(self, name: str) -> Series:
-        return Series(name=f"{name}: averaged", unit="%", samples=tuple(self.averaged), failed=self.failed, reasons=tuple(self.reasons))
+        return Series(
+            name=f"{name}: averaged",
+            unit="%",
+            samples=tuple(self.averaged),
+            failed=self.failed,
+            reasons=tuple(self.reasons),
+        )
 
 
 class Struck(Workers):
@@ -67,7 +83,8 @@ class Struck(Workers):
         launch.hear("prepared", READY_TIMEOUT_S)
         at_s = time.monotonic() + START_AHEAD_S
         launch.tell("round", at_s=at_s, timeout_s=ROUND_TIMEOUT_S)
-        time.sleep(max(at_s + (usual_s + grouped_s) / 2 - time.monotonic(), 0.0))  # half of what follows the group's beginning
+        # half of what follows the group's beginning
+        time.sleep(max(at_s + (usual_s + grouped_s) / 2 - time.monotonic(), 0.0))
         victim = launch.workers[VICTIM]
         os.killpg(victim.process.pid, blow)
         survivors = [worker for worker in launch.workers if worker is not victim]
@@ -78,19 +95,33 @@ class Struck(Workers):
         checked = [worker.hear("checked", time.monotonic() + READY_TIMEOUT_S) for worker in survivors]
         digests = {report["digest"] for report in done if "digest" in report}
         wrong = "the survivors hold different results" if len(digests) > 1 else ""
-        return max(report["end_s"] for report in done) - at_s, min(report["delivered"] for report in checked), wrong
+        return (
+            max(report["end_s"] for report in done) - at_s,
+            min(report["delivered"] for report in checked),
+            wrong,
+        )
 
 
 def rows(setting: Setting) -> list[Row]:
-    workload = Workload(elements=VECTOR_MIB * (1 << 20) // 4, tensors=TENSORS, peers=PEERS, target_group_size=PEERS, codec=CODEC)
+    workload = Workload(
+        elements=VECTOR_MIB * (1 << 20) // 4,
+        tensors=TENSORS,
+        peers=PEERS,
+        target_group_size=PEERS,
+        codec=CODEC,
+    )
     found = []
     for blow in BLOWS:
         own = partial(Struck, "swarm", python=OWN_PYTHON, module="swarm_averager", workload=workload)
-        setting.say(f"{PEERS} × {VECTOR_MIB} MiB, {blow.words}: swarm" + (f", {HIVEMIND}" if setting.hivemind else ""))
+        setting.say(
+            f"{PEERS} × {VECTOR_MIB} MiB, {blow.words}: swarm" + (f", {HIVEMIND}" if setting.hivemind else "")
+        )
         our_fate = suffer(own, blow, blow.own_times, setting.say)
         their_fate = None
         if setting.hivemind is not None:
-            theirs = partial(Struck, HIVEMIND, python=setting.hivemind, module="hivemind_averager", workload=workload)
+            theirs = partial(
+                Struck, HIVEMIND, python=setting.hivemind, module="hivemind_averager", workload=workload
+            )
             their_fate = suffer(theirs, blow, blow.their_times, setting.say)
         found += _rows(blow, our_fate, their_fate)
     return found

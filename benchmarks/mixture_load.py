@@ -1,4 +1,6 @@
-"""What a trainer with a mixture layer does in a round, for any library. Imports torch alone: it runs in hivemind's environment, too."""
+"""What a trainer with a mixture layer does in a round, for any library. Imports torch alone: it runs in
+hivemind's environment, too.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def module_of(row: int, column: int) -> torch.nn.Module:
     """The same in every process."""
     with torch.random.fork_rng():
         torch.manual_seed(SEED + ROWS * row + column)
-        return torch.nn.Sequential(torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.GELU(), torch.nn.Linear(4 * WIDTH, WIDTH))
+        return torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.GELU(), torch.nn.Linear(4 * WIDTH, WIDTH)
+        )
 
 
 def still(parameters: Any) -> torch.optim.Optimizer:
@@ -40,8 +44,12 @@ def set_gate(linear: torch.nn.Linear) -> None:
         linear.bias.copy_(torch.randn(linear.bias.shape, generator=generator) / 10.0)
 
 
-def perform(layer: Callable[[torch.Tensor], torch.Tensor], linear: torch.nn.Linear, order: dict[str, Any]) -> dict[str, Any]:
-    """So many steps, forward and backward, from the aligned start on; the last result is checked behind the time."""
+def perform(
+    layer: Callable[[torch.Tensor], torch.Tensor], linear: torch.nn.Linear, order: dict[str, Any]
+) -> dict[str, Any]:
+    """So many steps, forward and backward, from the aligned start on; the last result is checked behind the
+    time.
+    """
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(BATCH, WIDTH, generator=generator).requires_grad_()
     gradient = torch.randn(BATCH, WIDTH, generator=generator)
@@ -70,7 +78,9 @@ def _faults(x: torch.Tensor, y: torch.Tensor, linear: torch.nn.Linear, gradient:
     scores = torch.nn.functional.linear(inputs, linear.weight.detach(), linear.bias.detach())
     logits = (scores[:, :ROWS, None] + scores[:, None, ROWS:]).flatten(1)
     best = logits.topk(K_BEST, dim=1)
-    outputs = torch.stack([module_of(row, column)(inputs) for row in range(ROWS) for column in range(COLUMNS)], dim=1)
+    outputs = torch.stack(
+        [module_of(row, column)(inputs) for row in range(ROWS) for column in range(COLUMNS)], dim=1
+    )
     chosen = outputs.gather(1, best.indices.unsqueeze(-1).expand(-1, -1, WIDTH))
     expected = (best.values.softmax(dim=1).unsqueeze(-1) * chosen).sum(dim=1)
     if not torch.allclose(y, expected, atol=CLOSE):

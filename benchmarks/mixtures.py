@@ -29,7 +29,9 @@ class Trainer(Launched):
     """A contender: four servers, and behind them a trainer that knows `steps`."""
 
     def __init__(self, name: str, *, python: Path, module: str, steps: int) -> None:
-        super().__init__(name, python=python, module=module, configurations=[{}] * SERVERS, ready_timeout_s=READY_TIMEOUT_S)
+        super().__init__(
+            name, python=python, module=module, configurations=[{}] * SERVERS, ready_timeout_s=READY_TIMEOUT_S
+        )
         self._steps = steps
 
     def _prepare(self) -> None:
@@ -56,11 +58,17 @@ class Trainer(Launched):
 
 def rows(setting: Setting) -> list[Row]:
     """One row, and where its time goes."""
-    makers: list[Callable[[], Contender]] = [partial(Trainer, "swarm", python=OWN_PYTHON, module="swarm_mixture", steps=STEPS["swarm"])]
+    makers: list[Callable[[], Contender]] = [
+        partial(Trainer, "swarm", python=OWN_PYTHON, module="swarm_mixture", steps=STEPS["swarm"])
+    ]
     names = ["swarm"]
     if setting.hivemind is not None:
         names.append(HIVEMIND)
-        makers.append(partial(Trainer, HIVEMIND, python=setting.hivemind, module="hivemind_mixture", steps=STEPS["hivemind"]))
+        makers.append(
+            partial(
+                Trainer, HIVEMIND, python=setting.hivemind, module="hivemind_mixture", steps=STEPS["hivemind"]
+            )
+        )
     setting.say(f"mixture layer: {', '.join(names)}")
     tallies = take_turns(makers, names, replace(setting.plan, warm_up=WARM_UP), setting.say)
     peer: Tally | None = tallies[1] if len(tallies) == 2 else None

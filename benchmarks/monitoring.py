@@ -1,7 +1,9 @@
-"""What metrics cost in simulated swarms of 100 and 1,000 peers: those who publish them, and the monitor that reads them.
+"""What metrics cost in simulated swarms of 100 and 1,000 peers: those who publish them, and the monitor that
+reads them.
 
-The production reporter, DHT and collector run on virtual time. Peers publish as in a large run, and nobody trains: everything but the
-upkeep of the DHT, which a run without metrics has as well and which is measured first, is the metrics' cost.
+The production reporter, DHT and collector run on virtual time. Peers publish as in a large run, and nobody
+trains: everything but the upkeep of the DHT, which a run without metrics has as well and which is measured
+first, is the metrics' cost.
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ from typing import Any
 
 from benchmarks.results import Aim, Row, Series
 from benchmarks.simulated import Say, simulated_row
-from swarm.dht.records import encode_value
+from swarm.dht.logic.records import encode_value
 from swarm.metrics.record import Metrics, RoundTold
 from swarm.metrics.reporter import MetricsConfig, Reporter
 from swarm.monitor.collector import Collector
-from swarm.monitor.model import Model
-from swarm.monitor.view import RunView, View
+from swarm.monitor.logic.model import Model
+from swarm.monitor.logic.view import MonitorView, RunView
 from swarm.testing.chance import Chance
-from swarm.testing.dht_swarm import DhtSwarm, Member, service_of
+from swarm.testing.dht_swarm import DhtSwarm, SwarmMember, service_of
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import run_virtual
 
@@ -45,7 +47,8 @@ class Costs:
     seen: int  # peers in the monitor's view in the end
     fresh: int
     age_s: float  # of the oldest numbers that it shows as fresh
-    look_cpu_s: float  # processor time of one look of the monitor, in the real world: records checked, verified, folded
+    # processor time of one look of the monitor, in the real world: records checked, verified, folded
+    look_cpu_s: float
 
 
 def metrics_of(number: int, now_s: float) -> Metrics:
@@ -98,10 +101,15 @@ def costs(peers: int, measured_s: float = 60.0, seed: int = 1) -> Costs:
         await asyncio.sleep(30.0)
         rest = await _sent_in(network, measured_s)
         async with asyncio.TaskGroup() as group:
-            reporting = [group.create_task(_reporter(member, number, peers, seed).run()) for number, member in enumerate(swarm.members)]
+            reporting = [
+                group.create_task(_reporter(member, number, peers, seed).run())
+                for number, member in enumerate(swarm.members)
+            ]
             await asyncio.sleep(30.0)
             told = await _sent_in(network, measured_s)
-            busiest = max(one.peer.bytes_sent - told.before[one.peer.index] for one in swarm.members) / measured_s
+            busiest = (
+                max(one.peer.bytes_sent - told.before[one.peer.index] for one in swarm.members) / measured_s
+            )
             collector, monitor = await _monitor(network, swarm)
             watching = group.create_task(collector.run())
             await asyncio.sleep(15.0)
@@ -126,7 +134,14 @@ class _Sent:
     before: dict[int, int]
 
 
-def _costs(peers: int, sent: tuple[_Sent, _Sent, list[int]], busiest: float, view: View, look_cpu_s: float, measured_s: float) -> Costs:
+def _costs(
+    peers: int,
+    sent: tuple[_Sent, _Sent, list[int]],
+    busiest: float,
+    view: MonitorView,
+    look_cpu_s: float,
+    measured_s: float,
+) -> Costs:
     rest, told, watched = sent
     fresh = [peer for peer in view.peers if peer.fresh]
     return Costs(
@@ -144,7 +159,7 @@ def _costs(peers: int, sent: tuple[_Sent, _Sent, list[int]], busiest: float, vie
     )
 
 
-def _reporter(member: Member, number: int, peers: int, seed: int) -> Reporter:
+def _reporter(member: SwarmMember, number: int, peers: int, seed: int) -> Reporter:
     peer = member.peer
     return Reporter(
         dht=member.service,
@@ -164,7 +179,9 @@ def _counted(network: SimulatedNetwork, peer: SimulatedPeer) -> Iterator[list[in
     sizes: list[int] = []
     send = network.send
 
-    def counting(source: SimulatedPeer, target: SimulatedPeer, what: str, size_bytes: int, arrive: Any) -> None:
+    def counting(
+        source: SimulatedPeer, target: SimulatedPeer, what: str, size_bytes: int, arrive: Any
+    ) -> None:
         if peer in (source, target):
             sizes.append(size_bytes)
         send(source, target, what, size_bytes, arrive)
@@ -204,7 +221,9 @@ async def _sent_in(network: SimulatedNetwork, seconds: float) -> _Sent:
 
 
 async def _look_cpu_s(collector: Collector) -> float:
-    """Of folding one look and making one view; reading and verifying included, the simulated peers' answers, too."""
+    """Of folding one look and making one view; reading and verifying included, the simulated peers' answers,
+    too.
+    """
     begun_s = time.process_time()
     await collector.look()
     collector.model.view(collector.clock.swarm_s())

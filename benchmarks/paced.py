@@ -1,7 +1,8 @@
-"""The task `paced-bytelm`: the language model of `bytelm` at a fixed pace, so that several peers of one machine do not take its cores from
-one another, and one that dies leaves the others no faster.
+"""The task `paced-bytelm`: the language model of `bytelm` at a fixed pace, so that several peers of one
+machine do not take its cores from one another, and one that dies leaves the others no faster.
 
-It is installed as any package's task is, by an entry point: a folder on the path of the processes that are to have it.
+It is installed as any package's task is, by an entry point: a folder on the path of the processes that are to
+have it.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def install(folder: Path) -> None:
     """Make the task known to every Python that has `folder` on its path."""
     described = folder / "swarm_benchmark_tasks-0.dist-info"
     described.mkdir()
-    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: swarm-benchmark-tasks\nVersion: 0\n", encoding="utf-8")
+    (described / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: swarm-benchmark-tasks\nVersion: 0\n", encoding="utf-8"
+    )
     (described / "entry_points.txt").write_text(
         f"[{ENTRY_POINT_GROUP}]\n{NAME} = {__name__}:{PacedLanguageModel.__name__}\n", encoding="utf-8"
     )

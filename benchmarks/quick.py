@@ -1,4 +1,6 @@
-"""The short form: do the benchmarks run, and are their results right? Small sizes, ours and the bare transport, no thresholds."""
+"""The short form: do the benchmarks run, and are their results right? Small sizes, ours and the bare
+transport, no thresholds.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,16 @@ CODECS = ("float32", "float16", "bfloat16")
 
 
 def rows(say: Callable[[str], None]) -> list[Row]:
-    workloads = [Workload(elements=VECTOR_MIB * (1 << 18) + 3, tensors=5, codec=codec) for codec in CODECS]  # spans of unequal sizes
+    # spans of unequal sizes
+    workloads = [Workload(elements=VECTOR_MIB * (1 << 18) + 3, tensors=5, codec=codec) for codec in CODECS]
     say(f"all-reduce, {PEERS} × {VECTOR_MIB} MiB: swarm {', '.join(CODECS)}, bare transport")
-    makers: list[Callable[[], Contender]] = [*(partial(ours, workload) for workload in workloads), partial(Bare, workloads[0])]
-    *own, bare = take_turns(makers, [*(f"swarm {codec}" for codec in CODECS), Bare.name], Plan(passes=1, rounds=2), say)
+    makers: list[Callable[[], Contender]] = [
+        *(partial(ours, workload) for workload in workloads),
+        partial(Bare, workloads[0]),
+    ]
+    *own, bare = take_turns(
+        makers, [*(f"swarm {codec}" for codec in CODECS), Bare.name], Plan(passes=1, rounds=2), say
+    )
     found = [
         Row(
             identifier=f"allreduce-{VECTOR_MIB}-{codec}-quick",

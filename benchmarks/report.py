@@ -82,12 +82,18 @@ def load(path: Path) -> dict[str, Any]:
     return {"format": FORMAT, "runs": {}, "rows": {}}
 
 
-def merge(book: Mapping[str, Any], rows: Iterable[Row], *, run: str, about: Mapping[str, Any]) -> dict[str, Any]:
+def merge(
+    book: Mapping[str, Any], rows: Iterable[Row], *, run: str, about: Mapping[str, Any]
+) -> dict[str, Any]:
     """`book` with these rows replaced; runs that no row refers to any more are dropped."""
     records = {**book["rows"], **{row.identifier: as_record(row, run) for row in rows}}
     runs = {**book["runs"], run: dict(about)}
     used = {record["run"] for record in records.values()}
-    return {"format": FORMAT, "runs": {name: runs[name] for name in sorted(used)}, "rows": dict(sorted(records.items(), key=_order))}
+    return {
+        "format": FORMAT,
+        "runs": {name: runs[name] for name in sorted(used)},
+        "rows": dict(sorted(records.items(), key=_order)),
+    }
 
 
 # how the page's rows are ordered: by the first word of their identifiers
@@ -101,7 +107,11 @@ def _order(item: tuple[str, Any]) -> tuple[int, int, str]:
     identifier = item[0]
     section, _, rest = identifier.partition("-")
     size = rest.partition("-")[0]
-    return (_ORDER.index(section) if section in _ORDER else len(_ORDER), int(size) if size.isdecimal() else 0, identifier)
+    return (
+        _ORDER.index(section) if section in _ORDER else len(_ORDER),
+        int(size) if size.isdecimal() else 0,
+        identifier,
+    )
 
 
 def save(book: Mapping[str, Any], path: Path) -> None:
@@ -125,7 +135,11 @@ def cells(record: Mapping[str, Any]) -> tuple[str, ...]:
     bound = NOTHING
     if aim is not None:
         sign = "≥" if aim["sense"] == "at least" else "≤"
-        bound = f"{sign} {figure(aim['value'], record['unit'])}" if aim["of"] == "ours" else f"{sign} {aim['value']:g}×"
+        bound = (
+            f"{sign} {figure(aim['value'], record['unit'])}"
+            if aim["of"] == "ours"
+            else f"{sign} {aim['value']:g}×"
+        )
     ratio = NOTHING if record["ratio"] is None else f"{record['ratio']:.2f}× ({record['ratio_kind']})"
     verdict = {True: "yes", False: "**no**", None: NOTHING if aim is None else "not measured"}[record["met"]]
     return (
@@ -147,7 +161,9 @@ def terminal_table(records: Iterable[Mapping[str, Any]]) -> Table:
         table.add_column(heading, overflow="fold")
     for record in records:
         shown = cells(record)[:-1]
-        table.add_row(*(text.replace("**", "") for text in shown), style="red" if record["met"] is False else None)
+        table.add_row(
+            *(text.replace("**", "") for text in shown), style="red" if record["met"] is False else None
+        )
     return table
 
 
@@ -167,7 +183,10 @@ def page(book: Mapping[str, Any]) -> str:
     for number, name in enumerate(runs, 1):
         lines += [f"Run {number}: {name}, `{book['runs'][name]['command']}`", ""]
         lines += [f"- {key}: {value}" for key, value in book["runs"][name]["machine"].items()] + [""]
-    lines += _table([*HEADINGS, "run"], [[*cells(record), str(runs.index(record["run"]) + 1)] for record in records.values()])
+    lines += _table(
+        [*HEADINGS, "run"],
+        [[*cells(record), str(runs.index(record["run"]) + 1)] for record in records.values()],
+    )
     misses = {identifier: record for identifier, record in records.items() if record["met"] is False}
     if misses:
         lines += ["", "## What limits what misses its aim", ""]
@@ -177,7 +196,14 @@ def page(book: Mapping[str, Any]) -> str:
         ]
     noted = [f"- {record['workload']}: {note}" for record in records.values() for note in record["notes"]]
     if noted:
-        lines += ["", "## Where the time goes", "", "Phases overlap; each is the slowest peer's.", "", *dict.fromkeys(noted)]
+        lines += [
+            "",
+            "## Where the time goes",
+            "",
+            "Phases overlap; each is the slowest peer's.",
+            "",
+            *dict.fromkeys(noted),
+        ]
     lines += [
         "",
         "## All samples",
@@ -194,11 +220,18 @@ def _samples(records: Mapping[str, Any]) -> list[str]:
     for record in records.values():
         for series in record["series"]:
             values = series["samples"]
-            spread = NOTHING if not values else f"{figure(min(values), series['unit'])} … {figure(max(values), series['unit'])}"
+            spread = (
+                NOTHING
+                if not values
+                else f"{figure(min(values), series['unit'])} … {figure(max(values), series['unit'])}"
+            )
             reasons = "; ".join(_short(reason) for reason in series["reasons"]) or NOTHING
             failed = f"{series['rounds_failed']} ({series['rounds_wrong']}) / {series['launches_failed']}"
             found.append([record["workload"], series["name"], str(len(values)), spread, failed, reasons])
-    return _table(["workload", "contender", "samples", "least … most", "failed rounds (unnoticed) / launches", "why"], found)
+    return _table(
+        ["workload", "contender", "samples", "least … most", "failed rounds (unnoticed) / launches", "why"],
+        found,
+    )
 
 
 def _short(reason: str, characters_max: int = 160) -> str:

@@ -73,11 +73,17 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        return None if self.aim is None else self.aim.met(self.ours.median, None if self.peer is None else self.peer.median)
+        return (
+            None
+            if self.aim is None
+            else self.aim.met(self.ours.median, None if self.peer is None else self.peer.median)
+        )
 
 
 def ratio(ours: float | None, peer: float | None, kind: str) -> float | None:
-    """`kind` says which over which; None when either is missing, or not positive: a time saved has no ratio to a time lost."""
+    """`kind` says which over which; None when either is missing, or not positive: a time saved has no ratio
+    to a time lost.
+    """
     if ours is None or peer is None or min(ours, peer) <= 0.0:
         return None
     return peer / ours if kind == "peer / ours" else ours / peer

@@ -1,4 +1,6 @@
-"""The sections of the page, in its order: what each needs, and how its rows are measured. Another section is one entry here."""
+"""The sections of the page, in its order: what each needs, and how its rows are measured. Another section is
+one entry here.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ class Asked:
     setting: Setting
     sizes_mib: tuple[int, ...]  # of all-reduce
     figures: frozenset[str] = frozenset()  # of the simulated DHT; none: all
-    docs: Path | None = None  # where a section that can be interrupted keeps what it needs to go on; None: nowhere
+    # where a section that can be interrupted keeps what it needs to go on; None: nowhere
+    docs: Path | None = None
 
 
 Rows = Iterator[list[Row]]
@@ -87,13 +90,19 @@ SECTIONS = {
     "trainers": Section(rows=_once(lambda asked: trainers.rows(asked.setting)), compared=True),
     "state": Section(rows=_once(lambda asked: states.rows(asked.setting)), compared=True),
     "dht": Section(rows=_dht, compared=True),
-    "experts": Section(rows=_once(lambda asked: [*experts.rows(asked.setting), *mixtures.rows(asked.setting)]), compared=True),
+    "experts": Section(
+        rows=_once(lambda asked: [*experts.rows(asked.setting), *mixtures.rows(asked.setting)]), compared=True
+    ),
     "simulated": Section(rows=_simulated),
     "progress": Section(rows=lambda asked: simulated_progress.rows(asked.setting.say)),
     "monitor": Section(rows=lambda asked: monitoring.rows(asked.setting.say)),
     "hostile": Section(rows=_once(lambda asked: hostile.rows(asked.setting.say))),
-    "codecs": Section(rows=_once(lambda asked: codecs.rows(asked.setting.say, asked.setting.hivemind)), compared=True),
-    "slowdown": Section(rows=_once(lambda asked: [*slowdown.rows(asked.setting.say), *speeds.rows(asked.setting.say)])),
+    "codecs": Section(
+        rows=_once(lambda asked: codecs.rows(asked.setting.say, asked.setting.hivemind)), compared=True
+    ),
+    "slowdown": Section(
+        rows=_once(lambda asked: [*slowdown.rows(asked.setting.say), *speeds.rows(asked.setting.say)])
+    ),
     "convergence": Section(rows=lambda asked: convergence.rows(asked.setting.say, asked.docs)),
     "churn": Section(rows=_once(lambda asked: churn.rows(asked.setting.say))),
     "cuda": Section(rows=_once(lambda asked: cuda.rows(asked.setting.say)), check=cuda.check),

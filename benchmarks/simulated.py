@@ -1,7 +1,9 @@
-"""The DHT in simulated swarms of 100 to 10,000 peers: hops, traffic at rest, reads under churn, healing of a split, an eclipse.
+"""The DHT in simulated swarms of 100 to 10,000 peers: hops, traffic at rest, reads under churn, healing of a
+split, an eclipse.
 
-The production services run on virtual time (`swarm.testing`); the figures are properties of the protocol, the same on every machine.
-A swarm begins as if it had run for long: every table is full of live peers drawn from the seed.
+The production services run on virtual time (`swarm.testing`); the figures are properties of the protocol, the
+same on every machine. A swarm begins as if it had run for long: every table is full of live peers drawn from
+the seed.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from benchmarks.results import Aim, Row, Series
-from swarm.dht.records import Entry
-from swarm.errors import SwarmError
-from swarm.ids import Key
+from swarm.core.errors import SwarmError
+from swarm.core.ids import Key
+from swarm.dht.logic.records import Entry
 from swarm.testing.chance import Chance
 from swarm.testing.checkers import OneSwarm, Violations
-from swarm.testing.dht_swarm import DhtSwarm, LazySwarm, Member
+from swarm.testing.dht_swarm import DhtSwarm, LazySwarm, SwarmMember
 from swarm.testing.hostile import Contacts, Hostile, fellows, invented, near
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.virtual_loop import run_virtual
@@ -33,8 +35,8 @@ _LINK = LinkConfig(delay_s=0.04, jitter=0.5)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """A swarm, and for how long it is watched. A virtual second of 10,000 peers costs a quarter of one of the processor: what is measured
-    over a shorter time there says so.
+    """A swarm, and for how long it is watched. A virtual second of 10,000 peers costs a quarter of one of the
+    processor: what is measured over a shorter time there says so.
     """
 
     peers: int
@@ -45,7 +47,8 @@ class Size:
 
 
 SMALL = (Size(peers=100), Size(peers=1_000))
-LARGE = Size(peers=10_000, rest_warm_up_s=60.0, rest_s=180.0, churn_s=60.0, split_s=150.0)  # 3 GB, a few minutes
+# 3 GB, a few minutes
+LARGE = Size(peers=10_000, rest_warm_up_s=60.0, rest_s=180.0, churn_s=60.0, split_s=150.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +65,8 @@ class Plan:
 
 
 def hops(peers: int, lookups: int, seed: int = 1) -> list[float]:
-    """Reads of keys that nobody wrote, by peers drawn from the seed: how many calls follow one upon the other. All messages take the
-    same time here, so that a read's duration tells.
+    """Reads of keys that nobody wrote, by peers drawn from the seed: how many calls follow one upon the
+    other. All messages take the same time here, so that a read's duration tells.
     """
 
     async def scenario(network: SimulatedNetwork) -> list[float]:
@@ -81,23 +84,28 @@ def hops(peers: int, lookups: int, seed: int = 1) -> list[float]:
 
 
 def at_rest(peers: int, warm_up_s: float, measured_s: float, seed: int = 1) -> tuple[float, float]:
-    """Messages and bytes that a peer sends in an hour in which nobody asks for anything: requests and replies, without TLS and TCP."""
+    """Messages and bytes that a peer sends in an hour in which nobody asks for anything: requests and
+    replies, without TLS and TCP.
+    """
 
     async def scenario(network: SimulatedNetwork) -> tuple[float, float]:
         DhtSwarm(network).settle(peers)
         await asyncio.sleep(warm_up_s)
         before = _sent(network)
         await asyncio.sleep(measured_s)
-        messages, size_bytes = (after - earlier for after, earlier in zip(_sent(network), before, strict=True))
+        messages, size_bytes = (
+            after - earlier for after, earlier in zip(_sent(network), before, strict=True)
+        )
         return messages / peers / measured_s * 3600.0, size_bytes / peers / measured_s * 3600.0
 
     return _simulate(seed, scenario)
 
 
 def churn_reads(peers: int, keys: int, churn_s: float, seed: int = 1) -> tuple[int, int, int]:
-    """Peers crash, a fifth of all in ten minutes, one after the other, and as many newcomers join through three of those that live.
-    Meanwhile keys that were stored before are read, by peers drawn from the seed. (reads that found the value, reads, keys that no live
-    peer held in the end.) Nothing is renewed: what is found is what the replicas keep among themselves.
+    """Peers crash, a fifth of all in ten minutes, one after the other, and as many newcomers join through
+    three of those that live. Meanwhile keys that were stored before are read, by peers drawn from the seed.
+    (reads that found the value, reads, keys that no live peer held in the end.) Nothing is renewed: what is
+    found is what the replicas keep among themselves.
     """
 
     async def scenario(network: SimulatedNetwork) -> tuple[int, int, int]:
@@ -119,7 +127,10 @@ def churn_reads(peers: int, keys: int, churn_s: float, seed: int = 1) -> tuple[i
                     found += await _reads(chance.choice(swarm.members[: peers - gone]), names[number], number)
                     reads += 1
         live = [member.service for member in swarm.members]
-        lost = sum(not any(service.storage.records(name, service.overlay.now_us) for service in live) for name in names)
+        lost = sum(
+            not any(service.storage.records(name, service.overlay.now_us) for service in live)
+            for name in names
+        )
         return found, reads, lost
 
     return _simulate(seed, scenario, replace(_LINK, dead_are_silent=True))
@@ -145,7 +156,7 @@ def heal(peers: int, split_s: float, heal_s_max: float, seed: int = 1) -> Healin
         halves = members[: peers // 2], members[peers // 2 :]
         network.partition(*([member.peer for member in half] for half in halves))
         await asyncio.sleep(split_s)
-        missing: list[tuple[Member, Key, int]] = []
+        missing: list[tuple[SwarmMember, Key, int]] = []
         for side, half in enumerate(halves):
             for number in range(25):
                 key = Key("public", f"side-{side}-{number}")
@@ -179,14 +190,20 @@ class Attack:
 
 ATTACKS = (
     Attack("20 % of the peers name only one another (eclipse)", "eclipse", 0.2),
-    Attack("20 % of the peers name invented contacts, new ones in every answer", "endless", 0.2, endless=True),
-    Attack("20 identities sought out of 20,000 so that they are nearest to the key", "near-key", 0.04, near=True),
+    Attack(
+        "20 % of the peers name invented contacts, new ones in every answer", "endless", 0.2, endless=True
+    ),
+    Attack(
+        "20 identities sought out of 20,000 so that they are nearest to the key", "near-key", 0.04, near=True
+    ),
 )
 
 
-def attacked_reads(attack: Attack, peers: int, keys: int = 40, *, tried: int = 20_000, seed: int = 1) -> tuple[int, int]:
-    """Honest peers store and read while hostile ones, who are in their tables, swallow what they are given: (reads that found the value,
-    reads).
+def attacked_reads(
+    attack: Attack, peers: int, keys: int = 40, *, tried: int = 20_000, seed: int = 1
+) -> tuple[int, int]:
+    """Honest peers store and read while hostile ones, who are in their tables, swallow what they are given:
+    (reads that found the value, reads).
     """
 
     async def scenario(network: SimulatedNetwork) -> tuple[int, int]:
@@ -200,7 +217,9 @@ def attacked_reads(attack: Attack, peers: int, keys: int = 40, *, tried: int = 2
         swarm.settle(peers - count, strangers)
         async with asyncio.TaskGroup() as group:
             for attacker in hostile:
-                victims = chance.sample([member.peer.contact for member in swarm.members], min(50, len(swarm.members)))
+                victims = chance.sample(
+                    [member.peer.contact for member in swarm.members], min(50, len(swarm.members))
+                )
                 group.create_task(attacker.push_in(victims))
         for number, name in enumerate(names):
             await chance.choice(swarm.members).service.store(name, number, ttl_s=_TTL_S)
@@ -218,7 +237,7 @@ async def _store(swarm: DhtSwarm, keys: int, chance: Chance) -> list[Key]:
     return names
 
 
-async def _reads(member: Member, key: Key, value: int) -> bool:
+async def _reads(member: SwarmMember, key: Key, value: int) -> bool:
     """Does this peer find the value?"""
     try:
         entry = await member.service.get(key)
@@ -228,10 +247,14 @@ async def _reads(member: Member, key: Key, value: int) -> bool:
 
 
 def _sent(network: SimulatedNetwork) -> tuple[int, int]:
-    return sum(peer.messages_sent for peer in network.peers.values()), sum(peer.bytes_sent for peer in network.peers.values())
+    return sum(peer.messages_sent for peer in network.peers.values()), sum(
+        peer.bytes_sent for peer in network.peers.values()
+    )
 
 
-def _simulate(seed: int, scenario: Callable[[SimulatedNetwork], Coroutine[Any, Any, T]], link: LinkConfig = _LINK) -> T:
+def _simulate(
+    seed: int, scenario: Callable[[SimulatedNetwork], Coroutine[Any, Any, T]], link: LinkConfig = _LINK
+) -> T:
     async def main() -> T:
         network = SimulatedNetwork(seed, link)
         result = await scenario(network)
@@ -240,7 +263,9 @@ def _simulate(seed: int, scenario: Callable[[SimulatedNetwork], Coroutine[Any, A
         await network.close()
         return result
 
-    gc.disable()  # a hundred thousand messages a minute leave little in cycles; walking a thousand tables again and again costs a fifth
+    # a hundred thousand messages a minute leave little in cycles; walking a thousand tables again and again
+    # costs a fifth
+    gc.disable()
     try:
         return run_virtual(main())
     finally:
@@ -255,7 +280,13 @@ def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
     for attack in ATTACKS:
         if _wanted(plan, plan.hostile_peers, attack.identifier):
             say(f"simulated, {plan.hostile_peers} peers: {attack.title}")
-            yield [_attack_row(attack, plan.hostile_peers, *attacked_reads(attack, plan.hostile_peers, tried=plan.identities_tried))]
+            yield [
+                _attack_row(
+                    attack,
+                    plan.hostile_peers,
+                    *attacked_reads(attack, plan.hostile_peers, tried=plan.identities_tried),
+                )
+            ]
     for size in plan.sizes:
         if _wanted(plan, size.peers, "hops"):
             say(f"simulated, {size.peers} peers: hops of {plan.lookups} reads")
@@ -274,7 +305,9 @@ def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
 def figures(plan: Plan) -> list[str]:
     """Names of what `rows` measures, for `Plan.figures`."""
     attacks = [f"{plan.hostile_peers}-{attack.identifier}" for attack in ATTACKS]
-    return attacks + [f"{size.peers}-{figure}" for size in plan.sizes for figure in ("hops", "rest", "churn", "heal")]
+    return attacks + [
+        f"{size.peers}-{figure}" for size in plan.sizes for figure in ("hops", "rest", "churn", "heal")
+    ]
 
 
 def _wanted(plan: Plan, peers: int, figure: str) -> bool:
@@ -282,10 +315,23 @@ def _wanted(plan: Plan, peers: int, figure: str) -> bool:
 
 
 def simulated_row(
-    identifier: str, workload: str, quantity: str, series: Series, aim: Aim | None = None, notes: tuple[str, ...] = ()
+    identifier: str,
+    workload: str,
+    quantity: str,
+    series: Series,
+    aim: Aim | None = None,
+    notes: tuple[str, ...] = (),
 ) -> Row:
     """A row of this section: nothing to compare with, since no peer can be simulated."""
-    return Row(identifier=f"simulated-{identifier}", workload=workload, quantity=quantity, ours=series, peer=None, aim=aim, notes=notes)
+    return Row(
+        identifier=f"simulated-{identifier}",
+        workload=workload,
+        quantity=quantity,
+        ours=series,
+        peer=None,
+        aim=aim,
+        notes=notes,
+    )
 
 
 def _hops_row(peers: int, found: list[float]) -> Row:
@@ -313,8 +359,18 @@ def _heal_rows(size: Size, plan: Plan, healing: Healing) -> list[Row]:
 
     missing = f"{healing.missing} of 50 values not found"
     return [
-        row("tables", "from the cut's end until everybody is reached from everybody", healing.tables_s, "in parts"),
-        row("reads", "from the cut's end until all that one side wrote is found from the other", healing.reads_s, missing),
+        row(
+            "tables",
+            "from the cut's end until everybody is reached from everybody",
+            healing.tables_s,
+            "in parts",
+        ),
+        row(
+            "reads",
+            "from the cut's end until all that one side wrote is found from the other",
+            healing.reads_s,
+            missing,
+        ),
     ]
 
 

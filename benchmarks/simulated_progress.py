@@ -1,4 +1,6 @@
-"""What telling progress costs in simulated runs of 10, 100 and 1,000 peers, and how well epochs keep to their target."""
+"""What telling progress costs in simulated runs of 10, 100 and 1,000 peers, and how well epochs keep to their
+target.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,17 @@ def _rows(figures: ProgressFigures, cost: OperationCost) -> list[Row]:
     return [
         row("messages", "messages that a peer causes in a minute", "messages/min", messages, *notes),
         row("bytes", "bytes that a peer causes in a minute", "kB/min", size_bytes / 1e3),
-        row("busiest", "reads and writes of the DHT by the busiest peer in a minute", "operations/min", figures.operations_most),
-        row("readers", "reads of the dictionary that is read most, in a minute", "reads/min", figures.readers_most),
+        row(
+            "busiest",
+            "reads and writes of the DHT by the busiest peer in a minute",
+            "operations/min",
+            figures.operations_most,
+        ),
+        row(
+            "readers",
+            "reads of the dictionary that is read most, in a minute",
+            "reads/min",
+            figures.readers_most,
+        ),
         row("entries", "entries in the largest dictionary", "", float(figures.entries_most)),
     ]

@@ -1,7 +1,9 @@
-"""Rounds in simulated swarms of 16, 64 and 256 peers: the messages, bytes and virtual time of an all-reduce in groups of sixteen.
+"""Rounds in simulated swarms of 16, 64 and 256 peers: the messages, bytes and virtual time of an all-reduce
+in groups of sixteen.
 
-The production services run on virtual time: the figures are properties of the protocol and of the link, not of the machine. A message takes
-the link's delay and its size over the link's bandwidth; messages do not wait for one another.
+The production services run on virtual time: the figures are properties of the protocol and of the link, not
+of the machine. A message takes the link's delay and its size over the link's bandwidth; messages do not wait
+for one another.
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from averaging.groups.group import Group, Member
-from averaging.rounds.allreduce import AllReduce, RoundOutcome
-from averaging.rounds.config import RoundConfig
+from averaging.allreduce.allreduce import AllReduce, RoundOutcome
+from averaging.allreduce.config import RoundConfig
+from averaging.matchmaking.logic.group import Group, Member
 from benchmarks.results import Row, Series
 from benchmarks.simulated import simulated_row
 from swarm.testing.chance import Chance
@@ -45,19 +47,28 @@ def measure(peers: int, *, lost: int = 0, seed: int = 1) -> RoundFigures:
         network, chance = SimulatedNetwork(seed, LINK), Chance(seed, "rounds")
         members = [network.peer() for _ in range(peers)]
         services = {
-            peer.peer_id: AllReduce(handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock)  # type: ignore[arg-type]
+            peer.peer_id: AllReduce(
+                handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock
+            )  # type: ignore[arg-type]
             for peer in members
         }
         values = {peer.peer_id: torch.full((ELEMENTS,), float(place)) for place, peer in enumerate(members)}
-        groups = [_group(members[first : first + GROUP_SIZE], chance) for first in range(0, peers, GROUP_SIZE)]
+        groups = [
+            _group(members[first : first + GROUP_SIZE], chance) for first in range(0, peers, GROUP_SIZE)
+        ]
 
         async def run(peer: SimulatedPeer, group: Group) -> RoundOutcome:
             deadline_s = peer.clock.monotonic_s() + DEADLINE_S
-            return await services[peer.peer_id].run(group, values[peer.peer_id], deadline_s=deadline_s, config=RoundConfig())
+            return await services[peer.peer_id].run(
+                group, values[peer.peer_id], deadline_s=deadline_s, config=RoundConfig()
+            )
 
         began_s = asyncio.get_running_loop().time()
         running = {
-            peer.peer_id: asyncio.create_task(run(peer, group)) for group in groups for peer in members if peer.peer_id in group.peer_ids
+            peer.peer_id: asyncio.create_task(run(peer, group))
+            for group in groups
+            for peer in members
+            if peer.peer_id in group.peer_ids
         }
         victims = members[1 : 1 + lost]
         if victims:
@@ -86,8 +97,15 @@ def measure(peers: int, *, lost: int = 0, seed: int = 1) -> RoundFigures:
 
 
 def _group(peers: list[SimulatedPeer], chance: Chance) -> Group:
-    members = tuple(sorted((Member(contact=peer.contact, weight=1.0, bandwidth=1.0) for peer in peers), key=lambda member: member.peer_id))
-    return Group(group_id=chance.randbytes(32), members=members, codec="float16", gathered=(b"",) * len(members))
+    members = tuple(
+        sorted(
+            (Member(contact=peer.contact, weight=1.0, bandwidth=1.0) for peer in peers),
+            key=lambda member: member.peer_id,
+        )
+    )
+    return Group(
+        group_id=chance.randbytes(32), members=members, codec="float16", gathered=(b"",) * len(members)
+    )
 
 
 def rows(say: Callable[[str], None], sizes: tuple[int, ...] = (16, 64, 256)) -> Iterator[list[Row]]:
@@ -111,5 +129,11 @@ def _rows(peers: int, what: str, figures: RoundFigures) -> list[Row]:
     return [
         row("messages", "messages that a peer sends, beats and votes included", "messages", figures.messages),
         row("time", "virtual time until the last peer has committed", "s", figures.took_s),
-        row("bytes", "bytes that a peer sends over the butterfly's own", "%", 100.0 * extra, f"{figures.size_bytes / 1e3:.0f} kB in all"),
+        row(
+            "bytes",
+            "bytes that a peer sends over the butterfly's own",
+            "%",
+            100.0 * extra,
+            f"{figures.size_bytes / 1e3:.0f} kB in all",
+        ),
     ]

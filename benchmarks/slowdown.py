@@ -1,4 +1,6 @@
-"""How much slower training steps get while averaging goes on behind them: a trainer, a partner that hardly computes, a core to spare."""
+"""How much slower training steps get while averaging goes on behind them: a trainer, a partner that hardly
+computes, a core to spare.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,10 @@ def _row(way: str, pairs: int, say: Callable[[str], None]) -> Row:
 def _measure(way: str, pairs: int) -> list[dict[str, float]]:
     configurations = [{"way": way, "pairs": pairs}] * 2
     with Launch(
-        f"slowdown {way}", python=OWN_PYTHON, module="benchmarks.workers.background_averaging", configurations=configurations
+        f"slowdown {way}",
+        python=OWN_PYTHON,
+        module="benchmarks.workers.background_averaging",
+        configurations=configurations,
     ) as launch:
         launch.hear("ready", READY_S)
         deadline_s = time.monotonic() + READY_S + 2 * pairs * WINDOW_S

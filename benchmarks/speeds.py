@@ -1,7 +1,8 @@
 """Peers of speed 1, ½ and ¼ in one run: what share of the sum of their speeds goes into committed rounds.
 
-Three nodes in this process; a training step is a pause, so that the machine's own cores do not matter. A peer's speed is what it computes
-between its calls of `Optimizer.step`; everything that it waits for in there is lost.
+Three nodes in this process; a training step is a pause, so that the machine's own cores do not matter. A
+peer's speed is what it computes between its calls of `Optimizer.step`; everything that it waits for in there
+is lost.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from averaging.optimizer import Diloco, Gradients, Optimizer
-from averaging.training.modes import ModeSettings
+from averaging.optim.modes import ModeSettings
+from averaging.optim.optimizer import Diloco, Gradients, Optimizer
 from benchmarks.results import Aim, Row, Series
 from swarm.node import Node
 
@@ -25,7 +26,11 @@ BATCH = 8
 EPOCH_S = 4.0
 EPOCHS = 5
 SHARE_MIN = 90.0  # per cent
-MODES: dict[str, ModeSettings] = {"gradients": Gradients(), "diloco": Diloco(), "diloco-streaming": Diloco(streaming=2)}
+MODES: dict[str, ModeSettings] = {
+    "gradients": Gradients(),
+    "diloco": Diloco(),
+    "diloco-streaming": Diloco(streaming=2),
+}
 
 
 @dataclass(slots=True)
@@ -39,7 +44,9 @@ class _Account:
 
 
 def share(mode: ModeSettings, *, epochs: int = EPOCHS, epoch_s: float = EPOCH_S) -> tuple[float, list[int]]:
-    """(committed samples a second over the sum of the peers' own speeds, steps of each peer). The first epoch is warm-up."""
+    """(committed samples a second over the sum of the peers' own speeds, steps of each peer). The first epoch
+    is warm-up.
+    """
     target = round(sum(BATCH * speed / STEP_S for speed in SPEEDS) * epoch_s)
     accounts = [_Account() for _ in SPEEDS]
     spans: list[tuple[float, float]] = []
@@ -53,11 +60,22 @@ def share(mode: ModeSettings, *, epochs: int = EPOCHS, epoch_s: float = EPOCH_S)
             inner = torch.optim.SGD([p], lr=0.01)
             optimizers.append(
                 stack.enter_context(
-                    Optimizer(inner, node=nodes[-1], run="speeds", target_batch_size=target, batch_size_per_step=BATCH, mode=mode)
+                    Optimizer(
+                        inner,
+                        node=nodes[-1],
+                        run="speeds",
+                        target_batch_size=target,
+                        batch_size_per_step=BATCH,
+                        mode=mode,
+                    )
                 )
             )
         threads = [
-            threading.Thread(target=lambda n: spans.append(_train(optimizers[n], SPEEDS[n], accounts[n], epochs)), args=(n,), daemon=True)
+            threading.Thread(
+                target=lambda n: spans.append(_train(optimizers[n], SPEEDS[n], accounts[n], epochs)),
+                args=(n,),
+                daemon=True,
+            )
             for n in range(len(SPEEDS))
         ]
         for thread in threads:
@@ -66,7 +84,9 @@ def share(mode: ModeSettings, *, epochs: int = EPOCHS, epoch_s: float = EPOCH_S)
             thread.join()
     whole_s = max(end for _, end in spans) - min(begin for begin, _ in spans)
     speed = sum(account.computed / account.computed_s for account in accounts)
-    return sum(account.committed for account in accounts) / whole_s / speed, [account.steps for account in accounts]
+    return sum(account.committed for account in accounts) / whole_s / speed, [
+        account.steps for account in accounts
+    ]
 
 
 def _train(optimizer: Optimizer, speed: float, account: _Account, epochs: int) -> tuple[float, float]:

@@ -1,4 +1,6 @@
-"""The download of a state of 256 MB from one donor and from three, from donors on slow links, and what it costs a donor that trains."""
+"""The download of a state of 256 MB from one donor and from three, from donors on slow links, and what it
+costs a donor that trains.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,36 @@ def rows(setting: Setting, state_bytes: int = STATE_BYTES) -> list[Row]:
     """All of the section."""
     say, megabytes = setting.say, state_bytes // 1_000_000
     one, three = (download(say, donors, state_bytes=state_bytes) for donors in (1, 3))
-    peer = None if setting.hivemind is None else download(say, 1, state_bytes=state_bytes, hivemind=setting.hivemind)
-    slow_one, slow_three = (download(say, donors, state_bytes=state_bytes, slow=True, times=1) for donors in (1, 3))
+    peer = (
+        None
+        if setting.hivemind is None
+        else download(say, 1, state_bytes=state_bytes, hivemind=setting.hivemind)
+    )
+    slow_one, slow_three = (
+        download(say, donors, state_bytes=state_bytes, slow=True, times=1) for donors in (1, 3)
+    )
     quiet, giving = stall(say, state_bytes)
     theirs = None if peer is None else peer.series(f"{HIVEMIND}: 1 donor")
     copy = f"{state_bytes / setting.copy_bytes_per_s:.2f} s to copy it once in memory"
 
-    def row(identifier: str, workload: str, quantity: str, ours: Series, other: Series | None, aim: Aim | None, limit: str) -> Row:
-        return Row(identifier=f"state-{identifier}", workload=workload, quantity=quantity, ours=ours, peer=other, aim=aim, limit=limit)
+    def row(
+        identifier: str,
+        workload: str,
+        quantity: str,
+        ours: Series,
+        other: Series | None,
+        aim: Aim | None,
+        limit: str,
+    ) -> Row:
+        return Row(
+            identifier=f"state-{identifier}",
+            workload=workload,
+            quantity=quantity,
+            ours=ours,
+            peer=other,
+            aim=aim,
+            limit=limit,
+        )
 
     whole = "until the newcomer has the state, every chunk verified"
     apart = Aim(of="peer / ours", sense="at least", value=5.0)
@@ -96,8 +120,11 @@ def download(
     module = "benchmarks.workers.swarm_state" if hivemind is None else "benchmarks.workers.hivemind_state"
     common = {"elements": state_bytes // 4, "bytes_per_s": SLOW_BYTES_PER_S if slow else 0.0}
     giving = {**common, "gives": True}
-    first = {**giving, "bytes_per_s": 0.0} if slow and donors > 1 else giving  # the others get the state from it; see below
-    say(f"state of {state_bytes / 1e6:.0f} MB from {donors} {'slow ' if slow else ''}donor{'s' if donors > 1 else ''}: {name}")
+    # the others get the state from it; see below
+    first = {**giving, "bytes_per_s": 0.0} if slow and donors > 1 else giving
+    say(
+        f"state of {state_bytes / 1e6:.0f} MB from {donors} {'slow ' if slow else ''}donor{'s' if donors > 1 else ''}: {name}"
+    )
     found = Found()
     try:
         with Launch(name, python=hivemind or OWN_PYTHON, module=module, configurations=[first]) as launch:
@@ -128,7 +155,12 @@ def stall(say: Callable[[str], None], state_bytes: int) -> tuple[Series, Series]
     """Steps of a donor that trains: without a newcomer, and while one downloads slowly."""
     say("steps of a donor, without and with a download")
     common = {"elements": state_bytes // 4, "bytes_per_s": SLOW_BYTES_PER_S * 4}
-    with Launch("swarm", python=OWN_PYTHON, module="benchmarks.workers.swarm_state", configurations=[{**common, "gives": True}]) as launch:
+    with Launch(
+        "swarm",
+        python=OWN_PYTHON,
+        module="benchmarks.workers.swarm_state",
+        configurations=[{**common, "gives": True}],
+    ) as launch:
         launch.hear("ready", STEADY_TIMEOUT_S)
         [donor] = launch.workers
         donor.tell({"do": "train"})

@@ -1,4 +1,6 @@
-"""What a trainer costs over torch and its model, and how soon a new one contributes: swarm.Optimizer beside hivemind.Optimizer."""
+"""What a trainer costs over torch and its model, and how soon a new one contributes: swarm.Optimizer beside
+hivemind.Optimizer.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class Costs:
     idle_bytes: list[float] = field(default_factory=list)
     trainer_bytes: list[float] = field(default_factory=list)
     processes: list[float] = field(default_factory=list)
-    joined_s: list[float] = field(default_factory=list)  # from torch's import to the first committed joint round
+    # from torch's import to the first committed joint round
+    joined_s: list[float] = field(default_factory=list)
     loaded_s: list[float] = field(default_factory=list)  # from torch's import to the state in place
     from_exec_s: list[float] = field(default_factory=list)
     starts: list[dict[str, float]] = field(default_factory=list)  # seconds of each joiner's start, by phase
@@ -56,18 +59,24 @@ class Costs:
         )
 
     def joined_s_less_torch(self) -> list[float]:
-        return [joined_s - start[TORCH_PHASE] for joined_s, start in zip(self.joined_s, self.starts, strict=True)]
+        return [
+            joined_s - start[TORCH_PHASE] for joined_s, start in zip(self.joined_s, self.starts, strict=True)
+        ]
 
     def start_phases(self) -> str:
         """Where the time from torch's import to contributing goes: medians."""
         if not self.starts:
             return f"{self.name}: nobody joined"
         medians = {name: statistics.median(start[name] for start in self.starts) for name in self.starts[0]}
-        return f"{self.name}: " + ", ".join(f"{name} {seconds * 1e3:.0f} ms" for name, seconds in medians.items())
+        return f"{self.name}: " + ", ".join(
+            f"{name} {seconds * 1e3:.0f} ms" for name, seconds in medians.items()
+        )
 
     def over_idle(self) -> Series:
         idle = statistics.median(self.idle_bytes) if self.idle_bytes else 0.0
-        return self.series("proportional set size over idle torch", [value - idle for value in self.trainer_bytes], "bytes")
+        return self.series(
+            "proportional set size over idle torch", [value - idle for value in self.trainer_bytes], "bytes"
+        )
 
 
 def rows(setting: Setting) -> list[Row]:
@@ -88,7 +97,12 @@ def rows(setting: Setting) -> list[Row]:
 
 
 def _read_idle(costs: Costs) -> None:
-    with Launch("idle torch", python=costs.python, module="benchmarks.workers.idle_trainer", configurations=[{}] * TRAINERS) as launch:
+    with Launch(
+        "idle torch",
+        python=costs.python,
+        module="benchmarks.workers.idle_trainer",
+        configurations=[{}] * TRAINERS,
+    ) as launch:
         launch.hear("steady", 60.0)
         costs.idle_bytes += _readings(launch)[0]
 
@@ -108,7 +122,12 @@ def _readings(launch: Launch) -> tuple[list[float], list[float]]:
 def _measure(costs: Costs, say: Callable[[str], None]) -> None:
     for _ in range(LAUNCHES_MAX):
         try:
-            with Launch(costs.name, python=costs.python, module=costs.module, configurations=[{"joins": False}] * TRAINERS) as launch:
+            with Launch(
+                costs.name,
+                python=costs.python,
+                module=costs.module,
+                configurations=[{"joins": False}] * TRAINERS,
+            ) as launch:
                 launch.hear("started", STEADY_TIMEOUT_S)
                 for _ in range(JOINT_ROUNDS):
                     launch.hear("joint", STEADY_TIMEOUT_S)
@@ -118,7 +137,9 @@ def _measure(costs: Costs, say: Callable[[str], None]) -> None:
                 for _ in range(JOINERS_PER_PASS):
                     _join(launch, costs)
             joined = ", ".join(f"{value:.2f}" for value in costs.joined_s[-JOINERS_PER_PASS:])
-            say(f"  {statistics.median(taken) / 1e6:.0f} MB in all; contributed {joined} s after torch's import")
+            say(
+                f"  {statistics.median(taken) / 1e6:.0f} MB in all; contributed {joined} s after torch's import"
+            )
             return
         except LaunchFailed as failure:
             costs.launches_failed += 1
@@ -150,11 +171,29 @@ def _leave(worker: Worker) -> None:
 
 
 def _rows(own: Costs, peer: Costs | None) -> list[Row]:
-    def row(identifier: str, workload: str, quantity: str, of: Callable[[Costs], Series], aim: Aim | None, limit: str) -> Row:
+    def row(
+        identifier: str,
+        workload: str,
+        quantity: str,
+        of: Callable[[Costs], Series],
+        aim: Aim | None,
+        limit: str,
+    ) -> Row:
         theirs = None if peer is None else of(peer)
-        notes = tuple(costs.start_phases() for costs in (own, peer) if costs is not None) if identifier == "start-after-import" else ()
+        notes = (
+            tuple(costs.start_phases() for costs in (own, peer) if costs is not None)
+            if identifier == "start-after-import"
+            else ()
+        )
         return Row(
-            identifier=identifier, workload=workload, quantity=quantity, ours=of(own), peer=theirs, aim=aim, limit=limit, notes=notes
+            identifier=identifier,
+            workload=workload,
+            quantity=quantity,
+            ours=of(own),
+            peer=theirs,
+            aim=aim,
+            limit=limit,
+            notes=notes,
         )
 
     at_most = {value: Aim(of="ours", sense="at most", value=value) for value in (1.0, 2.0, 150e6)}

@@ -1,4 +1,6 @@
-"""Rounds of several contenders taken in turn, so that a slow minute of the machine falls on all of them alike."""
+"""Rounds of several contenders taken in turn, so that a slow minute of the machine falls on all of them
+alike.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,16 @@ class Tally:
         )
 
     def spending(self) -> str:
-        """Where the medians of its rounds go: processor time of all its processes together, and the phases that it tells of."""
+        """Where the medians of its rounds go: processor time of all its processes together, and the phases
+        that it tells of.
+        """
         if not self.rounds:
             return f"{self.name}: no round"
         processor_s = statistics.median(outcome.processor_s for outcome in self.rounds)
-        phases = {name: statistics.median(outcome.phases.get(name, 0.0) for outcome in self.rounds) for name in self.rounds[0].phases}
+        phases = {
+            name: statistics.median(outcome.phases.get(name, 0.0) for outcome in self.rounds)
+            for name in self.rounds[0].phases
+        }
         told = "".join(f", {name} {seconds * 1e3:.0f} ms" for name, seconds in phases.items())
         return f"{self.name}: {processor_s:.2f} processor seconds a round{told}"
 
@@ -62,7 +69,9 @@ class Plan:
 class _Seat:
     """One contender in one pass: launched when it is first needed, launched again when it breaks down."""
 
-    def __init__(self, make: Callable[[], Contender], tally: Tally, plan: Plan, open_contenders: contextlib.ExitStack) -> None:
+    def __init__(
+        self, make: Callable[[], Contender], tally: Tally, plan: Plan, open_contenders: contextlib.ExitStack
+    ) -> None:
         self._make, self._tally, self._plan, self._stack = make, tally, plan, open_contenders
         self._contender: Contender | None = None
         self._own: contextlib.ExitStack | None = None
@@ -113,8 +122,12 @@ class _Seat:
         self._contender = self._own = None
 
 
-def take_turns(makers: Sequence[Callable[[], Contender]], names: Sequence[str], plan: Plan, say: Callable[[str], None]) -> list[Tally]:
-    """All contenders are open at once and idle while another has its round; every pass starts fresh processes, in the other order."""
+def take_turns(
+    makers: Sequence[Callable[[], Contender]], names: Sequence[str], plan: Plan, say: Callable[[str], None]
+) -> list[Tally]:
+    """All contenders are open at once and idle while another has its round; every pass starts fresh
+    processes, in the other order.
+    """
     tallies = [Tally(name) for name in names]
     for number in range(plan.passes):
         order = list(zip(makers, tallies, strict=True))
@@ -132,4 +145,6 @@ def take_turns(makers: Sequence[Callable[[], Contender]], names: Sequence[str], 
 
 def _progress(tally: Tally) -> str:
     last = f"{tally.rounds[-1].whole_s:.3g} s" if tally.rounds else "nothing yet"
-    return f"{tally.name} {last}" + (f" ({tally.failed + tally.launches_failed} failed)" if tally.failed or tally.launches_failed else "")
+    return f"{tally.name} {last}" + (
+        f" ({tally.failed + tally.launches_failed} failed)" if tally.failed or tally.launches_failed else ""
+    )

@@ -28,7 +28,10 @@ def main() -> None:
                     node.wait_joined(5)
                     continue
                 others = ", ".join(f"{peer.short} had {value:.5f}" for peer, value in result.gathered.items())
-                print(f"{len(result.peers)} peers, mean {tensor.mean():.5f} ({others}), digest {result.digest[:12]}", flush=True)
+                print(
+                    f"{len(result.peers)} peers, mean {tensor.mean():.5f} ({others}), digest {result.digest[:12]}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

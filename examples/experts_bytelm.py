@@ -1,4 +1,5 @@
-"""Train a byte-level language model whose feed-forward layers are experts that other processes hold and train.
+"""Train a byte-level language model whose feed-forward layers are experts that other processes hold and
+train.
 
 Alone:              python examples/experts_bytelm.py                (hosts the experts itself)
 With servers:       swarm serve --expert-class ffn --hidden-dim 64 --lr 0.002 \\
@@ -62,20 +63,31 @@ class ByteModel(nn.Module):
 
     def __init__(self, make_mixture: Callable[[int], nn.Module]) -> None:
         super().__init__()
-        self.embedding, self.position = nn.Embedding(256, WIDTH), nn.Parameter(0.02 * torch.randn(CONTEXT, WIDTH))
+        self.embedding, self.position = (
+            nn.Embedding(256, WIDTH),
+            nn.Parameter(0.02 * torch.randn(CONTEXT, WIDTH)),
+        )
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.blocks = nn.Sequential(*(Block(make_mixture(layer)) for layer in range(LAYERS)))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
 
     def forward(self, bytes_BT: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.norm(self.blocks(self.embedding(bytes_BT) + self.position[: bytes_BT.shape[1]])))
+        logits: torch.Tensor = self.head(
+            self.norm(self.blocks(self.embedding(bytes_BT) + self.position[: bytes_BT.shape[1]]))
+        )
         return logits
 
 
 def train(make_mixture: Callable[[int], nn.Module], steps: int, tell: Callable[[str], None] = print) -> float:
-    """The loss on held-out text, nats per byte, after so many steps. `make_mixture(layer)`: float [samples, WIDTH] to the same."""
+    """The loss on held-out text, nats per byte, after so many steps. `make_mixture(layer)`: float [samples,
+    WIDTH] to the same.
+    """
     torch.manual_seed(0)
-    data = ByteData(read_corpus(None, bytes_max=DATA_BYTES, sample_bytes=CONTEXT + 1), context=CONTEXT, device=torch.device("cpu"))
+    data = ByteData(
+        read_corpus(None, bytes_max=DATA_BYTES, sample_bytes=CONTEXT + 1),
+        context=CONTEXT,
+        device=torch.device("cpu"),
+    )
     model = ByteModel(make_mixture)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     for step in range(steps):
@@ -99,9 +111,16 @@ def main() -> None:
         node = stack.enter_context(swarm.Node(bootstrap=sys.argv[1:], listen="127.0.0.1:0"))
         if len(sys.argv) == 1:
             host = stack.enter_context(swarm.Node(bootstrap=node.addresses, listen="127.0.0.1:0"))
-            names = [f"bytelm{layer}.{row}.{column}" for layer in range(LAYERS) for row in range(2) for column in range(4)]
+            names = [
+                f"bytelm{layer}.{row}.{column}"
+                for layer in range(LAYERS)
+                for row in range(2)
+                for column in range(4)
+            ]
             stack.enter_context(swarm.ExpertServer(host, {name: make_expert() for name in names}))
-        loss = train(lambda layer: swarm.RemoteMixtureOfExperts(node, WIDTH, grid=grid_of(layer), k_best=2), STEPS)
+        loss = train(
+            lambda layer: swarm.RemoteMixtureOfExperts(node, WIDTH, grid=grid_of(layer), k_best=2), STEPS
+        )
         print(f"held out: {loss:.3f} nats per byte (5.545 is chance)")
 
 

@@ -52,8 +52,12 @@ class Classifier(nn.Module):
         return logits
 
 
-def train(make_mixture: Callable[[], nn.Module], steps: int, tell: Callable[[str], None] = print) -> tuple[float, float]:
-    """(loss, accuracy) on the held-out images after so many steps. `make_mixture`: float [batch, WIDTH] to the same."""
+def train(
+    make_mixture: Callable[[], nn.Module], steps: int, tell: Callable[[str], None] = print
+) -> tuple[float, float]:
+    """(loss, accuracy) on the held-out images after so many steps. `make_mixture`: float [batch, WIDTH] to
+    the same.
+    """
     torch.manual_seed(0)
     digits, model = Digits(), Classifier(make_mixture())
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
@@ -69,7 +73,9 @@ def train(make_mixture: Callable[[], nn.Module], steps: int, tell: Callable[[str
     images, labels = digits.held_out
     with torch.no_grad():
         logits = model(images)
-    return functional.cross_entropy(logits, labels).item(), (logits.argmax(dim=1) == labels).float().mean().item()
+    return functional.cross_entropy(logits, labels).item(), (
+        logits.argmax(dim=1) == labels
+    ).float().mean().item()
 
 
 def make_expert() -> swarm.Expert:

@@ -1,4 +1,5 @@
-"""Train a small model together with whoever else runs this program: a plain torch loop, one line of which is the swarm.
+"""Train a small model together with whoever else runs this program: a plain torch loop, one line of which is
+the swarm.
 
 In one terminal:    python examples/train.py
 In others:          python examples/train.py ADDRESS          (the address that the first one prints)
@@ -23,7 +24,9 @@ def main() -> None:
     with swarm.Node(bootstrap=sys.argv[1:], listen="127.0.0.1:0") as node:
         print(f"join me:  python examples/train.py {node.addresses[0]}", flush=True)
         inner = torch.optim.Adam(model.parameters(), lr=3e-3)
-        with swarm.Optimizer(inner, node=node, run="example", target_batch_size=4096, batch_size_per_step=BATCH) as optimizer:
+        with swarm.Optimizer(
+            inner, node=node, run="example", target_batch_size=4096, batch_size_per_step=BATCH
+        ) as optimizer:
             optimizer.load_state_from_peers(timeout_s=30)
             data = torch.Generator().manual_seed(node.peer_id.dht_id % 2**63)  # everybody draws other samples
             while optimizer.epoch < EPOCHS:
@@ -33,7 +36,10 @@ def main() -> None:
                 report = optimizer.step()
                 optimizer.zero_grad()
                 if report.stepped:
-                    print(f"epoch {optimizer.epoch}: loss {loss.item():.4f}, {len(optimizer.progress.peers)} peers", flush=True)
+                    print(
+                        f"epoch {optimizer.epoch}: loss {loss.item():.4f}, {len(optimizer.progress.peers)} peers",
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

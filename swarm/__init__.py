@@ -1,6 +1,7 @@
 """Strangers train one neural network together over the internet, with no master.
 
-Everything that a user needs is a name of this package; each is loaded when it is first used, so that `import swarm` costs nothing:
+Everything that a user needs is a name of this package; each is loaded when it is first used, so that `import
+swarm` costs nothing:
 
     import swarm
 
@@ -15,81 +16,103 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from averaging.averager import Averager, AveragerConfig, AveragingResult, PendingRound
-    from averaging.optimizer import Diloco, Gossip, Gradients, LoadResult, Local, Optimizer, OptimizerConfig, StepReport
+    from averaging.averager import Averager, AveragerConfig, PendingRound, RoundResult
+    from averaging.optim.optimizer import (
+        Diloco,
+        Gossip,
+        Gradients,
+        LoadResult,
+        Local,
+        Optimizer,
+        OptimizerConfig,
+        StepReport,
+    )
     from averaging.reduction.lowrank import PowerSgd
-    from moe.errors import ExpertApplied, ExpertError, ExpertFailed, ExpertMissing, ExpertOverloaded, ExpertRefused
-    from moe.mixture.layer import MixtureConfig, PassReport, RemoteMixtureOfExperts
-    from moe.mixture.switch import RemoteSwitchMixtureOfExperts, SwitchConfig
-    from moe.pipeline.sequential import PipelineConfig, PipelineReport, RemoteSequential
-    from moe.remote import RemoteExpert, Travel
-    from moe.server import Expert, ExpertServer, ExpertServerConfig
-    from swarm.dht.service import Entry, ManyAnswers, NamespaceRules, StoreItem, StoreResult
-    from swarm.errors import DeadlineExceeded, NetworkError, NotEnoughPeers, PeerError, SwarmError, UsageError
-    from swarm.identity import Identity
-    from swarm.ids import Address, Contact, Key, PeerId
+    from moe.client.mixture.layer import MixtureConfig, PassReport, RemoteMixtureOfExperts
+    from moe.client.mixture.switch import RemoteSwitchMixtureOfExperts, SwitchConfig
+    from moe.client.pipeline.sequential import PipelineConfig, PipelineReport, RemoteSequential
+    from moe.client.remote import RemoteExpert, WireCodecs
+    from moe.protocol.errors import (
+        ExpertApplied,
+        ExpertError,
+        ExpertFailed,
+        ExpertMissing,
+        ExpertOverloaded,
+        ExpertRefused,
+    )
+    from moe.server.expert_server import Expert, ExpertServer, ExpertServerConfig
+    from swarm.core.errors import (
+        DeadlineExceeded,
+        NetworkError,
+        NotEnoughPeers,
+        PeerError,
+        SwarmError,
+        UsageError,
+    )
+    from swarm.core.identity import Identity
+    from swarm.core.ids import Address, Contact, Key, PeerId
+    from swarm.dht.service.dht_service import Entry, ManyAnswers, NamespaceRules, StoreItem, StoreResult
     from swarm.node import Node, NodeConfig
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Address": "swarm.ids",
+    "Address": "swarm.core.ids",
     "Averager": "averaging.averager",
     "AveragerConfig": "averaging.averager",
-    "AveragingResult": "averaging.averager",
-    "Contact": "swarm.ids",
-    "DeadlineExceeded": "swarm.errors",
-    "Diloco": "averaging.optimizer",
-    "Entry": "swarm.dht.service",
-    "Expert": "moe.server",
-    "ExpertApplied": "moe.errors",
-    "ExpertError": "moe.errors",
-    "ExpertFailed": "moe.errors",
-    "ExpertMissing": "moe.errors",
-    "ExpertOverloaded": "moe.errors",
-    "ExpertRefused": "moe.errors",
-    "ExpertServer": "moe.server",
-    "ExpertServerConfig": "moe.server",
-    "Gossip": "averaging.optimizer",
-    "Gradients": "averaging.optimizer",
-    "Identity": "swarm.identity",
-    "Key": "swarm.ids",
-    "LoadResult": "averaging.optimizer",
-    "Local": "averaging.optimizer",
-    "ManyAnswers": "swarm.dht.service",
-    "MixtureConfig": "moe.mixture.layer",
-    "NamespaceRules": "swarm.dht.rules",
-    "NetworkError": "swarm.errors",
+    "RoundResult": "averaging.averager",
+    "Contact": "swarm.core.ids",
+    "DeadlineExceeded": "swarm.core.errors",
+    "Diloco": "averaging.optim.optimizer",
+    "Entry": "swarm.dht.service.dht_service",
+    "Expert": "moe.server.expert_server",
+    "ExpertApplied": "moe.protocol.errors",
+    "ExpertError": "moe.protocol.errors",
+    "ExpertFailed": "moe.protocol.errors",
+    "ExpertMissing": "moe.protocol.errors",
+    "ExpertOverloaded": "moe.protocol.errors",
+    "ExpertRefused": "moe.protocol.errors",
+    "ExpertServer": "moe.server.expert_server",
+    "ExpertServerConfig": "moe.server.expert_server",
+    "Gossip": "averaging.optim.optimizer",
+    "Gradients": "averaging.optim.optimizer",
+    "Identity": "swarm.core.identity",
+    "Key": "swarm.core.ids",
+    "LoadResult": "averaging.optim.optimizer",
+    "Local": "averaging.optim.optimizer",
+    "ManyAnswers": "swarm.dht.service.dht_service",
+    "MixtureConfig": "moe.client.mixture.layer",
+    "NamespaceRules": "swarm.dht.logic.rules",
+    "NetworkError": "swarm.core.errors",
     "Node": "swarm.node",
     "NodeConfig": "swarm.node",
-    "NotEnoughPeers": "swarm.errors",
-    "Optimizer": "averaging.optimizer",
-    "OptimizerConfig": "averaging.optimizer",
-    "PassReport": "moe.mixture.layer",
-    "PeerError": "swarm.errors",
-    "PeerId": "swarm.ids",
+    "NotEnoughPeers": "swarm.core.errors",
+    "Optimizer": "averaging.optim.optimizer",
+    "OptimizerConfig": "averaging.optim.optimizer",
+    "PassReport": "moe.client.mixture.layer",
+    "PeerError": "swarm.core.errors",
+    "PeerId": "swarm.core.ids",
     "PendingRound": "averaging.averager",
-    "PipelineConfig": "moe.pipeline.sequential",
-    "PipelineReport": "moe.pipeline.sequential",
-    "RemoteExpert": "moe.remote",
+    "PipelineConfig": "moe.client.pipeline.sequential",
+    "PipelineReport": "moe.client.pipeline.sequential",
+    "RemoteExpert": "moe.client.remote",
     "PowerSgd": "averaging.reduction.lowrank",
-    "RemoteMixtureOfExperts": "moe.mixture.layer",
-    "RemoteSequential": "moe.pipeline.sequential",
-    "RemoteSwitchMixtureOfExperts": "moe.mixture.switch",
-    "StepReport": "averaging.optimizer",
-    "StoreItem": "swarm.dht.service",
-    "StoreResult": "swarm.dht.service",
-    "SwarmError": "swarm.errors",
-    "SwitchConfig": "moe.mixture.switch",
-    "Travel": "moe.remote",
-    "UsageError": "swarm.errors",
+    "RemoteMixtureOfExperts": "moe.client.mixture.layer",
+    "RemoteSequential": "moe.client.pipeline.sequential",
+    "RemoteSwitchMixtureOfExperts": "moe.client.mixture.switch",
+    "StepReport": "averaging.optim.optimizer",
+    "StoreItem": "swarm.dht.service.dht_service",
+    "StoreResult": "swarm.dht.service.dht_service",
+    "SwarmError": "swarm.core.errors",
+    "SwitchConfig": "moe.client.mixture.switch",
+    "WireCodecs": "moe.client.remote",
+    "UsageError": "swarm.core.errors",
 }
 
 __all__ = [
     "Address",
     "Averager",
     "AveragerConfig",
-    "AveragingResult",
     "Contact",
     "DeadlineExceeded",
     "Diloco",
@@ -129,13 +152,14 @@ __all__ = [
     "RemoteMixtureOfExperts",
     "RemoteSequential",
     "RemoteSwitchMixtureOfExperts",
+    "RoundResult",
     "StepReport",
     "StoreItem",
     "StoreResult",
     "SwarmError",
     "SwitchConfig",
-    "Travel",
     "UsageError",
+    "WireCodecs",
     "__version__",
 ]
 

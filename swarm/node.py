@@ -14,20 +14,20 @@ from types import TracebackType
 from typing import TypeVar
 
 import swarm
-from swarm.clock import SystemClock
+from swarm.core.clock import SystemClock
+from swarm.core.errors import SwarmError, UsageError
+from swarm.core.identity import Identity
+from swarm.core.ids import Address, Contact, PeerId
 from swarm.dht.handle import Dht
-from swarm.dht.service import DhtService
-from swarm.errors import SwarmError, UsageError
-from swarm.identity import Identity
-from swarm.ids import Address, Contact, PeerId
+from swarm.dht.service.dht_service import DhtService
 from swarm.net.channels import Channels, ChannelsConfig
 from swarm.net.hello import Introductions
 from swarm.net.joining import Joining, JoiningConfig
 from swarm.net.listening import announced, parse_listen
+from swarm.net.peerbook import KnownPeer, PeerBook
 from swarm.net.rpc import Handlers
 from swarm.net.server import Server
 from swarm.net.throttle import Bandwidth, Throttle
-from swarm.peerbook import KnownPeer, PeerBook
 from swarm.runtime.fork import Owned, close_after_fork
 from swarm.runtime.services import Services
 from swarm.runtime.supervise import Supervisor
@@ -45,25 +45,32 @@ ServiceT = TypeVar("ServiceT")
 class NodeConfig:
     """Settings that rarely need a change."""
 
-    name: str = ""  # what people may call this peer, at most 40 characters: told with its metrics to whoever watches a run
+    # what people may call this peer, at most 40 characters: told with its metrics to whoever watches a run
+    name: str = ""
     announce: tuple[
         str, ...
-    ] = ()  # what to tell others instead of the addresses of this machine: host, host:port or multiaddr; for a forwarded port
-    # the constructor waits this long at most for the first bootstrap to answer; joining goes on in the background
+        # what to tell others instead of the addresses of this machine: host, host:port or multiaddr; for a
+        # forwarded port
+    ] = ()
+    # the constructor waits this long at most for the first bootstrap to answer; joining goes on in the
+    # background
     first_join_s: float = 0.2
     book_entries_max: int = 1000  # peers that are remembered
     housekeeping_s: float = 30.0  # between saves of the peer book, and sweeps of unused connections
-    bandwidth: Bandwidth = field(default_factory=Bandwidth)  # caps of what tensors and other bulk may use; too small: rounds wait for us
+    # caps of what tensors and other bulk may use; too small: rounds wait for us
+    bandwidth: Bandwidth = field(default_factory=Bandwidth)
     channels: ChannelsConfig = field(default_factory=ChannelsConfig)
     joining: JoiningConfig = field(default_factory=JoiningConfig)
 
 
 class Node:
-    """This process as a peer: identity, server, connections, DHT, peer book. A context manager; `close()` takes under two seconds.
+    """This process as a peer: identity, server, connections, DHT, peer book. A context manager; `close()`
+    takes under two seconds.
 
-    `bootstrap`: addresses that end in /p2p/<PeerID> (or Contacts); it does not matter whether they are up. `listen`: host:port, port 0 for
-    a free one; None: nobody can connect to this peer. `identity`: a file that is made when missing, an Identity, or None for a new one that
-    lives as long as the node. UsageError when an argument is wrong, the port is taken, or another process uses the identity file.
+    `bootstrap`: addresses that end in /p2p/<PeerID> (or Contacts); it does not matter whether they are up.
+    `listen`: host:port, port 0 for a free one; None: nobody can connect to this peer. `identity`: a file that
+    is made when missing, an Identity, or None for a new one that lives as long as the node. UsageError when
+    an argument is wrong, the port is taken, or another process uses the identity file.
     """
 
     def __init__(
@@ -80,12 +87,18 @@ class Node:
         where = parse_listen(listen) if listen is not None else None
         self._owns_identity = not isinstance(identity, Identity)
         self.identity = (
-            identity if isinstance(identity, Identity) else Identity.load(identity) if identity is not None else Identity.generate()
+            identity
+            if isinstance(identity, Identity)
+            else Identity.load(identity)
+            if identity is not None
+            else Identity.generate()
         )
         self.peer_id: PeerId = self.identity.peer_id
         self.contact = Contact(self.peer_id)
         self.clock = SystemClock()
-        self.book = PeerBook(self.peer_id, self.clock.swarm_s, _book_path(self.identity), self.config.book_entries_max)
+        self.book = PeerBook(
+            self.peer_id, self.clock.swarm_s, _book_path(self.identity), self.config.book_entries_max
+        )
         self.handlers = Handlers()
         self._services = Services(self)
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
@@ -93,7 +106,9 @@ class Node:
         self._where = where
         self.network = NetworkThread()
         try:
-            self.network.run(self._start([one for one in contacts if one.peer_id != self.peer_id]), _START_TIMEOUT_S)
+            self.network.run(
+                self._start([one for one in contacts if one.peer_id != self.peer_id]), _START_TIMEOUT_S
+            )
         except BaseException:
             self.close()
             raise
@@ -103,7 +118,9 @@ class Node:
     async def _start(self, bootstrap: list[Contact]) -> None:
         self.supervisor = Supervisor()
         throttle = Throttle(self.config.bandwidth)
-        self.channels = Channels(self.identity, self.config.channels, on_connected=self._connected, throttle=throttle)
+        self.channels = Channels(
+            self.identity, self.config.channels, on_connected=self._connected, throttle=throttle
+        )
         self._server = Server(throttle=throttle)
         self._introductions = Introductions(lambda: self.contact, _agent(), self.channels, self.book)
         self._introductions.register(self.handlers)
@@ -117,7 +134,8 @@ class Node:
             supervisor=self.supervisor,
         )
         self.dht = Dht(service, self.network)
-        self.at_close(service.leave)  # first registered, last called: other services say their goodbyes through it
+        # first registered, last called: other services say their goodbyes through it
+        self.at_close(service.leave)
         if self._where is not None:
             host, port = self._where
             port = await self._server.start(self.identity, self.handlers, host, port)
@@ -153,8 +171,8 @@ class Node:
         return self.book.known()
 
     def wait_joined(self, timeout_s: float) -> bool:
-        """Wait until a bootstrap, or a peer remembered from an earlier run, has answered. False when none did in time: `join_failures` says
-        why.
+        """Wait until a bootstrap, or a peer remembered from an earlier run, has answered. False when none did
+        in time: `join_failures` says why.
         """
         return self.network.run(self._wait(self._joining.joined, timeout_s), timeout_s + 1.0)
 
@@ -164,14 +182,16 @@ class Node:
         return list(self._joining.failures.values())
 
     def service(self, kind: Callable[[Node], ServiceT]) -> ServiceT:
-        """Return this node's one instance of a service, made as `kind(node)` when it is first asked for, on the network thread.
+        """Return this node's one instance of a service, made as `kind(node)` when it is first asked for, on
+        the network thread.
 
         A service that has something to end registers it with `at_close` in its constructor.
         """
         return self._services.get(kind)
 
     def at_close(self, callback: Callable[[], Awaitable[None]]) -> Callable[[], None]:
-        """Run `callback` on the network loop when the node closes, before its connections do; the callback registered last goes first.
+        """Run `callback` on the network loop when the node closes, before its connections do; the callback
+        registered last goes first.
 
         Returns what takes the callback back, for those who close before the node does.
         """
@@ -179,7 +199,8 @@ class Node:
         return lambda: self._callbacks.remove(callback) if callback in self._callbacks else None
 
     def close(self) -> None:
-        """Say goodbye, stop the services, free the port and the identity file. Idempotent; under two seconds, also when peers are dead.
+        """Say goodbye, stop the services, free the port and the identity file. Idempotent; under two seconds,
+        also when peers are dead.
 
         In a forked child it does nothing: the node is its parent's.
         """
@@ -205,21 +226,27 @@ class Node:
     def __enter__(self) -> Node:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:
-        where = ", ".join(f"{address.host}:{address.port}" for address in self.contact.addresses) or "no address"
+        where = (
+            ", ".join(f"{address.host}:{address.port}" for address in self.contact.addresses) or "no address"
+        )
         return f"Node({self.peer_id}, {where}{', closed' if self._closed else ''})"
 
     async def _stop(self) -> None:
         goodbyes = Supervisor()
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + _CALLBACKS_S_MAX
-        for left in range(len(self._callbacks), 0, -1):  # one after the other: a service may need those that were there before it
+        # one after the other: a service may need those that were there before it
+        for left in range(len(self._callbacks), 0, -1):
             callback = self._callbacks[left - 1]
             task = goodbyes.spawn(f"closing {getattr(callback, '__qualname__', callback)}", callback)
-            await asyncio.wait([task], timeout=max(deadline_s - loop.time(), 0.0) / left)  # one that hangs leaves the others their share
+            # one that hangs leaves the others their share
+            await asyncio.wait([task], timeout=max(deadline_s - loop.time(), 0.0) / left)
         await goodbyes.close(0.1)
         await self.supervisor.close(0.3)
         await self.channels.close()
@@ -242,7 +269,9 @@ class Node:
     def _connected(self, contact: Contact, address: Address, seconds: float) -> None:
         self.book.reached(contact.peer_id, address)
         if self._introductions.due(contact.peer_id):
-            self.supervisor.spawn(f"introduction to {contact.peer_id.short}", lambda: self._introduce(contact))
+            self.supervisor.spawn(
+                f"introduction to {contact.peer_id.short}", lambda: self._introduce(contact)
+            )
 
     async def _introduce(self, contact: Contact) -> None:
         try:

@@ -1,4 +1,6 @@
-"""The churn section: when peers are killed follows from a seed, what counted is added up as it should be, and a short one for real."""
+"""The churn section: when peers are killed follows from a seed, what counted is added up as it should be, and
+a short one for real.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from benchmarks.report import as_record
 
 
 def test_kills_follow_from_the_seed_and_have_the_mean_that_was_asked_for() -> None:
-    once, again, other = (kills(random.Random(seed), peers=4, mean_s=60.0, seconds=300.0) for seed in (1, 1, 2))
+    once, again, other = (
+        kills(random.Random(seed), peers=4, mean_s=60.0, seconds=300.0) for seed in (1, 1, 2)
+    )
     assert once == again != other
     assert once == sorted(once)
     assert all(0.0 < kill.at_s < 300.0 and kill.peer in range(4) for kill in once)
@@ -37,7 +41,9 @@ def epoch(samples: int, loss: float | None = None) -> dict[str, Any]:
 
 
 def lived(life: Life, begins_s: float, *moments: float) -> Life:
-    """It listens, knows the run, trains and contributes, one second after the other; then epochs of ten samples."""
+    """It listens, knows the run, trains and contributes, one second after the other; then epochs of ten
+    samples.
+    """
     for number, kind in enumerate(PHASES):
         life.take({"event": kind}, begins_s + 1.0 + number)
     for at_s in moments:
@@ -70,7 +76,13 @@ def test_who_is_killed_while_it_starts_contributed_nothing() -> None:
     life.ended_s = 14.0
     assert life.phases_s is None
     found = sums([life], peers=1, since_s=10.0, until_s=20.0)
-    assert (found.samples_per_s, found.trained, found.restarts_s, found.unfinished, found.loss) == (0.0, 0.0, (), 1, None)
+    assert (found.samples_per_s, found.trained, found.restarts_s, found.unfinished, found.loss) == (
+        0.0,
+        0.0,
+        (),
+        1,
+        None,
+    )
     assert found.samples_per_peer_s == 0.0
 
 
@@ -85,7 +97,13 @@ def test_rows_compare_with_the_same_time_without_kills() -> None:
     assert rows["churn-goodput"].ratio == 1.0
     assert rows["churn-goodput-alive"].ratio == pytest.approx(20.0 / 16.0)
     assert rows["churn-restart"].ours.samples == (4.0,)
-    assert [row.ours.median for name, row in rows.items() if name.startswith("churn-restart-")] == [1.0, 1.0, 1.0, 1.0, None]
+    assert [row.ours.median for name, row in rows.items() if name.startswith("churn-restart-")] == [
+        1.0,
+        1.0,
+        1.0,
+        1.0,
+        None,
+    ]
 
 
 @pytest.mark.slow

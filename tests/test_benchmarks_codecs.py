@@ -15,7 +15,9 @@ def test_rows_can_be_kept() -> None:
 
 
 def test_errors_are_those_of_the_codecs() -> None:
-    rows = codecs.rows(lambda _: None, None, names=("float16", "int8", "int4", "int2"), elements=100_000, rounds=1)
+    rows = codecs.rows(
+        lambda _: None, None, names=("float16", "int8", "int4", "int2"), elements=100_000, rounds=1
+    )
     on_normal = [row.ours.median for row in rows if row.quantity == "relative L2 error, N(0, 1)"]
     assert on_normal == sorted(on_normal)
     assert 0 < on_normal[0] < 3e-4

@@ -15,7 +15,9 @@ from benchmarks.report import as_record
 
 def test_rows_can_be_kept() -> None:
     said: list[str] = []
-    rows = cuda.rows(said.append, device="cpu", size=cuda.Size(elements=50_000, width=16, layers=2, batch=4, rounds=2))
+    rows = cuda.rows(
+        said.append, device="cpu", size=cuda.Size(elements=50_000, width=16, layers=2, batch=4, rounds=2)
+    )
     assert len({row.identifier for row in rows}) == len(rows) == len(cuda.CODECS) + 2
     assert all(as_record(row, "run")["ours_value"] > 0 for row in rows)
     assert len(said) == len(rows)

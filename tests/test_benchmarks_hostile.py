@@ -1,4 +1,6 @@
-"""The benchmark of hostile peers in short: the plain mean is ruined by a few lies, the robust aggregations are not."""
+"""The benchmark of hostile peers in short: the plain mean is ruined by a few lies, the robust aggregations
+are not.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def one_thread() -> Iterator[None]:
 
 
 def train(rule: str, lie: str | None) -> float:
-    return hostile.train(hostile.RULES[rule], hostile.LIES[lie] if lie else None, steps=STEPS, samples=8, data_bytes=1 << 20)
+    return hostile.train(
+        hostile.RULES[rule], hostile.LIES[lie] if lie else None, steps=STEPS, samples=8, data_bytes=1 << 20
+    )
 
 
 def test_a_quarter_that_lies_ruins_the_mean_and_nothing_else() -> None:
@@ -43,6 +47,10 @@ def test_what_a_round_would_make_of_it_is_the_mean() -> None:
 def test_rows_can_be_kept() -> None:
     said: list[str] = []
     rows = [*hostile.costs(said.append, elements=5000, rounds=1), *hostile.losses(said.append, steps=0)]
-    assert len({row.identifier for row in rows}) == len(rows) == len(hostile.RULES) + 1 + len(hostile.LIES) * len(hostile.RULES)
+    assert (
+        len({row.identifier for row in rows})
+        == len(rows)
+        == len(hostile.RULES) + 1 + len(hostile.LIES) * len(hostile.RULES)
+    )
     assert all(as_record(row, "run")["ours_value"] is not None for row in rows)
     assert all(row.met for row in rows if row.aim is not None)  # no step, no difference

@@ -1,4 +1,6 @@
-"""The rows of emulated links: what is measured beside ours, what is left out and when, and the least that a round can take."""
+"""The rows of emulated links: what is measured beside ours, what is left out and when, and the least that a
+round can take.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,35 @@ from benchmarks.contenders import Contender, Round
 from benchmarks.turns import Plan, Tally
 from swarm.testing.links import Link
 
-OUTCOME = Round(ok=True, reason="", whole_s=3.0, reduce_s=2.5, wire_bytes=110_000_000, carried_bytes=101_000_000)
+OUTCOME = Round(
+    ok=True, reason="", whole_s=3.0, reduce_s=2.5, wire_bytes=110_000_000, carried_bytes=101_000_000
+)
 
 
 def setting(said: list[str]) -> Setting:
-    return Setting(plan=Plan(passes=1, rounds=1), hivemind=Path("/hivemind/python"), copy_bytes_per_s=1.0, say=said.append)
+    return Setting(
+        plan=Plan(passes=1, rounds=1),
+        hivemind=Path("/hivemind/python"),
+        copy_bytes_per_s=1.0,
+        say=said.append,
+    )
 
 
-def play(monkeypatch: pytest.MonkeyPatch, *, round_s: float, broken: str = "") -> tuple[list[list[str]], list[str]]:
-    """Who was measured together, and the rows' identifiers; every row takes `round_s`, and `broken` never has a round."""
+def play(
+    monkeypatch: pytest.MonkeyPatch, *, round_s: float, broken: str = ""
+) -> tuple[list[list[str]], list[str]]:
+    """Who was measured together, and the rows' identifiers; every row takes `round_s`, and `broken` never has
+    a round.
+    """
     measured: list[list[str]] = []
     clock = [0.0]
 
-    def take_turns(makers: Sequence[Callable[[], Contender]], names: Sequence[str], plan: Plan, say: Callable[[str], None]) -> list[Tally]:
+    def take_turns(
+        makers: Sequence[Callable[[], Contender]],
+        names: Sequence[str],
+        plan: Plan,
+        say: Callable[[str], None],
+    ) -> list[Tally]:
         assert len(makers) == len(names)
         measured.append(list(names))
         clock[0] += round_s
@@ -38,7 +56,9 @@ def play(monkeypatch: pytest.MonkeyPatch, *, round_s: float, broken: str = "") -
     return measured, [row.identifier for row in rows]
 
 
-def test_every_codec_has_a_row_in_every_scene_and_all_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_codec_has_a_row_in_every_scene_and_all_have_names_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     measured, identifiers = play(monkeypatch, round_s=1.0)
     assert len(set(identifiers)) == len(identifiers)
     assert len(measured) == len(links.SCENES) * len(links.CODECS)
@@ -62,4 +82,5 @@ def test_the_least_time_is_that_of_the_slowest_link_with_the_best_shares() -> No
     fast = Link.of(mbit_per_s=100)
     assert links.least_s((fast,) * 4, 12.5e6) == pytest.approx(1.5)
     slow = Link.of(mbit_per_s=100, up_mbit_per_s=1)
-    assert links.least_s((fast, fast, fast, slow), 125e3) == pytest.approx(1.0)  # its own values, and nothing to reduce
+    # its own values, and nothing to reduce
+    assert links.least_s((fast, fast, fast, slow), 125e3) == pytest.approx(1.0)

@@ -1,4 +1,6 @@
-"""The mixture benchmark checks what a layer gives against the same mixture computed locally: a wrong layer is found out."""
+"""The mixture benchmark checks what a layer gives against the same mixture computed locally: a wrong layer is
+found out.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,19 @@ import time
 import torch
 
 from benchmarks import mixture_load as load
-from moe.mixture.gate import ProductKeyGate
+from moe.client.logic.gate import ProductKeyGate
 
 
-def layer(gate: ProductKeyGate, x: torch.Tensor, *, k_best: int = load.K_BEST, wrong_gradient: bool = False) -> torch.Tensor:
+def layer(
+    gate: ProductKeyGate, x: torch.Tensor, *, k_best: int = load.K_BEST, wrong_gradient: bool = False
+) -> torch.Tensor:
     scores = gate(x)
     best = (scores[0][:, :, None] + scores[1][:, None, :]).flatten(1).topk(k_best, dim=1)
     seen = x.detach() if wrong_gradient else x
-    outputs = torch.stack([load.module_of(row, column)(seen) for row in range(load.ROWS) for column in range(load.COLUMNS)], dim=1)
+    outputs = torch.stack(
+        [load.module_of(row, column)(seen) for row in range(load.ROWS) for column in range(load.COLUMNS)],
+        dim=1,
+    )
     chosen = outputs.gather(1, best.indices.unsqueeze(-1).expand(-1, -1, load.WIDTH))
     return (best.values.softmax(dim=1).unsqueeze(-1) * chosen).sum(dim=1)
 

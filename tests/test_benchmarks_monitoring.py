@@ -16,5 +16,8 @@ def test_every_peer_is_seen_and_what_it_costs_is_counted() -> None:
 
 def test_a_size_has_two_rows() -> None:
     ((peer, monitor),) = rows(lambda text: None, sizes=(4,))
-    assert (peer.identifier, monitor.identifier) == ("simulated-4-metrics-peer", "simulated-4-metrics-monitor")
+    assert (peer.identifier, monitor.identifier) == (
+        "simulated-4-metrics-peer",
+        "simulated-4-metrics-monitor",
+    )
     assert peer.ours.samples[0] > 0

@@ -20,7 +20,13 @@ def row(identifier: str, *samples: float, peer: float | None = 2.0, failed: int 
         identifier=identifier,
         workload=f"workload {identifier}",
         quantity="whole",
-        ours=Series(name="swarm: whole", unit="s", samples=samples, failed=failed, reasons=("a | reason",) if failed else ()),
+        ours=Series(
+            name="swarm: whole",
+            unit="s",
+            samples=samples,
+            failed=failed,
+            reasons=("a | reason",) if failed else (),
+        ),
         peer=None if peer is None else Series(name="hivemind: whole", unit="s", samples=(peer,)),
         aim=Aim(of="peer / ours", sense="at least", value=4.0),
     )
@@ -43,10 +49,15 @@ def test_figures_read_well(value: float | None, unit: str, text: str) -> None:
 
 def test_a_partial_run_leaves_the_other_rows_and_drops_runs_without_rows(tmp_path: Path) -> None:
     path = tmp_path / "benchmarks.json"
-    first = report.merge(report.load(path), [row("allreduce-64-a", 0.5), row("group-b", 0.1)], run="one", about=ABOUT)
+    first = report.merge(
+        report.load(path), [row("allreduce-64-a", 0.5), row("group-b", 0.1)], run="one", about=ABOUT
+    )
     report.save(first, path)
     second = report.merge(report.load(path), [row("group-b", 0.2)], run="two", about=ABOUT)
-    assert {name: record["run"] for name, record in second["rows"].items()} == {"allreduce-64-a": "one", "group-b": "two"}
+    assert {name: record["run"] for name, record in second["rows"].items()} == {
+        "allreduce-64-a": "one",
+        "group-b": "two",
+    }
     assert second["rows"]["allreduce-64-a"] == first["rows"]["allreduce-64-a"]
     third = report.merge(second, [row("allreduce-64-a", 0.4)], run="three", about=ABOUT)
     assert sorted(third["runs"]) == ["three", "two"]
@@ -54,14 +65,27 @@ def test_a_partial_run_leaves_the_other_rows_and_drops_runs_without_rows(tmp_pat
 
 
 def test_rows_keep_their_order_by_section_and_size() -> None:
-    rows = [row(name, 1.0) for name in ("start-x", "group-short", "allreduce-256-a", "allreduce-64-a", "trainer-memory")]
+    rows = [
+        row(name, 1.0)
+        for name in ("start-x", "group-short", "allreduce-256-a", "allreduce-64-a", "trainer-memory")
+    ]
     book = report.merge(report.load(Path("absent")), rows, run="one", about=ABOUT)
-    assert list(book["rows"]) == ["allreduce-64-a", "allreduce-256-a", "group-short", "trainer-memory", "start-x"]
+    assert list(book["rows"]) == [
+        "allreduce-64-a",
+        "allreduce-256-a",
+        "group-short",
+        "trainer-memory",
+        "start-x",
+    ]
 
 
 def test_the_page_names_aims_misses_and_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(notes.LIMITED_BY, "allreduce-64-slow", "copies.")
-    rows = [row("allreduce-64-fast", 0.4), row("allreduce-64-slow", 1.0, failed=2), row("group-none", peer=None)]
+    rows = [
+        row("allreduce-64-fast", 0.4),
+        row("allreduce-64-slow", 1.0, failed=2),
+        row("group-none", peer=None),
+    ]
     text = report.page(report.merge(report.load(Path("absent")), rows, run="2026-01-01", about=ABOUT))
     lines = text.splitlines()
     (fast,) = [line for line in lines if line.startswith("| workload allreduce-64-fast | whole")]
@@ -86,7 +110,8 @@ def gone(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"  # nobody's child any more, waiting for init
+    # nobody's child any more, waiting for init
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
 
 
 def test_a_launch_ends_everything_it_started_even_in_another_session(tmp_path: Path) -> None:
@@ -102,8 +127,14 @@ def test_a_launch_ends_everything_it_started_even_in_another_session(tmp_path: P
 
 def test_a_worker_that_hangs_or_dies_is_told_by_its_log(tmp_path: Path) -> None:
     python = fake_python(tmp_path, "echo 'no memory' >&2; exit 3")
-    with Launch("fake", python=python, module="none", configurations=[{}]) as launch, pytest.raises(LaunchFailed, match="no memory"):
+    with (
+        Launch("fake", python=python, module="none", configurations=[{}]) as launch,
+        pytest.raises(LaunchFailed, match="no memory"),
+    ):
         launch.hear("ready", 10.0)
     python = fake_python(tmp_path, "exec sleep 100")
-    with Launch("fake", python=python, module="none", configurations=[{}]) as launch, pytest.raises(LaunchFailed, match="'ready' in time"):
+    with (
+        Launch("fake", python=python, module="none", configurations=[{}]) as launch,
+        pytest.raises(LaunchFailed, match="'ready' in time"),
+    ):
         launch.hear("ready", 0.05)

@@ -53,7 +53,12 @@ def test_aims(aim: Aim, ours: float | None, peer: float | None, met: bool | None
 
 def test_a_row_shows_the_ratio_its_aim_is_about() -> None:
     row = Row(
-        identifier="x", workload="", quantity="", ours=series(3.0), peer=series(2.0), aim=Aim(of="ours / peer", sense="at most", value=1.5)
+        identifier="x",
+        workload="",
+        quantity="",
+        ours=series(3.0),
+        peer=series(2.0),
+        aim=Aim(of="ours / peer", sense="at most", value=1.5),
     )
     assert row.ratio_kind == "ours / peer"
     assert row.ratio == 1.5
@@ -63,7 +68,15 @@ def test_a_row_shows_the_ratio_its_aim_is_about() -> None:
 
 def reports(**changes: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     done = [
-        {"ok": True, "reason": "", "end_s": 11.0 + rank / 10, "grouped_s": 10.2 + rank / 10, "group": 2, "digest": "d", **changes}
+        {
+            "ok": True,
+            "reason": "",
+            "end_s": 11.0 + rank / 10,
+            "grouped_s": 10.2 + rank / 10,
+            "group": 2,
+            "digest": "d",
+            **changes,
+        }
         for rank in range(2)
     ]
     return done, [{"delivered": 1.0, "worst": 0.0}, {"delivered": 1.0, "worst": 0.0}]
@@ -137,7 +150,9 @@ class Scripted:
         self._journal.append(f"open {self.name}")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._journal.append(f"close {self.name}")
 
     def round(self) -> Round:
@@ -145,12 +160,19 @@ class Scripted:
         self._journal.append(self.name)
         if isinstance(step, LaunchFailed):
             raise step
-        return Round(ok=False, reason=step) if isinstance(step, str) else Round(ok=True, whole_s=step, processor_s=step)
+        return (
+            Round(ok=False, reason=step)
+            if isinstance(step, str)
+            else Round(ok=True, whole_s=step, processor_s=step)
+        )
 
 
 def test_turns_alternate_and_throw_the_warm_up_away() -> None:
     journal: list[str] = []
-    makers = [lambda: Scripted("a", [9.0, 1.0, 2.0], journal), lambda: Scripted("b", [9.0, 3.0, 4.0], journal)]
+    makers = [
+        lambda: Scripted("a", [9.0, 1.0, 2.0], journal),
+        lambda: Scripted("b", [9.0, 3.0, 4.0], journal),
+    ]
     first, second = take_turns(makers, ["a", "b"], Plan(passes=2, rounds=2), lambda _text: None)
     assert first.series("", lambda outcome: outcome.whole_s).samples == (1.0, 2.0, 1.0, 2.0)
     assert second.series("", lambda outcome: outcome.whole_s).samples == (3.0, 4.0, 3.0, 4.0)
@@ -160,17 +182,31 @@ def test_turns_alternate_and_throw_the_warm_up_away() -> None:
 
 
 def test_failed_rounds_are_counted_and_repeated_up_to_a_limit() -> None:
-    (tally,) = take_turns([lambda: Scripted("a", [9.0, "no group", 1.0], [])], ["a"], Plan(passes=1, rounds=1), lambda _text: None)
+    (tally,) = take_turns(
+        [lambda: Scripted("a", [9.0, "no group", 1.0], [])],
+        ["a"],
+        Plan(passes=1, rounds=1),
+        lambda _text: None,
+    )
     assert (len(tally.rounds), tally.failed, tally.reasons) == (1, 1, ["no group"])
-    (tally,) = take_turns([lambda: Scripted("a", [9.0] + ["no"] * 9, [])], ["a"], Plan(passes=1, rounds=1), lambda _text: None)
+    (tally,) = take_turns(
+        [lambda: Scripted("a", [9.0] + ["no"] * 9, [])], ["a"], Plan(passes=1, rounds=1), lambda _text: None
+    )
     assert (len(tally.rounds), tally.failed) == (0, FAILED_ROUNDS_MAX)
 
 
 def test_a_launch_that_breaks_down_is_closed_counted_and_repeated_up_to_a_limit() -> None:
     journal: list[str] = []
     scripts: list[list[float | str | LaunchFailed]] = [[LaunchFailed("hung")], [9.0, 1.0]]
-    (tally,) = take_turns([lambda: Scripted("a", scripts.pop(0), journal)], ["a"], Plan(passes=1, rounds=1), lambda _text: None)
+    (tally,) = take_turns(
+        [lambda: Scripted("a", scripts.pop(0), journal)], ["a"], Plan(passes=1, rounds=1), lambda _text: None
+    )
     assert (len(tally.rounds), tally.launches_failed) == (1, 1)
     assert journal == ["open a", "a", "close a", "open a", "a", "a", "close a"]
-    (tally,) = take_turns([lambda: Scripted("a", [LaunchFailed("hung")], [])], ["a"], Plan(passes=1, rounds=1), lambda _text: None)
+    (tally,) = take_turns(
+        [lambda: Scripted("a", [LaunchFailed("hung")], [])],
+        ["a"],
+        Plan(passes=1, rounds=1),
+        lambda _text: None,
+    )
     assert (len(tally.rounds), tally.launches_failed, tally.reasons) == (0, LAUNCHES_MAX, ["hung"])

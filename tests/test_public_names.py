@@ -27,7 +27,9 @@ def test_an_unknown_name_is_refused_in_the_usual_way() -> None:
 
 def test_importing_swarm_loads_neither_torch_nor_grpc() -> None:
     program = "import sys, swarm; print(sorted({'torch', 'grpc', 'libp2p', 'uvloop', 'asyncio'} & set(sys.modules)))"
-    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout
     assert output.strip() == "[]"
 
 
@@ -37,4 +39,6 @@ def test_mypy_sees_every_public_name(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(ROOT / ".mypy_cache"), str(user)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.stdout.count("Revealed type") == len(swarm.__all__), done.stdout
-    assert "Any" not in "".join(line for line in done.stdout.splitlines() if "Revealed" in line and '"Any"' in line), done.stdout
+    assert "Any" not in "".join(
+        line for line in done.stdout.splitlines() if "Revealed" in line and '"Any"' in line
+    ), done.stdout

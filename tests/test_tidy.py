@@ -13,23 +13,24 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("swarm", "averaging", "moe")
 FUNCTION_LINES_MAX = 70
-MODULE_LINES_MAX = 400
+MODULE_LINES_MAX = 500
 # path or path:function -> lines it may have; take an entry out as soon as it fits
 ALLOWED_LONGER: dict[str, int] = {}
 PARAMETERS_MAX = 6
-# the public contract (swarm.Averager, swarm.Optimizer, swarm.Expert, the command line), and services that are handed neighbours by name
+# the public contract (swarm.Averager, swarm.Optimizer, swarm.Expert, the command line), and services that are
+# handed neighbours by name
 WIDE = {
     "benchmarks/__main__.py:main": 9,
     "averaging/averager.py:__init__": 14,
     "averaging/averager.py:step": 7,
-    "averaging/optimizer.py:__init__": 17,
-    "averaging/groups/service.py:__init__": 10,
-    "moe/expert.py:__init__": 7,
-    "averaging/training/catchup.py:__init__": 7,
-    "averaging/groups/matchmaking.py:__init__": 7,
-    "averaging/groups/presence.py:__init__": 7,
-    "moe/mixture/layer.py:__init__": 11,
-    "moe/mixture/switch.py:__init__": 11,
+    "averaging/optim/optimizer.py:__init__": 17,
+    "averaging/matchmaking/service/matchmaking_service.py:__init__": 10,
+    "moe/server/expert.py:__init__": 7,
+    "averaging/optim/state/catchup.py:__init__": 7,
+    "averaging/matchmaking/logic/matchmaking.py:__init__": 7,
+    "averaging/matchmaking/service/presence.py:__init__": 7,
+    "moe/client/mixture/layer.py:__init__": 11,
+    "moe/client/mixture/switch.py:__init__": 11,
 }
 FORBIDDEN_NAMES = {"utils.py", "helpers.py", "misc.py", "common.py", "util.py"}
 # the two places where anything may be caught: the RPC handler boundary and the supervisor
@@ -40,7 +41,9 @@ FAR_AWAY = re.compile(r"\b(?:/work/|/root/|/home/\w+|farm-|TODO|FIXME|XXX)")
 
 
 def sources(*tops: str) -> list[Path]:
-    return sorted(path for top in tops for path in (ROOT / top).rglob("*.py") if not path.name.endswith("_pb2.py"))
+    return sorted(
+        path for top in tops for path in (ROOT / top).rglob("*.py") if not path.name.endswith("_pb2.py")
+    )
 
 
 def name_of(path: Path) -> str:
@@ -49,8 +52,8 @@ def name_of(path: Path) -> str:
 
 @functools.cache
 def tree_of(path: Path) -> ast.Module:
-    # CPython 3.11 counts recursion wrongly when a garbage collection runs finalizers in the middle of ast.parse, and raises SystemError:
-    # earlier tests leave tasks whose finalizers log
+    # CPython 3.11 counts recursion wrongly when a garbage collection runs finalizers in the middle of
+    # ast.parse, and raises SystemError: earlier tests leave tasks whose finalizers log
     gc.disable()
     try:
         return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
@@ -92,7 +95,10 @@ def test_broad_excepts_stand_in_two_places(path: Path) -> None:
         node.lineno
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.ExceptHandler)
-        and (node.type is None or (isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException")))
+        and (
+            node.type is None
+            or (isinstance(node.type, ast.Name) and node.type.id in ("Exception", "BaseException"))
+        )
         and not (node.body and isinstance(node.body[-1], ast.Raise))  # what is raised again is not swallowed
     ]
     assert not broad or name_of(path) in BROAD_EXCEPT, f"{name_of(path)}: broad except at {broad}"
@@ -101,14 +107,20 @@ def test_broad_excepts_stand_in_two_places(path: Path) -> None:
 @pytest.mark.parametrize("path", PACKAGE_SOURCES, ids=name_of)
 def test_every_task_has_a_parent(path: Path) -> None:
     for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+        ):
             bare = (node.func.value.id, node.func.attr) in {
                 ("asyncio", "create_task"),
                 ("asyncio", "gather"),
                 ("asyncio", "ensure_future"),
                 ("loop", "create_task"),
             }
-            assert not bare, f"{name_of(path)}:{node.lineno}: asyncio.{node.func.attr} without a parent; use a TaskGroup or the supervisor"
+            assert not bare, (
+                f"{name_of(path)}:{node.lineno}: asyncio.{node.func.attr} without a parent; use a TaskGroup or the supervisor"
+            )
 
 
 @pytest.mark.parametrize("path", PACKAGE_SOURCES, ids=name_of)
@@ -126,8 +138,15 @@ def test_wide_signatures_become_configs(path: Path) -> None:
 def test_nothing_is_raised_within_an_except_of_groups(path: Path) -> None:
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.TryStar):
-            raised = [one.lineno for handler in node.handlers for one in ast.walk(handler) if isinstance(one, ast.Raise)]
-            assert not raised, f"{name_of(path)}:{raised[0]} raises: Python 3.11.2 puts that into a group; raise it afterwards"
+            raised = [
+                one.lineno
+                for handler in node.handlers
+                for one in ast.walk(handler)
+                if isinstance(one, ast.Raise)
+            ]
+            assert not raised, (
+                f"{name_of(path)}:{raised[0]} raises: Python 3.11.2 puts that into a group; raise it afterwards"
+            )
 
 
 @pytest.mark.parametrize("path", sources("tests"), ids=name_of)

@@ -1,10 +1,11 @@
 """A reducer can lie, and its work can be checked: what it must be able to show, and how that is judged. Pure.
 
-With `audit=p` every sender signs each of its chunks (for this round, this part, these bytes), and a reducer takes no chunk without. It
-keeps what it reduced until the round ends. A member that holds all averages draws some parts by chance of its own, which no reducer can
-know before it has given its averages away; asks their reducers for the signed chunks behind them; recomputes; and votes for the round only
-if the same bytes come out. Who is at fault follows from signatures alone: a reducer can show only what its senders signed, and a sender has
-nothing to say in an audit, so it cannot frame the reducer by telling the auditor something else.
+With `audit=p` every sender signs each of its chunks (for this round, this part, these bytes), and a reducer
+takes no chunk without. It keeps what it reduced until the round ends. A member that holds all averages draws
+some parts by chance of its own, which no reducer can know before it has given its averages away; asks their
+reducers for the signed chunks behind them; recomputes; and votes for the round only if the same bytes come
+out. Who is at fault follows from signatures alone: a reducer can show only what its senders signed, and a
+sender has nothing to say in an audit, so it cannot frame the reducer by telling the auditor something else.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _CONTEXT = b"swarm averaging chunk\0"  # a signature of anything else never pass
 _PARTS_SPARE = 4
 
 
-class Signer(Protocol):
-    """What is needed of `swarm.identity.Identity`."""
+class ChunkSigner(Protocol):
+    """What is needed of `swarm.core.identity.Identity`."""
 
     def sign(self, message: bytes) -> bytes: ...
 
@@ -32,7 +33,7 @@ class Signer(Protocol):
 class Notary:
     """A node's means to take part in audits."""
 
-    identity: Signer
+    identity: ChunkSigner
     rng: random.Random  # nobody else may know what it gives: `random.SystemRandom()` outside of tests
 
 
@@ -46,12 +47,16 @@ class Signed:
 
 
 def statement(group_id: bytes, part: int, digest: bytes) -> bytes:
-    """What a sender signs: in this round, this is my chunk of this part. `digest`: BLAKE3 of the encoded values."""
+    """What a sender signs: in this round, this is my chunk of this part. `digest`: BLAKE3 of the encoded
+    values.
+    """
     return _CONTEXT + group_id + part.to_bytes(4, "little") + digest
 
 
 def chance(share: float, auditors: int) -> float:
-    """With what probability each of so many independent auditors takes a part, so that somebody does with probability `share`."""
+    """With what probability each of so many independent auditors takes a part, so that somebody does with
+    probability `share`.
+    """
     return 1.0 - (1.0 - share) ** (1.0 / auditors) if auditors else 0.0
 
 
@@ -73,9 +78,15 @@ def draw(plan: Plan, own: int, share: float, auditors: int, rng: random.Random) 
 
 
 def fault(
-    shown: Sequence[Signed], part: Part, group_id: bytes, digest: Callable[[bytes], bytes], verify: Callable[[int, bytes, bytes], bool]
+    shown: Sequence[Signed],
+    part: Part,
+    group_id: bytes,
+    digest: Callable[[bytes], bytes],
+    verify: Callable[[int, bytes, bytes], bool],
 ) -> str:
-    """What is wrong with what a reducer shows for a part; "" for nothing. `verify(place, statement, signature)`: is it that member's?"""
+    """What is wrong with what a reducer shows for a part; "" for nothing. `verify(place, statement,
+    signature)`: is it that member's?
+    """
     for item in shown:
         if len(item.signature) != SIGNATURE_BYTES or not verify(
             item.place, statement(group_id, part.index, digest(item.payload)), item.signature

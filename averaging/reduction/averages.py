@@ -1,8 +1,9 @@
 """A round's result as every member holds it: the encoded average of every part, the same bytes everywhere.
 
-It stays encoded until it is wanted: a round that fails costs no decoding, what is held is no larger than what travelled, and who lacks a
-part can be given the very bytes. They lie in memory that outlives the round: messages that were kept as they came had to be mapped anew by
-the kernel in each round, which cost a third of its processor time.
+It stays encoded until it is wanted: a round that fails costs no decoding, what is held is no larger than what
+travelled, and who lacks a part can be given the very bytes. They lie in memory that outlives the round:
+messages that were kept as they came had to be mapped anew by the kernel in each round, which cost a third of
+its processor time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from averaging.reduction.vector import FlatVector
 from swarm.compression import Buffer, Codec
 
 
-class Landing:
+class ResultBuffer:
     """Memory for the averages of one round after the other."""
 
     def __init__(self, queues: Queues = NO_QUEUES) -> None:
@@ -40,9 +41,11 @@ class Landing:
 
 
 class Averages:
-    """Of each part of a plan its encoded average: whole once every part was kept, valid until the next round takes the landing."""
+    """Of each part of a plan its encoded average: whole once every part was kept, valid until the next round
+    takes the landing.
+    """
 
-    def __init__(self, plan: Plan, codec: Codec, landing: Landing) -> None:
+    def __init__(self, plan: Plan, codec: Codec, landing: ResultBuffer) -> None:
         self.plan, self.codec = plan, codec
         self._starts = [0, *accumulate(codec.encoded_bytes(part.numel) for part in plan.parts)]
         self._memory = landing.room(self._starts[-1], self)
@@ -50,7 +53,9 @@ class Averages:
         self.gone = False  # the next round has taken the memory
 
     def keep(self, part: Part, payload: Buffer, first_byte: int = 0) -> None:
-        """The bytes of a part, or some of them from `first_byte` on. They were checked: the size fits, all values are finite."""
+        """The bytes of a part, or some of them from `first_byte` on. They were checked: the size fits, all
+        values are finite.
+        """
         self._empty.discard(part.index)
         start = self._starts[part.index] + first_byte
         np.copyto(self._memory[start : start + len(payload)].numpy(), np.frombuffer(payload, np.uint8))
@@ -66,12 +71,16 @@ class Averages:
 
     def payload(self, part: Part) -> torch.Tensor:
         """The bytes of a part that was kept: flat uint8, to be read only; none of an empty part."""
-        return self._memory[self._starts[part.index] : self._starts[part.index + (part.index not in self._empty)]]
+        return self._memory[
+            self._starts[part.index] : self._starts[part.index + (part.index not in self._empty)]
+        ]
 
     def write(self, target: FlatVector) -> None:
-        """target[:] = the averages, where there are any. Each block is decoded where it is to lie, unless tensors meet within it.
+        """target[:] = the averages, where there are any. Each block is decoded where it is to lie, unless
+        tensors meet within it.
 
-        On a device it is done when `target.queues.finish` returns; what this thread asks of the device afterwards comes after it anyway.
+        On a device it is done when `target.queues.finish` returns; what this thread asks of the device
+        afterwards comes after it anyway.
         """
         for part, queue in self._there(target):
             values = self._brought(part, queue, target)
@@ -103,7 +112,9 @@ class Averages:
         for start, stop, payload in self._blocks(target):
             values = self.codec.decode(payload, scratch[: stop - start])
             for first, piece in target.pieces(start, stop):
-                torch.sub(values[first - start : first - start + piece.numel()].to(piece.device), piece, out=piece)
+                torch.sub(
+                    values[first - start : first - start + piece.numel()].to(piece.device), piece, out=piece
+                )
 
     def decoded(self) -> torch.Tensor:
         """The whole vector, in a tensor of its own; NaN where there is no average."""
@@ -133,4 +144,8 @@ class Averages:
                 continue
             payload = self.payload(part)
             for block in blocks(part, self.codec):
-                yield part.start + block.start, part.start + block.stop, payload[block.first_byte : block.end_byte]
+                yield (
+                    part.start + block.start,
+                    part.start + block.stop,
+                    payload[block.first_byte : block.end_byte],
+                )

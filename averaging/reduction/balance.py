@@ -1,14 +1,16 @@
 """Who reduces how much: the shares of the vector that make a round's slowest member as fast as can be.
 
-Member i with upload bandwidth u, download bandwidth d and share f of the vector (size 1) sends its own values for the rest, 1 - f, if it
-contributes, and the averages of its share to every other receiver; it takes every other contributor's values for its share, and the
-averages of the rest, if it receives. Each is linear in f, so that the least time T in which all shares can be handled,
+Member i with upload bandwidth u, download bandwidth d and share f of the vector (size 1) sends its own values
+for the rest, 1 - f, if it contributes, and the averages of its share to every other receiver; it takes every
+other contributor's values for its share, and the averages of the rest, if it receives. Each is linear in f,
+so that the least time T in which all shares can be handled,
 
     minimise T  subject to  sent(f_i) <= T u_i,  taken(f_i) <= T d_i,  f_i >= 0,  sum f_i = 1,
 
-is a linear program with one variable per member and one constraint that joins them: for a given T each member can take at most some share,
-which grows with T, and the least T at which these add up to 1 is found by halving. All members solve it alike: additions, multiplications
-and divisions of float64 are the same everywhere.
+is a linear program with one variable per member and one constraint that joins them: for a given T each member
+can take at most some share, which grows with T, and the least T at which these add up to 1 is found by
+halving. All members solve it alike: additions, multiplications and divisions of float64 are the same
+everywhere.
 """
 
 from __future__ import annotations
@@ -17,18 +19,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from averaging.groups.group import Member, can_dial
-from swarm.errors import UsageError
+from averaging.matchmaking.logic.group import Member, can_dial
+from swarm.core.errors import UsageError
 
 _HALVINGS = 200  # until two neighbouring floats are left
 _SLOWER = 1.5  # bandwidths down to the median over this count as the median: what is measured is never exact
-# And those above it count as so many times less, but no less than the median. Who reduces more is sent more: where all links are alike, a
-# member that was taken for a fast one becomes the bottleneck, the others' sends wait for it, and next time they look slower still.
+# And those above it count as so many times less, but no less than the median. Who reduces more is sent more:
+# where all links are alike, a member that was taken for a fast one becomes the bottleneck, the others' sends
+# wait for it, and next time they look slower still.
 _FASTER = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class ReducerLoad:
     """What a member has to do with a round, as far as the balance is concerned."""
 
     up: float  # bytes/s that it can send; only ratios matter
@@ -42,7 +45,7 @@ def shares_of(members: Sequence[Member]) -> list[float]:
     """The shares of a group's members, by the bandwidths that they announced."""
     return shares(
         [
-            Load(
+            ReducerLoad(
                 up=member.bandwidth,
                 down=member.bandwidth,
                 contributes=member.weight > 0.0,
@@ -54,16 +57,18 @@ def shares_of(members: Sequence[Member]) -> list[float]:
     )
 
 
-def shares(members: Sequence[Load]) -> list[float]:
+def shares(members: Sequence[ReducerLoad]) -> list[float]:
     """Each member's share of the vector, in the same order, adding up to 1; 0.0 for who does not reduce.
 
-    A member so slow that its own values and averages alone hold everybody up gets no share, and the others are balanced among themselves.
-    Where shares make no difference (two members), they follow the upload bandwidths. UsageError: nobody reduces, or a bandwidth is not a
-    positive finite number.
+    A member so slow that its own values and averages alone hold everybody up gets no share, and the others
+    are balanced among themselves. Where shares make no difference (two members), they follow the upload
+    bandwidths. UsageError: nobody reduces, or a bandwidth is not a positive finite number.
     """
     for member in members:
         if member.reduces and not (0.0 < member.up < math.inf and 0.0 < member.down < math.inf):
-            raise UsageError(f"a bandwidth is a positive number of bytes per second, not {member.up!r} and {member.down!r}")
+            raise UsageError(
+                f"a bandwidth is a positive number of bytes per second, not {member.up!r} and {member.down!r}"
+            )
     if not any(member.reduces for member in members):
         raise UsageError("nobody in this group can reduce: no member has a port that others can dial")
     ups = _levelled([member.up for member in members if member.reduces])
@@ -76,7 +81,11 @@ def shares(members: Sequence[Load]) -> list[float]:
         sends = (float(member.contributes), float(receivers - member.receives - member.contributes))
         takes = (float(member.receives), float(contributors - member.contributes - member.receives))
         lines.append(_Line(up, down, sends, takes))
-    found = _solved(lines) if any(line.sends[1] > 0.0 or line.takes[1] > 0.0 for line in lines) else [member.up for member in reducing]
+    found = (
+        _solved(lines)
+        if any(line.sends[1] > 0.0 or line.takes[1] > 0.0 for line in lines)
+        else [member.up for member in reducing]
+    )
     by_member, total = iter(found), sum(found)
     return [next(by_member) / total if member.reduces else 0.0 for member in members]
 
@@ -94,7 +103,9 @@ def _solved(lines: Sequence[_Line]) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A reducer's two constraints: what it sends and takes, (when its share is 0, more per unit of its share)."""
+    """A reducer's two constraints: what it sends and takes, (when its share is 0, more per unit of its
+    share).
+    """
 
     up: float
     down: float

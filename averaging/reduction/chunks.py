@@ -1,7 +1,7 @@
 """The framing of bulk messages: `4 bytes of header length | protobuf header | payload`, read in place.
 
-A payload of a megabyte inside a protobuf field would be copied twice more at each end. Here it is copied once, into the message, and the
-receiver works on a view of what the transport delivered.
+A payload of a megabyte inside a protobuf field would be copied twice more at each end. Here it is copied
+once, into the message, and the receiver works on a view of what the transport delivered.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ import struct
 from google.protobuf.message import DecodeError
 
 from swarm.compression import Buffer
-from swarm.errors import PeerError
+from swarm.core.errors import PeerError
 from swarm.wire.reduce_pb2 import ExchangeHeader
 
 HEADER_BYTES_MAX = 4096
-_ALIGNMENT = 16  # what CPython's bytes guarantee for their content: vector loads and NumPy want aligned elements
+# what CPython's bytes guarantee for their content: vector loads and NumPy want aligned elements
+_ALIGNMENT = 16
 _LENGTH = struct.Struct("<I")
 _PADDING_OVERHEAD = 2  # tag and length of the padding field
 
 
 def pack(header: ExchangeHeader, *payload: Buffer) -> bytes:
-    """One message, its payload given in any number of pieces. Sets the header's padding, so that the payload begins aligned."""
+    """One message, its payload given in any number of pieces. Sets the header's padding, so that the payload
+    begins aligned.
+    """
     if not payload:
         raw = header.SerializeToString()
         return _LENGTH.pack(len(raw)) + raw
@@ -33,7 +36,9 @@ def pack(header: ExchangeHeader, *payload: Buffer) -> bytes:
 
 
 def unpack(message: bytes) -> tuple[ExchangeHeader, memoryview]:
-    """The header and a view of the payload (empty when there is none). PeerError when it is not such a message."""
+    """The header and a view of the payload (empty when there is none). PeerError when it is not such a
+    message.
+    """
     if len(message) < _LENGTH.size:
         raise PeerError(f"a message of {len(message)} bytes has no header")
     (header_bytes,) = _LENGTH.unpack_from(message)

@@ -1,10 +1,13 @@
-"""Work on accelerators beside the trainer's: queues of their own, copies to and from the host that overlap with it, and when to wait.
+"""Work on accelerators beside the trainer's: queues of their own, copies to and from the host that overlap
+with it, and when to wait.
 
-A GPU does what its streams are asked, in order within a stream. The trainer's calls go to its current stream. A round works in other
-threads, on a stream of its own (`working`), which begins after what the trainer had asked for when the round did (`fork`); copies run on
-another one, so that a part is on its way to the host while the next is being encoded.
+A GPU does what its streams are asked, in order within a stream. The trainer's calls go to its current stream.
+A round works in other threads, on a stream of its own (`working`), which begins after what the trainer had
+asked for when the round did (`fork`); copies run on another one, so that a part is on its way to the host
+while the next is being encoded.
 
-Not yet run on a GPU: what is tested is the order of calls, and with a queue whose copies arrive as late as they may.
+Not yet run on a GPU: what is tested is the order of calls, and with a queue whose copies arrive as late as
+they may.
 """
 
 from __future__ import annotations
@@ -26,10 +29,14 @@ class Fetch(Protocol):
 
 
 class Queue(Protocol):
-    """Where calls to one device, and copies to and from it, are lined up beside the trainer's. Any thread may use it."""
+    """Where calls to one device, and copies to and from it, are lined up beside the trainer's. Any thread may
+    use it.
+    """
 
     def fork(self) -> None:
-        """What this thread's current stream was asked so far comes before all that the queue is asked from now on."""
+        """What this thread's current stream was asked so far comes before all that the queue is asked from
+        now on.
+        """
         ...
 
     def working(self) -> AbstractContextManager[Any]:
@@ -37,11 +44,15 @@ class Queue(Protocol):
         ...
 
     def fetch(self, source: torch.Tensor, target: torch.Tensor) -> Fetch:
-        """Copy `source`, as `working` has made it, to `target` on the host (`host_memory`), which is not touched until then."""
+        """Copy `source`, as `working` has made it, to `target` on the host (`host_memory`), which is not
+        touched until then.
+        """
         ...
 
     def bring(self, source: torch.Tensor) -> torch.Tensor:
-        """A copy of `source`, host memory that stays as it is until `finish`, on the device: for this thread's current stream."""
+        """A copy of `source`, host memory that stays as it is until `finish`, on the device: for this
+        thread's current stream.
+        """
         ...
 
     def finish(self) -> None:
@@ -85,7 +96,8 @@ class CudaQueue:
             there.copy_(source, non_blocking=True)
         current = self._cuda.current_stream(self._device)
         current.wait_event(self._mark(self._copies))
-        if there.is_cuda:  # its memory belongs to the copies' stream, which must not hand it out again while it is being read
+        # its memory belongs to the copies' stream, which must not hand it out again while it is being read
+        if there.is_cuda:
             there.record_stream(current)
         return there
 
@@ -95,7 +107,8 @@ class CudaQueue:
         self._cuda.current_stream(self._device).synchronize()
 
     def _mark(self, stream: Any) -> Any:
-        event = self._cuda.Event(blocking=True)  # a thread that waits sleeps, and leaves its core to the trainer
+        # a thread that waits sleeps, and leaves its core to the trainer
+        event = self._cuda.Event(blocking=True)
         event.record(stream)
         return event
 
@@ -138,7 +151,9 @@ def queue_of(device: torch.device) -> Queue | None:
 class Queues:
     """The queues of all devices that a list of tensors lies on; none when that is the host alone."""
 
-    def __init__(self, devices: Iterable[torch.device] = (), make: Callable[[torch.device], Queue | None] = queue_of) -> None:
+    def __init__(
+        self, devices: Iterable[torch.device] = (), make: Callable[[torch.device], Queue | None] = queue_of
+    ) -> None:
         made = {device: make(device) for device in dict.fromkeys(devices)}
         self._queues = {device: queue for device, queue in made.items() if queue is not None}
 
@@ -168,8 +183,14 @@ class Queues:
             yield
 
     def host_memory(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Flat memory on the host; pinned where there are queues, so that copies run beside other work. torch keeps what is freed."""
-        return torch.empty(numel, dtype=dtype, pin_memory=any(isinstance(queue, CudaQueue) for queue in self._queues.values()))
+        """Flat memory on the host; pinned where there are queues, so that copies run beside other work. torch
+        keeps what is freed.
+        """
+        return torch.empty(
+            numel,
+            dtype=dtype,
+            pin_memory=any(isinstance(queue, CudaQueue) for queue in self._queues.values()),
+        )
 
 
 NO_QUEUES = Queues()

@@ -1,15 +1,19 @@
-"""Error feedback: what a lossy codec left out of one round goes into the next (Seide et al. 2014; Karimireddy et al., arXiv 1901.09847).
+"""Error feedback: what a lossy codec left out of one round goes into the next (Seide et al. 2014; Karimireddy
+et al., arXiv 1901.09847).
 
-A member loses something twice: as a sender, when it encodes its values, and as a reducer, when it encodes the average of its span. Each
-side keeps what was lost, element by element, and adds it to what it encodes next.
+A member loses something twice: as a sender, when it encodes its values, and as a reducer, when it encodes the
+average of its span. Each side keeps what was lost, element by element, and adds it to what it encodes next.
 
-Nothing counts before the round is committed. During a round the new residuals are staged beside the old ones; a commit puts them in their
-place, a roll-back forgets them, and the caller still has what it wanted to send. So over any sequence of rounds, committed and failed, the
-sum of what the others decoded plus what is held equals the sum of what was given in committed rounds. Two roundings of float32 a round
-limit that: of `values + residual`, and of `that - what was decoded`, each at most 2^-24 of its result. (The second is exact for codecs that
-round to multiples of a step: operands that are no further apart than a factor of two, or one of them 0.)
+Nothing counts before the round is committed. During a round the new residuals are staged beside the old ones;
+a commit puts them in their place, a roll-back forgets them, and the caller still has what it wanted to send.
+So over any sequence of rounds, committed and failed, the sum of what the others decoded plus what is held
+equals the sum of what was given in committed rounds. Two roundings of float32 a round limit that: of `values
++ residual`, and of `that - what was decoded`, each at most 2^-24 of its result. (The second is exact for
+codecs that round to multiples of a step: operands that are no further apart than a factor of two, or one of
+them 0.)
 
-Pure: no clock, no chance, no I/O. Different parts may be worked on in several threads at once; a commit takes place when none does.
+Pure: no clock, no chance, no I/O. Different parts may be worked on in several threads at once; a commit takes
+place when none does.
 """
 
 from __future__ import annotations
@@ -23,18 +27,21 @@ import torch
 from averaging.reduction.devices import NO_QUEUES, Queues
 from averaging.reduction.vector import HOST, FlatVector
 from swarm.compression import Buffer, Codec
-from swarm.errors import UsageError
+from swarm.core.errors import UsageError
 
 _FORMAT = 1
 
 
-Cut = Sequence[tuple[int, torch.device]]  # of a vector: so many elements lie on this device, then so many on that one
+# of a vector: so many elements lie on this device, then so many on that one
+Cut = Sequence[tuple[int, torch.device]]
 
 
 class Residual:
-    """What one side has not delivered yet of the elements `start` to `stop` of the vector: float32, zeros at first.
+    """What one side has not delivered yet of the elements `start` to `stop` of the vector: float32, zeros at
+    first.
 
-    `cut`: where it lies; None: on the host. Twice the memory of that span: what is held, and what the round that is open would make of it.
+    `cut`: where it lies; None: on the host. Twice the memory of that span: what is held, and what the round
+    that is open would make of it.
     """
 
     def __init__(self, start: int, stop: int, cut: Cut | None = None, queues: Queues = NO_QUEUES) -> None:
@@ -59,7 +66,8 @@ class Residual:
         """What the next round makes of it."""
         spare, self._spare = self._spare, None
         if spare is None:
-            with self._queues.working():  # memory belongs to the stream that works on it: given back, it goes to nobody else too early
+            # memory belongs to the stream that works on it: given back, it goes to nobody else too early
+            with self._queues.working():
                 spare = self._made(torch.empty)
         return Staged(self, spare)
 
@@ -72,7 +80,9 @@ class Residual:
 
 
 class Staged:
-    """A residual in an open round. Its memory is its own: a thread that still works on a round that was given up harms no later one."""
+    """A residual in an open round. Its memory is its own: a thread that still works on a round that was given
+    up harms no later one.
+    """
 
     def __init__(self, residual: Residual, new: FlatVector) -> None:
         self._residual, self._old, self._new = residual, residual.vector, new
@@ -83,14 +93,17 @@ class Staged:
         return self._residual.start <= start <= stop <= self._residual.stop
 
     def add(self, start: int, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """out[:] = values + what is held for elements `start` on: what is to be encoded. `out` may be `values`."""
+        """out[:] = values + what is held for elements `start` on: what is to be encoded. `out` may be
+        `values`.
+        """
         for at, held in self._of(self._old, start, start + values.numel()):
             end = at + held.numel()
             torch.add(values[at:end], held.to(values.device), out=out[at:end])
         return out
 
     def keep(self, start: int, given: torch.Tensor, decoded: torch.Tensor | None) -> None:
-        """`given` was encoded, and the others read it as `decoded`; None: they never got it. Again for the same elements: this counts.
+        """`given` was encoded, and the others read it as `decoded`; None: they never got it. Again for the
+        same elements: this counts.
 
         Elements that are staged again are so in the ranges of before (parts, and blocks of parts, are).
         """
@@ -115,7 +128,9 @@ class Staged:
         at = self._residual.start
         for start, stop in [*sorted(self._ranges.items()), (self._residual.stop, self._residual.stop)]:
             if at < start:
-                for (_, new), (_, old) in zip(self._of(self._new, at, start), self._of(self._old, at, start), strict=True):
+                for (_, new), (_, old) in zip(
+                    self._of(self._new, at, start), self._of(self._old, at, start), strict=True
+                ):
                     new.copy_(old)
             at = max(at, stop)
         self._residual.replace(self._new)
@@ -128,7 +143,7 @@ class Staged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class Shard:
     """What a member reduces, and for whom: as long as it does not change, its residual fits the averages."""
 
     start: int
@@ -136,13 +151,17 @@ class Span:
     members: bytes  # whatever tells this group of peers from another: a digest over them in group order
 
 
-NO_SPAN = Span(start=0, stop=0, members=b"")
+NO_SHARD = Shard(start=0, stop=0, members=b"")
 
 
 class FeedbackRound:
-    """One round's transaction: `sent` and `reduced` for each part, then `commit` or `roll_back`. Made by `Feedback.begin`."""
+    """One round's transaction: `sent` and `reduced` for each part, then `commit` or `roll_back`. Made by
+    `Feedback.begin`.
+    """
 
-    def __init__(self, sender: Staged, reducer: Staged | None, codec: Codec, ended: Callable[[bool, bool], None]) -> None:
+    def __init__(
+        self, sender: Staged, reducer: Staged | None, codec: Codec, ended: Callable[[bool, bool], None]
+    ) -> None:
         self._sender, self._reducer, self._codec = sender, reducer, codec
         self._ended: Callable[[bool, bool], None] | None = ended
         self._withdrawn = False
@@ -150,28 +169,40 @@ class FeedbackRound:
     # ---- sender
 
     def give(self, start: int, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """What to encode where `values` (flat float32, of elements `start` on) would be; written to `out`, of the same size."""
+        """What to encode where `values` (flat float32, of elements `start` on) would be; written to `out`, of
+        the same size.
+        """
         self._check_open()
         return self._sender.add(start, values, out)
 
-    def sent(self, start: int, given: torch.Tensor, payload: Buffer | torch.Tensor, scratch: torch.Tensor) -> None:
-        """`given` was encoded as `payload`. `scratch`: flat float32, of its size, may be written. Repeated calls say the same thing."""
+    def sent(
+        self, start: int, given: torch.Tensor, payload: Buffer | torch.Tensor, scratch: torch.Tensor
+    ) -> None:
+        """`given` was encoded as `payload`. `scratch`: flat float32, of its size, may be written. Repeated
+        calls say the same thing.
+        """
         self._check_open()
         self._sender.keep(start, given, self._codec.decode(payload, scratch))
 
     def kept(self, start: int, stop: int) -> None:
-        """Our own part of the average, which we reduce and which is not encoded: `give` it nevertheless, nothing of it is lost."""
+        """Our own part of the average, which we reduce and which is not encoded: `give` it nevertheless,
+        nothing of it is lost.
+        """
         self._check_open()
         self._sender.clear(start, stop)
 
     def undelivered(self, start: int, values: torch.Tensor) -> None:
-        """The round is about to be committed, and its average of these elements was made without us: all of it stays here."""
+        """The round is about to be committed, and its average of these elements was made without us: all of
+        it stays here.
+        """
         self._check_open()
         scratch = torch.empty_like(values)
         self._sender.keep(start, self._sender.add(start, values, scratch), None)
 
     def withdraw(self) -> None:
-        """Our values cannot be sent, NaN is among them: whatever becomes of the round, the sender's residual stays what it is."""
+        """Our values cannot be sent, NaN is among them: whatever becomes of the round, the sender's residual
+        stays what it is.
+        """
         self._check_open()
         self._withdrawn = True
 
@@ -180,13 +211,16 @@ class FeedbackRound:
     def correct(self, start: int, average: torch.Tensor) -> None:
         """average += what was left out of earlier averages of these elements, in place.
 
-        Elements outside of the round's span, which a member reduces in the place of a dead one, have no residual: nothing happens.
+        Elements outside of the round's span, which a member reduces in the place of a dead one, have no
+        residual: nothing happens.
         """
         self._check_open()
         if self._reducer is not None and self._reducer.covers(start, start + average.numel()):
             self._reducer.add(start, average, average)
 
-    def reduced(self, start: int, corrected: torch.Tensor, payload: Buffer | torch.Tensor, scratch: torch.Tensor) -> None:
+    def reduced(
+        self, start: int, corrected: torch.Tensor, payload: Buffer | torch.Tensor, scratch: torch.Tensor
+    ) -> None:
         """The corrected average was encoded as `payload`, which every member decodes."""
         self._check_open()
         if self._reducer is not None and self._reducer.covers(start, start + corrected.numel()):
@@ -209,7 +243,9 @@ class FeedbackRound:
         self._end(True, not self._withdrawn)
 
     def roll_back(self) -> None:
-        """The round failed: residuals are what they were. Without effect on one that has ended, so that every way out may call it."""
+        """The round failed: residuals are what they were. Without effect on one that has ended, so that every
+        way out may call it.
+        """
         if self._ended is not None:
             self._end(False, False)
 
@@ -224,29 +260,40 @@ class FeedbackRound:
 
 
 class Feedback:
-    """The residuals of one averager, over a vector of `numel` elements that travels in `codec`; one round at a time.
+    """The residuals of one averager, over a vector of `numel` elements that travels in `codec`; one round at
+    a time.
 
-    `reduces`: hold a residual for the span that this member reduces, too. Not where reducers are audited: what they encode must then follow
-    from what they were sent. `cut`: where the vector lies, and the sender's residual with it; a round's work on it is done within `queues`'
-    `working`. The reducer's is on the host.
+    `reduces`: hold a residual for the span that this member reduces, too. Not where reducers are audited:
+    what they encode must then follow from what they were sent. `cut`: where the vector lies, and the sender's
+    residual with it; a round's work on it is done within `queues`' `working`. The reducer's is on the host.
     """
 
-    def __init__(self, numel: int, codec: Codec, *, reduces: bool = True, cut: Cut | None = None, queues: Queues = NO_QUEUES) -> None:
+    def __init__(
+        self,
+        numel: int,
+        codec: Codec,
+        *,
+        reduces: bool = True,
+        cut: Cut | None = None,
+        queues: Queues = NO_QUEUES,
+    ) -> None:
         self.numel, self.codec, self.reduces = numel, codec, reduces
         self.committed = 0  # rounds
         self.sent = 0  # of these, those to which this member contributed
-        self.dropped = 0  # times that a reducer's residual was given up, because the span or the members changed
+        # times that a reducer's residual was given up, because the span or the members changed
+        self.dropped = 0
         self.dropped_norm = 0.0  # of the last one
         self._cut, self._queues = cut, queues
         self._sender = Residual(0, numel, cut, queues)
         self._reducer = Residual(0, 0)
-        self._span = NO_SPAN
+        self._span = NO_SHARD
         self._round: FeedbackRound | None = None
 
-    def begin(self, span: Span = NO_SPAN) -> FeedbackRound:
+    def begin(self, span: Shard = NO_SHARD) -> FeedbackRound:
         """Open a round, in which this member reduces `span`; UsageError when one is open.
 
-        Another span, or other members: the reducer's residual is dropped now, and counted, whatever becomes of the round.
+        Another span, or other members: the reducer's residual is dropped now, and counted, whatever becomes
+        of the round.
         """
         if self._round is not None:
             raise UsageError("a round of error feedback is open: commit it or roll it back first")
@@ -262,12 +309,15 @@ class Feedback:
         return self._round
 
     def norms(self) -> tuple[float, float]:
-        """The Euclidean norms of what the sender and the reducer hold: for reports. A sender's that grows without end says that the codec
-        is too coarse for these values."""
+        """The Euclidean norms of what the sender and the reducer hold: for reports. A sender's that grows
+        without end says that the codec is too coarse for these values.
+        """
         return float(self._sender.held.norm()), float(self._reducer.held.norm())
 
     def state_dict(self) -> dict[str, Any]:
-        """What resuming needs, copied: the next round writes where this one read. An open round does not show in it."""
+        """What resuming needs, copied: the next round writes where this one read. An open round does not show
+        in it.
+        """
         return {
             "format": _FORMAT,
             "codec": [self.codec.name, self.codec.version],
@@ -279,7 +329,8 @@ class Feedback:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned. UsageError says what is wrong with it, and nothing has changed.
+        """Take over what `state_dict` returned. UsageError says what is wrong with it, and nothing has
+        changed.
 
         Residuals of another codec are welcome: they are values like any other.
         """
@@ -287,9 +338,13 @@ class Feedback:
             raise UsageError("a round of error feedback is open: load its state before or after")
         missing = {"format", "sender", "span", "reducer", "committed", "dropped"} - set(state)
         if missing or state["format"] != _FORMAT:
-            raise UsageError(f"this is no saved error feedback: {', '.join(sorted(missing)) or 'its format'} is not what it must be")
+            raise UsageError(
+                f"this is no saved error feedback: {', '.join(sorted(missing)) or 'its format'} is not what it must be"
+            )
         span = _span_of(state["span"], self.numel)
-        sender = _residual_of(state["sender"], Residual(0, self.numel, self._cut, self._queues), "the sender's")
+        sender = _residual_of(
+            state["sender"], Residual(0, self.numel, self._cut, self._queues), "the sender's"
+        )
         reducer = _residual_of(state["reducer"], Residual(span.start, span.stop), "the reducer's")
         for name in ("committed", "dropped"):
             if type(state[name]) is not int or state[name] < 0:
@@ -299,7 +354,9 @@ class Feedback:
             self._reducer, self._span = reducer, span
 
     def release(self, stop: int) -> torch.Tensor:
-        """What the sender holds of elements 0 to `stop`, handed over: neither side holds anything of them any more."""
+        """What the sender holds of elements 0 to `stop`, handed over: neither side holds anything of them any
+        more.
+        """
         if self._round is not None:
             raise UsageError("a round of error feedback is open: residuals are handed over before or after")
         released = self._sender.held[:stop].clone()
@@ -315,20 +372,32 @@ class Feedback:
         self._round = None
 
 
-def _span_of(saved: Any, numel: int) -> Span:
+def _span_of(saved: Any, numel: int) -> Shard:
     if not isinstance(saved, list | tuple) or [type(item) for item in saved] != [int, int, bytes]:
         raise UsageError("the span of saved error feedback is its start, its stop and its members")
     start, stop, members = saved
     if not 0 <= start <= stop <= numel:
-        raise UsageError(f"the saved error feedback is of a span from {start} to {stop}; the vector has {numel} elements")
-    return Span(start=start, stop=stop, members=members)
+        raise UsageError(
+            f"the saved error feedback is of a span from {start} to {stop}; the vector has {numel} elements"
+        )
+    return Shard(start=start, stop=stop, members=members)
 
 
 def _residual_of(saved: Any, residual: Residual, whose: str) -> Residual:
     """`residual`, filled with what was saved."""
-    if not isinstance(saved, torch.Tensor) or saved.dtype != torch.float32 or saved.shape != (residual.stop - residual.start,):
-        found = f"{tuple(saved.shape)} of {saved.dtype}" if isinstance(saved, torch.Tensor) else type(saved).__name__
-        raise UsageError(f"{whose} residual is {residual.stop - residual.start} elements of torch.float32, not {found}")
+    if (
+        not isinstance(saved, torch.Tensor)
+        or saved.dtype != torch.float32
+        or saved.shape != (residual.stop - residual.start,)
+    ):
+        found = (
+            f"{tuple(saved.shape)} of {saved.dtype}"
+            if isinstance(saved, torch.Tensor)
+            else type(saved).__name__
+        )
+        raise UsageError(
+            f"{whose} residual is {residual.stop - residual.start} elements of torch.float32, not {found}"
+        )
     if not bool(torch.isfinite(saved).all()):
         raise UsageError(f"{whose} residual has NaN or infinity in it")
     residual.fill(saved)

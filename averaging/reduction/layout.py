@@ -1,4 +1,6 @@
-"""How a list of tensors lies in the one flat float32 vector that a round averages, and the hash by which peers know that theirs agree."""
+"""How a list of tensors lies in the one flat float32 vector that a round averages, and the hash by which
+peers know that theirs agree.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import msgpack
 import torch
 
 from swarm.compression import Codec
-from swarm.errors import UsageError
+from swarm.core.errors import UsageError
 
 TENSORS_MAX = 1 << 20
 ELEMENTS_MAX = 1 << 40  # 4 TiB in float32: beyond any peer, far below where offsets overflow
@@ -21,7 +23,9 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """Shapes and dtypes of a list of floating-point tensors, which follow one another in the vector without gaps."""
+    """Shapes and dtypes of a list of floating-point tensors, which follow one another in the vector without
+    gaps.
+    """
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
@@ -43,7 +47,9 @@ class TensorLayout:
         for place, tensor in enumerate(tensors):
             if tensor.layout != torch.strided:
                 raise UsageError(f"tensor {place} is {tensor.layout}: only dense tensors are averaged")
-        return cls(tuple(tuple(tensor.shape) for tensor in tensors), tuple(tensor.dtype for tensor in tensors))
+        return cls(
+            tuple(tuple(tensor.shape) for tensor in tensors), tuple(tensor.dtype for tensor in tensors)
+        )
 
     @property
     def numels(self) -> tuple[int, ...]:
@@ -66,7 +72,9 @@ class TensorLayout:
             raise UsageError(f"{len(tensors)} tensors where there were {len(self.shapes)}")
         for place, (tensor, shape, dtype) in enumerate(zip(tensors, self.shapes, self.dtypes, strict=True)):
             if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-                raise UsageError(f"tensor {place} is {tuple(tensor.shape)} of {tensor.dtype}; it was {shape} of {dtype}")
+                raise UsageError(
+                    f"tensor {place} is {tuple(tensor.shape)} of {tensor.dtype}; it was {shape} of {dtype}"
+                )
 
     def find_tensor(self, element: int) -> int:
         """The index of the tensor that holds this element of the vector."""
@@ -83,6 +91,13 @@ class TensorLayout:
 
 
 def schema_hash(layout: TensorLayout, codec: Codec) -> bytes:
-    """32 bytes, equal on two peers exactly when their tensors and codec agree: shapes, dtypes, order, codec with its version."""
-    tensors = [[list(shape), str(dtype).removeprefix("torch.")] for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True)]
-    return hashlib.sha256(msgpack.packb([_VERSION, tensors, codec.name, codec.wire_id, codec.version])).digest()
+    """32 bytes, equal on two peers exactly when their tensors and codec agree: shapes, dtypes, order, codec
+    with its version.
+    """
+    tensors = [
+        [list(shape), str(dtype).removeprefix("torch.")]
+        for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True)
+    ]
+    return hashlib.sha256(
+        msgpack.packb([_VERSION, tensors, codec.name, codec.wire_id, codec.version])
+    ).digest()

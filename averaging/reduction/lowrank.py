@@ -1,10 +1,13 @@
-"""The arithmetic of PowerSGD (Vogels, Karimireddy, Jaggi, arXiv 1905.13727): which tensors are matrices, their factors, and the way back.
+"""The arithmetic of PowerSGD (Vogels, Karimireddy, Jaggi, arXiv 1905.13727): which tensors are matrices,
+their factors, and the way back.
 
-What every member computes from averaged bytes comes out the same to the bit, whatever its processor or device: only products, sums,
-quotients and roots of single elements, whose results IEEE 754 fixes, and sums of many in one order. What a member computes from its own
-values (`product`) need not, and is left to the fastest library at hand.
+What every member computes from averaged bytes comes out the same to the bit, whatever its processor or
+device: only products, sums, quotients and roots of single elements, whose results IEEE 754 fixes, and sums of
+many in one order. What a member computes from its own values (`product`) need not, and is left to the fastest
+library at hand.
 
-Shapes: a matrix is (n, m), its factors are `p` (n, r), with orthonormal columns, and `q` (m, r): matrix ≈ p qᵀ.
+Shapes: a matrix is (n, m), its factors are `p` (n, r), with orthonormal columns, and `q` (m, r): matrix ≈ p
+qᵀ.
 """
 
 from __future__ import annotations
@@ -19,26 +22,34 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from swarm.errors import UsageError
+from swarm.core.errors import UsageError
 
 RANK_MAX = 1024
-_DEAD = 2.0**-20  # of a column's norm: what is left of it beside the columns before is rounding, and no direction
+# of a column's norm: what is left of it beside the columns before is rounding, and no direction
+_DEAD = 2.0**-20
 _HOST_ELEMENTS = 1 << 15  # worked on at once on the host: fits the cache, and wakes no team of threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PowerSgd:
-    """Average matrices by factors of this rank, in two all-reduces; for gradients and other differences. Must be the same on all peers."""
+    """Average matrices by factors of this rank, in two all-reduces; for gradients and other differences. Must
+    be the same on all peers.
+    """
 
     rank: int = 4  # larger: a better approximation, and traffic in proportion
-    # a tensor travels as factors where these have at most 1 / saving_min of its elements, else whole, with the second ones. 0.0: always
+    # a tensor travels as factors where these have at most 1 / saving_min of its elements, else whole, with
+    # the second ones. 0.0: always
     saving_min: float = 2.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.rank, int) or isinstance(self.rank, bool) or not 1 <= self.rank <= RANK_MAX:
-            raise UsageError(f"the rank of PowerSGD is a whole number from 1 to {RANK_MAX}, not {self.rank!r}")
+            raise UsageError(
+                f"the rank of PowerSGD is a whole number from 1 to {RANK_MAX}, not {self.rank!r}"
+            )
         if not 0.0 <= self.saving_min < float("inf"):
-            raise UsageError(f"saving_min is by how much factors must be smaller than their matrix, 0 for always, not {self.saving_min!r}")
+            raise UsageError(
+                f"saving_min is by how much factors must be smaller than their matrix, 0 for always, not {self.saving_min!r}"
+            )
 
     @property
     def terms(self) -> str:
@@ -68,7 +79,9 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Factoring:
-    """How a list of tensors lies in the two vectors: in the first the p of all matrices; in the second their q, then all other tensors."""
+    """How a list of tensors lies in the two vectors: in the first the p of all matrices; in the second their
+    q, then all other tensors.
+    """
 
     matrices: tuple[Matrix, ...]
     others: tuple[int, ...]  # places of tensors that travel as they are
@@ -78,7 +91,9 @@ class Factoring:
 
     @classmethod
     def of(cls, shapes: Sequence[tuple[int, ...]], terms: PowerSgd) -> Factoring:
-        """What `terms` make of tensors of these shapes: it depends on nothing else, so that all members agree."""
+        """What `terms` make of tensors of these shapes: it depends on nothing else, so that all members
+        agree.
+        """
         matrices: list[Matrix] = []
         others: list[int] = []
         first = second = 0
@@ -95,12 +110,16 @@ class Factoring:
 
 
 def product(matrix: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """matrix (n, m) @ factor (m, r), or with `matrix.t()` the other side's: float32, on their device, as its library rounds."""
+    """matrix (n, m) @ factor (m, r), or with `matrix.t()` the other side's: float32, on their device, as its
+    library rounds.
+    """
     return torch.mm(matrix, factor)
 
 
 def seeded(seed: bytes, matrix: Matrix) -> torch.Tensor:
-    """The q (m, r) from which a matrix starts when there was no round yet: orthonormal, and the same wherever `seed` is."""
+    """The q (m, r) from which a matrix starts when there was no round yet: orthonormal, and the same wherever
+    `seed` is.
+    """
     text = b"%s %d %d %d %d" % (seed, matrix.place, matrix.n, matrix.m, matrix.rank)
     size = matrix.m * matrix.rank
     # shake: a stream of bytes that no library's next version draws differently
@@ -109,7 +128,8 @@ def seeded(seed: bytes, matrix: Matrix) -> torch.Tensor:
 
 
 def orthonormal(columns: torch.Tensor) -> torch.Tensor:
-    """An orthonormal basis of what the columns (n, r; float32 on the host) span: Gram-Schmidt in float64, twice, rounded to float32.
+    """An orthonormal basis of what the columns (n, r; float32 on the host) span: Gram-Schmidt in float64,
+    twice, rounded to float32.
 
     A column that depends on those before it becomes zeros. Bit by bit the same on every machine.
     """
@@ -118,10 +138,13 @@ def orthonormal(columns: torch.Tensor) -> torch.Tensor:
 
 
 def renewed(q: torch.Tensor, seed: bytes, matrix: Matrix) -> torch.Tensor:
-    """What the next round starts from after an average with this q: its columns, orthonormal; drawn ones where it has none."""
+    """What the next round starts from after an average with this q: its columns, orthonormal; drawn ones
+    where it has none.
+    """
     found = orthonormal(q)
     dead = (found == 0.0).all(dim=0)
-    if bool(dead.any()):  # a matrix that was all zeros, or of a lower rank, once: nothing would ever show in these columns again
+    # a matrix that was all zeros, or of a lower rank, once: nothing would ever show in these columns again
+    if bool(dead.any()):
         drawn = seeded(seed, matrix)
         found = orthonormal(torch.where(dead, drawn, found))
     return found
@@ -144,7 +167,9 @@ def _orthonormal(rows: npt.NDArray[np.float64]) -> torch.Tensor:
 
 
 def _sum(terms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """The sum over the last axis, in one order everywhere: halves are added to each other. A library's own sum follows the processor."""
+    """The sum over the last axis, in one order everywhere: halves are added to each other. A library's own
+    sum follows the processor.
+    """
     while (count := terms.shape[-1]) > 1:
         half = count // 2
         folded = terms[..., :half] + terms[..., half : 2 * half]
@@ -155,7 +180,9 @@ def _sum(terms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def expand(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
-    """out (n, m) = p (n, r) qᵀ, all float32 on one device: a term after the other, so that no device rounds differently."""
+    """out (n, m) = p (n, r) qᵀ, all float32 on one device: a term after the other, so that no device rounds
+    differently.
+    """
     columns = q.t().contiguous()
     n, m = out.shape
     rows = n if out.device.type != "cpu" else max(_HOST_ELEMENTS // max(m, 1), 1)

@@ -1,14 +1,15 @@
-"""PowerSGD of one averager: what it keeps between rounds, and what each step of a round makes of it. docs/decisions/0016 has the reasons.
+"""PowerSGD of one averager: what it keeps between rounds, and what each step of a round makes of it.
+docs/decisions/0016 has the reasons.
 
 A round takes two all-reduces. With M = values + residual, a matrix that every member has its own of:
 
     first     p = the mean of all M q₀, for a q₀ that is alike on all members; its columns are made orthonormal
     second    q = the mean of all Mᵀ p; every member's average is then p qᵀ, and q is what the next round starts from
 
-`p` only says in which directions the second all-reduce looks: whoever is missing in the first, or came with another q₀, makes the
-approximation worse for a round and no average wrong. A member's residual becomes M - p (what it sent as q)ᵀ when the second all-reduce is
-committed; until then nothing has changed. Tensors that are no matrices, or too small to gain, travel with the second, with error feedback
-of the usual kind.
+`p` only says in which directions the second all-reduce looks: whoever is missing in the first, or came with
+another q₀, makes the approximation worse for a round and no average wrong. A member's residual becomes M - p
+(what it sent as q)ᵀ when the second all-reduce is committed; until then nothing has changed. Tensors that are
+no matrices, or too small to gain, travel with the second, with error feedback of the usual kind.
 
 Matrices are worked on where they are: only factors leave their device. No clock, no I/O; one round at a time.
 """
@@ -22,13 +23,22 @@ from typing import Any
 import torch
 from blake3 import blake3
 
-from averaging.reduction.averages import Landing
+from averaging.reduction.averages import ResultBuffer
 from averaging.reduction.devices import NO_QUEUES, Queues
 from averaging.reduction.feedback import Feedback
-from averaging.reduction.lowrank import Factoring, Matrix, PowerSgd, expand, orthonormal, product, renewed, seeded
+from averaging.reduction.lowrank import (
+    Factoring,
+    Matrix,
+    PowerSgd,
+    expand,
+    orthonormal,
+    product,
+    renewed,
+    seeded,
+)
 from averaging.reduction.vector import FlatVector, HollowVector
 from swarm.compression import Codec
-from swarm.errors import UsageError
+from swarm.core.errors import UsageError
 
 CODECS = ("float32", "float16", "bfloat16")
 TOLD_BYTES = 8
@@ -39,7 +49,8 @@ _FORMAT = 1
 class _Taken:
     """What one step works on."""
 
-    given: list[torch.Tensor]  # M of each matrix, float32 where the tensor is; empty for a member that contributes nothing
+    # M of each matrix, float32 where the tensor is; empty for a member that contributes nothing
+    given: list[torch.Tensor]
     others: torch.Tensor  # the other tensors' values, flat float32 on the host
     first: FlatVector
     before: list[torch.Tensor] | None  # every tensor's values, for a difference
@@ -61,9 +72,11 @@ class LowRank:
         reduces: bool = True,
         queues: Queues | None = None,
     ) -> None:
-        """`seed`: from which all peers draw what the first round starts from. `reduces`: see `Feedback`. `queues`: of the tensors' devices.
+        """`seed`: from which all peers draw what the first round starts from. `reduces`: see `Feedback`.
+        `queues`: of the tensors' devices.
 
-        UsageError for a codec that loses more than rounding: what a reducer loses of a factor is kept by nobody.
+        UsageError for a codec that loses more than rounding: what a reducer loses of a factor is kept by
+        nobody.
         """
         if codec.name not in CODECS:
             raise UsageError(
@@ -72,10 +85,12 @@ class LowRank:
         self.tensors, self.terms = tuple(tensors), terms
         self.layout = Factoring.of([tuple(tensor.shape) for tensor in tensors], terms)
         self.others = Feedback(self.layout.second_numel, codec, reduces=reduces)
-        self.landings = (Landing(), Landing())  # where the averages of the two all-reduces come to lie
+        # where the averages of the two all-reduces come to lie
+        self.landings = (ResultBuffer(), ResultBuffer())
         self.queues = Queues(tensor.device for tensor in tensors) if queues is None else queues
         self._seed = seed
-        self._held: list[torch.Tensor] = []  # residuals of the matrices, float32 where they are; made when they are first needed
+        # residuals of the matrices, float32 where they are; made when they are first needed
+        self._held: list[torch.Tensor] = []
         self._spare: list[torch.Tensor] = []
         self._starts = [seeded(seed, matrix) for matrix in self.layout.matrices]
         self._taken: _Taken | None = None
@@ -110,22 +125,29 @@ class LowRank:
             first = self.queues.host_memory(self.layout.first_numel)
             for matrix, whole, start in zip(matrices, given, self._starts, strict=True):
                 factor = product(whole, start.to(whole.device))
-                first[matrix.p_start : matrix.p_stop].view(matrix.n, matrix.rank).copy_(factor)  # waits for the device, and all before
+                # waits for the device, and all before
+                first[matrix.p_start : matrix.p_stop].view(matrix.n, matrix.rank).copy_(factor)
         self.queues.fork()
         self._taken = _Taken(given, others, FlatVector([first], NO_QUEUES), before, [], [])
 
     def first(self, *, alike: bool) -> FlatVector:
-        """What goes into the first all-reduce. `alike`: most members start from where this one does, so that it has something to say."""
+        """What goes into the first all-reduce. `alike`: most members start from where this one does, so that
+        it has something to say.
+        """
         taken = self._open()
         return taken.first if alike else HollowVector(self.layout.first_numel)
 
     def second(self, mean: torch.Tensor | None) -> FlatVector:
-        """What goes into the second, after the first all-reduce's `mean`; None for a member that receives nothing."""
+        """What goes into the second, after the first all-reduce's `mean`; None for a member that receives
+        nothing.
+        """
         taken = self._open()
         taken.basis, taken.sent, taken.mean = [], [], None
         if mean is not None:
             for matrix in self.layout.matrices:
-                taken.basis.append(orthonormal(mean[matrix.p_start : matrix.p_stop].view(matrix.n, matrix.rank)))
+                taken.basis.append(
+                    orthonormal(mean[matrix.p_start : matrix.p_stop].view(matrix.n, matrix.rank))
+                )
         if mean is None or not self._gives(taken):
             return HollowVector(self.layout.second_numel)
         factors = torch.empty(self._factor_elements)
@@ -136,22 +158,30 @@ class LowRank:
         return FlatVector([factors, taken.others], NO_QUEUES)
 
     def commit(self, mean: torch.Tensor | None, *, sent: bool) -> None:
-        """The second all-reduce is committed, with this `mean`. `sent`: this member took part in it, even if it was left out somewhere."""
+        """The second all-reduce is committed, with this `mean`. `sent`: this member took part in it, even if
+        it was left out somewhere.
+        """
         taken = self._open()
-        lost = self.others.release(self._factor_elements)  # of q, when it was encoded, or because it was left out
+        # of q, when it was encoded, or because it was left out
+        lost = self.others.release(self._factor_elements)
         if mean is None:
             return
         taken.mean = mean
         if sent and self._gives(taken):
             with self.queues.working(), torch.no_grad():
-                for matrix, given, basis, q in zip(self.layout.matrices, taken.given, taken.basis, taken.sent, strict=True):
-                    delivered = q - lost[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank).to(q.device)
+                for matrix, given, basis, q in zip(
+                    self.layout.matrices, taken.given, taken.basis, taken.sent, strict=True
+                ):
+                    delivered = q - lost[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank).to(
+                        q.device
+                    )
                     given.addmm_(basis.to(given.device), delivered.t(), alpha=-1.0)
             self.queues.finish()
             self._held, self._spare = taken.given, self._held
             taken.given = []
         self._starts = [
-            renewed(mean[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank), self._seed, matrix) for matrix in self.layout.matrices
+            renewed(mean[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank), self._seed, matrix)
+            for matrix in self.layout.matrices
         ]
 
     def put(self) -> None:
@@ -172,11 +202,19 @@ class LowRank:
             for matrix, basis in zip(self.layout.matrices, taken.basis, strict=True):
                 tensor = self.tensors[matrix.place].detach()
                 plain = before is None and tensor.dtype == torch.float32 and tensor.is_contiguous()
-                average = tensor.view(matrix.n, matrix.m) if plain else torch.empty(matrix.n, matrix.m, device=tensor.device)
+                average = (
+                    tensor.view(matrix.n, matrix.m)
+                    if plain
+                    else torch.empty(matrix.n, matrix.m, device=tensor.device)
+                )
                 q = mean[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank)
                 expand(basis.to(tensor.device), q.to(tensor.device), average)
                 if not plain:
-                    _move(tensor, average.view(tensor.shape), before[matrix.place] if before is not None else None)
+                    _move(
+                        tensor,
+                        average.view(tensor.shape),
+                        before[matrix.place] if before is not None else None,
+                    )
             for place, start, stop in self._other_places():
                 tensor = self.tensors[place].detach()
                 average = mean[self._factor_elements :][start:stop].view(tensor.shape).to(tensor.device)
@@ -197,11 +235,20 @@ class LowRank:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned. UsageError says what is wrong with it, and nothing has changed."""
-        if state.get("format") != _FORMAT or state.get("powersgd") != [self.terms.rank, self.terms.saving_min]:
+        """Take over what `state_dict` returned. UsageError says what is wrong with it, and nothing has
+        changed.
+        """
+        if state.get("format") != _FORMAT or state.get("powersgd") != [
+            self.terms.rank,
+            self.terms.saving_min,
+        ]:
             raise UsageError(f"this is no saved error feedback of {self.terms.terms}")
         matrices = self.layout.matrices
-        starts = _matrices(state.get("starts"), [(matrix.m, matrix.rank) for matrix in matrices], "where the next round starts")
+        starts = _matrices(
+            state.get("starts"),
+            [(matrix.m, matrix.rank) for matrix in matrices],
+            "where the next round starts",
+        )
         held = state.get("held")
         if held is not None:
             held = _matrices(held, [(matrix.n, matrix.m) for matrix in matrices], "residuals")
@@ -217,9 +264,13 @@ class LowRank:
                 own.copy_(saved)
 
     def norms(self) -> tuple[float, float]:
-        """The Euclidean norms of what this member has still to send, and of what it lost as a reducer: for reports."""
+        """The Euclidean norms of what this member has still to send, and of what it lost as a reducer: for
+        reports.
+        """
         others, reducer = self.others.norms()
-        return float(torch.tensor([others, *(float(held.norm()) for held in self._held)], dtype=torch.float64).norm()), reducer
+        return float(
+            torch.tensor([others, *(float(held.norm()) for held in self._held)], dtype=torch.float64).norm()
+        ), reducer
 
     # ---- what is where
 
@@ -244,7 +295,9 @@ class LowRank:
             if not buffers:
                 views = [self.tensors[matrix.place] for matrix in self.layout.matrices]
                 shapes = [(matrix.n, matrix.m) for matrix in self.layout.matrices]
-                buffers += [torch.zeros(shape, device=view.device) for shape, view in zip(shapes, views, strict=True)]
+                buffers += [
+                    torch.zeros(shape, device=view.device) for shape, view in zip(shapes, views, strict=True)
+                ]
         return self._held, self._spare
 
     def _other_places(self) -> list[tuple[int, int, int]]:
@@ -266,7 +319,11 @@ def _matrices(saved: Any, shapes: Sequence[tuple[int, int]], what: str) -> list[
     if not isinstance(saved, list) or len(saved) != len(shapes):
         raise UsageError(f"{what}: there are {len(shapes)} matrices, and this is of others")
     for tensor, shape in zip(saved, shapes, strict=True):
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32 or tuple(tensor.shape) != shape:
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or tensor.dtype != torch.float32
+            or tuple(tensor.shape) != shape
+        ):
             raise UsageError(f"{what}: a matrix of {shape} in torch.float32 is wanted")
         if not bool(torch.isfinite(tensor).all()):
             raise UsageError(f"{what}: NaN or infinity is in it")

@@ -1,8 +1,10 @@
-"""What a reducing member does with its span: which contributions each part waits for, and the arithmetic of the average.
+"""What a reducing member does with its span: which contributions each part waits for, and the arithmetic of
+the average.
 
-`Reduction` is a pure machine: chunks and failures go in, in any order, parts that can be reduced come out. `Mean` is the arithmetic; it is
-fixed to the bit, so that anybody who holds the contributions gets the same result: float32, members in group order, each weight relative to
-the largest, multiplications and additions rounded one by one (NumPy's, never fused), one division at the end.
+`Reduction` is a pure machine: chunks and failures go in, in any order, parts that can be reduced come out.
+`Mean` is the arithmetic; it is fixed to the bit, so that anybody who holds the contributions gets the same
+result: float32, members in group order, each weight relative to the largest, multiplications and additions
+rounded one by one (NumPy's, never fused), one division at the end.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ import torch
 
 from averaging.reduction.partition import Part
 from swarm.compression import Buffer, Codec, view_bytes
-from swarm.errors import PeerError
+from swarm.core.errors import PeerError
 
 
 def relative_weights(weights: Sequence[float]) -> tuple[float, ...]:
-    """Weights divided by the largest, rounded to float32: equal weights cost no multiplication, and large ones overflow nothing."""
+    """Weights divided by the largest, rounded to float32: equal weights cost no multiplication, and large
+    ones overflow nothing.
+    """
     largest = max(weights, default=0.0)
     return tuple(float(np.float32(weight / largest)) if largest else 0.0 for weight in weights)
 
@@ -38,12 +42,15 @@ class _Progress:
 
 
 class Reduction:
-    """The parts of one reducer. Senders are places in the group; the reducer's own contribution needs no chunk and is not counted here."""
+    """The parts of one reducer. Senders are places in the group; the reducer's own contribution needs no
+    chunk and is not counted here.
+    """
 
     def __init__(self, parts: Sequence[Part], senders: Sequence[int], codec: Codec) -> None:
         self._codec = codec
         self._progress = {part.index: _Progress(part, set(senders)) for part in parts}
-        self._came: dict[int, set[int]] = {sender: set() for sender in senders}  # parts of which each sender's chunk is here
+        # parts of which each sender's chunk is here
+        self._came: dict[int, set[int]] = {sender: set() for sender in senders}
         self._taken = 0
         self._order = [part.index for part in parts]
         self._first_open = 0  # index into _order: every part before it was taken
@@ -72,14 +79,18 @@ class Reduction:
             raise PeerError(f"a chunk of part {part}, which is not reduced here or came before")
         size = self._codec.encoded_bytes(progress.part.numel)
         if len(payload) != size:
-            raise PeerError(f"a chunk of part {part} with {len(payload)} bytes; {self._codec.name} takes {size}")
+            raise PeerError(
+                f"a chunk of part {part} with {len(payload)} bytes; {self._codec.name} takes {size}"
+            )
         self._came[sender].add(part)
         progress.waiting.discard(sender)
         progress.payloads[sender] = payload
         return [part] if not progress.waiting and not progress.taken else []
 
     def leave_out(self, sender: int, reason: str) -> list[int]:
-        """Reduce without this sender what is not reduced yet: the parts that waited for it alone. Without effect when repeated."""
+        """Reduce without this sender what is not reduced yet: the parts that waited for it alone. Without
+        effect when repeated.
+        """
         if sender not in self._came or sender in self.left_out:
             return []
         self.left_out[sender] = reason
@@ -107,7 +118,9 @@ class Reduction:
         return inputs
 
     def waited_for(self, own: bool) -> list[int]:
-        """Who holds up the first part that is not reduced, although others (`own`: the reducer itself) have given theirs."""
+        """Who holds up the first part that is not reduced, although others (`own`: the reducer itself) have
+        given theirs.
+        """
         if self._first_open == len(self._order):
             return []
         progress = self._progress[self._order[self._first_open]]
@@ -119,7 +132,11 @@ class Reduction:
 
     def remaining(self, sender: int) -> int:
         """How many chunks this sender still owes."""
-        return 0 if sender in self.left_out or sender not in self._came else len(self._order) - len(self._came[sender])
+        return (
+            0
+            if sender in self.left_out or sender not in self._came
+            else len(self._order) - len(self._came[sender])
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +149,9 @@ class Contribution:
 
 
 class Block(NamedTuple):
-    """Some of a part's elements, and the bytes that they are in an encoding of it; both counted from the part's beginning."""
+    """Some of a part's elements, and the bytes that they are in an encoding of it; both counted from the
+    part's beginning.
+    """
 
     start: int
     stop: int
@@ -153,14 +172,19 @@ class Values:
         """`scales`: by what each contribution is multiplied; 1.0 leaves it alone, and costs nothing."""
         self._codec = codec
         self._contributions = contributions
-        self._values = [item.values if isinstance(item.values, torch.Tensor) else view_bytes(item.values) for item in contributions]
+        self._values = [
+            item.values if isinstance(item.values, torch.Tensor) else view_bytes(item.values)
+            for item in contributions
+        ]
         self._scales = [np.float32(scale) for scale in scales]
 
     def __len__(self) -> int:
         return len(self._values)
 
     def read(self, nth: int, block: Block, scratch: torch.Tensor) -> npt.NDArray[np.float32]:
-        """The nth contribution to this block: not to be written, valid until `scratch` (float32, of its size) is."""
+        """The nth contribution to this block: not to be written, valid until `scratch` (float32, of its size)
+        is.
+        """
         values, scale = self._values[nth], self._scales[nth]
         if values.dtype == torch.float32:
             found: npt.NDArray[np.float32] = values[block.start : block.stop].numpy()
@@ -169,8 +193,13 @@ class Values:
         return found if scale == 1.0 else np.multiply(found, scale, out=scratch.numpy())
 
     def read_all(self, block: Block, rows: npt.NDArray[np.float32]) -> list[npt.NDArray[np.float32]]:
-        """Every contribution to this block; `rows`: a row of scratch space for each, at least as long as the block."""
-        return [self.read(nth, block, torch.from_numpy(rows[nth, : block.stop - block.start])) for nth in range(len(self))]
+        """Every contribution to this block; `rows`: a row of scratch space for each, at least as long as the
+        block.
+        """
+        return [
+            self.read(nth, block, torch.from_numpy(rows[nth, : block.stop - block.start]))
+            for nth in range(len(self))
+        ]
 
     def spoilers(self) -> tuple[int, ...]:
         """See `spoilers`."""
@@ -183,26 +212,33 @@ class Mean:
     `scales`: by what contributions are multiplied before they are weighted; None for not at all.
     """
 
-    def __init__(self, contributions: Sequence[Contribution], codec: Codec, scales: Sequence[float] | None = None) -> None:
+    def __init__(
+        self, contributions: Sequence[Contribution], codec: Codec, scales: Sequence[float] | None = None
+    ) -> None:
         self._values = Values(contributions, codec, [1.0] * len(contributions))
         self._divisor = np.float32(sum(contribution.weight for contribution in contributions))
         scales = scales or [1.0] * len(contributions)
-        self._factors = [np.float32(item.weight * scale) for item, scale in zip(contributions, scales, strict=True)]
+        self._factors = [
+            np.float32(item.weight * scale) for item, scale in zip(contributions, scales, strict=True)
+        ]
 
     def compute(self, block: Block, total: torch.Tensor, scratch: torch.Tensor) -> None:
         """total[:] = the mean of this block. `total` and `scratch` are flat float32 host tensors of its size.
 
-        Payloads have been checked to be of the part's size; values have not: NaN and infinity show in the mean, and `spoilers` finds whose
-        they are.
+        Payloads have been checked to be of the part's size; values have not: NaN and infinity show in the
+        mean, and `spoilers` finds whose they are.
         """
         out: npt.NDArray[np.float32] = total.numpy()
         work: npt.NDArray[np.float32] = scratch.numpy()
-        running = out  # where the sum so far is: with weight 1, the first values themselves, added to and not copied
+        # where the sum so far is: with weight 1, the first values themselves, added to and not copied
+        running = out
         with np.errstate(over="ignore", invalid="ignore"):
             for nth, factor in enumerate(self._factors):
                 found = self._values.read(nth, block, scratch if nth else total)
                 if nth:
-                    running = np.add(running, found if factor == 1.0 else np.multiply(found, factor, out=work), out=out)
+                    running = np.add(
+                        running, found if factor == 1.0 else np.multiply(found, factor, out=work), out=out
+                    )
                 else:
                     running = found if factor == 1.0 else np.multiply(found, factor, out=out)
             np.divide(running, self._divisor, out=out)
@@ -213,7 +249,9 @@ class Mean:
 
 
 def spoilers(contributions: Sequence[Contribution], codec: Codec) -> tuple[int, ...]:
-    """Whose values are NaN or infinity, or more than the codec can carry. Nobody's: then a mean that is not finite overflowed."""
+    """Whose values are NaN or infinity, or more than the codec can carry. Nobody's: then a mean that is not
+    finite overflowed.
+    """
     return tuple(item.place for item in contributions if not _is_sound(item.values, codec))
 
 
@@ -223,7 +261,9 @@ def _is_sound(values: Buffer | torch.Tensor, codec: Codec) -> bool:
     if not values.numel():
         return True
     array = values.numpy()  # a NaN is its extrema
-    return bool(np.maximum.reduce(array) <= codec.magnitude_max) and bool(np.minimum.reduce(array) >= -codec.magnitude_max)
+    return bool(np.maximum.reduce(array) <= codec.magnitude_max) and bool(
+        np.minimum.reduce(array) >= -codec.magnitude_max
+    )
 
 
 def first_bad(values: torch.Tensor, magnitude_max: float) -> int | None:

@@ -1,12 +1,15 @@
-"""What the members' values of a part become: their mean, or something that a minority of liars cannot move far.
+"""What the members' values of a part become: their mean, or something that a minority of liars cannot move
+far.
 
-Everything here is made of element by element additions, multiplications, divisions, minima and maxima of IEEE numbers, each rounded by
-itself; sums over a part are folded in halves, never left to a library's order. So the same contributions in the same group order give the
-same bits on any processor, and whoever holds them can recompute an average. (What would break that: a process that flushes denormals.)
+Everything here is made of element by element additions, multiplications, divisions, minima and maxima of IEEE
+numbers, each rounded by itself; sums over a part are folded in halves, never left to a library's order. So
+the same contributions in the same group order give the same bits on any processor, and whoever holds them can
+recompute an average. (What would break that: a process that flushes denormals.)
 
-Weights are claims. The mean follows them; the robust rules count every contributor once, or a liar would only have to claim a large batch.
-With one contributor every rule returns its values, with two their mean: nobody can tell which of two lies. Robust rules bound what senders
-can do, not what a reducer can: that takes an audit (`averaging.reduction.audit`).
+Weights are claims. The mean follows them; the robust rules count every contributor once, or a liar would only
+have to claim a large batch. With one contributor every rule returns its values, with two their mean: nobody
+can tell which of two lies. Robust rules bound what senders can do, not what a reducer can: that takes an
+audit (`averaging.reduction.audit`).
 """
 
 from __future__ import annotations
@@ -24,13 +27,14 @@ import torch
 
 from averaging.reduction.reduce import Block, Contribution, Mean, Values, spoilers
 from swarm.compression import Codec
-from swarm.errors import UsageError
+from swarm.core.errors import UsageError
 
 Row: TypeAlias = npt.NDArray[np.float32]
 F = TypeVar("F", np.float32, np.float64)
 RULES = ("mean", "trimmed_mean", "median", "centered_clip")
 
-_ROWS_ELEMENTS = 1 << 17  # of all members' rows that are worked on at once: half a megabyte, which stays in a core's cache
+# of all members' rows that are worked on at once: half a megabyte, which stays in a core's cache
+_ROWS_ELEMENTS = 1 << 17
 _STEP_ELEMENTS_MIN, _STEP_ELEMENTS_MAX = 1 << 10, 1 << 15
 _SQUARES_MIN = 1e-24  # a sum of squares below this has lost some to underflow in float32
 _LANES = 64  # sums over a part stay so wide until its end
@@ -39,13 +43,20 @@ _SETTLED = 1e-6  # of the radius: a centre that moves less has been found
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregation:
-    """How a group makes one vector out of many. Peers that disagree in any of it never meet: it is in their schema."""
+    """How a group makes one vector out of many. Peers that disagree in any of it never meet: it is in their
+    schema.
+    """
 
     rule: str = "mean"  # one of RULES
-    trim: float = 0.25  # trimmed_mean: share of the contributors cut off at either end; must be at least the share that may lie
-    radius: float = 1.0  # centered_clip: in medians of the contributions' distances; smaller: liars do less, the mean is met more slowly
-    iterations_max: int = 5  # centered_clip: steps towards the centre; they cost next to nothing, and each lets liars pull once more
-    clip_to_median: float | None = None  # contributions longer than so many medians are shortened to that, part by part; None: never
+    # trimmed_mean: share of the contributors cut off at either end; must be at least the share that may lie
+    trim: float = 0.25
+    # centered_clip: in medians of the contributions' distances; smaller: liars do less, the mean is met more
+    # slowly
+    radius: float = 1.0
+    # centered_clip: steps towards the centre; they cost next to nothing, and each lets liars pull once more
+    iterations_max: int = 5
+    # contributions longer than so many medians are shortened to that, part by part; None: never
+    clip_to_median: float | None = None
 
     def __post_init__(self) -> None:
         if self.rule not in RULES:
@@ -55,12 +66,17 @@ class Aggregation:
         if not 0.0 < self.radius < math.inf or not 1 <= self.iterations_max <= 100:
             raise UsageError("radius is a positive number, iterations_max between 1 and 100")
         if self.clip_to_median is not None and not 1.0 <= self.clip_to_median < math.inf:
-            raise UsageError(f"clip_to_median is at least 1, or None for no clipping, not {self.clip_to_median!r}")
+            raise UsageError(
+                f"clip_to_median is at least 1, or None for no clipping, not {self.clip_to_median!r}"
+            )
 
     @property
     def terms(self) -> str:
         """What matters of it, as text: equal exactly when two peers mean the same."""
-        own = {"trimmed_mean": f" trim {self.trim!r}", "centered_clip": f" radius {self.radius!r} in {self.iterations_max}"}
+        own = {
+            "trimmed_mean": f" trim {self.trim!r}",
+            "centered_clip": f" radius {self.radius!r} in {self.iterations_max}",
+        }
         clip = "" if self.clip_to_median is None else f", clipped to {float(self.clip_to_median)!r} medians"
         return f"{self.rule}{own.get(self.rule, '')}{clip}"
 
@@ -81,7 +97,9 @@ class Rule(Protocol):
 
 
 class Rows:
-    """Working space of the rules that compare members, kept from part to part: a few floats per member and element of a block."""
+    """Working space of the rules that compare members, kept from part to part: a few floats per member and
+    element of a block.
+    """
 
     def __init__(self) -> None:
         self._decoded: Row = np.empty((0, 0), np.float32)
@@ -114,11 +132,18 @@ class Prepared:
 
 
 def prepare(
-    aggregation: Aggregation, contributions: Sequence[Contribution], codec: Codec, cut: Sequence[Block], total: torch.Tensor, rows: Rows
+    aggregation: Aggregation,
+    contributions: Sequence[Contribution],
+    codec: Codec,
+    cut: Sequence[Block],
+    total: torch.Tensor,
+    rows: Rows,
 ) -> Prepared:
-    """What must be known of a whole part before its first block is aggregated. `total`: flat float32, of the part's size, handed over.
+    """What must be known of a whole part before its first block is aggregated. `total`: flat float32, of the
+    part's size, handed over.
 
-    `contributions`: at least one, in group order, their payloads of the right size and otherwise as they came.
+    `contributions`: at least one, in group order, their payloads of the right size and otherwise as they
+    came.
     """
     if aggregation == MEAN:
         return Prepared(Mean(contributions, codec))
@@ -144,7 +169,9 @@ def prepare(
 # ---- clipping
 
 
-def norms(contributions: Sequence[Contribution], codec: Codec, cut: Sequence[Block], rows: Rows) -> list[float]:
+def norms(
+    contributions: Sequence[Contribution], codec: Codec, cut: Sequence[Block], rows: Rows
+) -> list[float]:
     """The Euclidean norm of every contribution to a part, of the values as its reducer has them."""
     values = Values(contributions, codec, [1.0] * len(contributions))
     scratch = rows.decoded(1, max((block.stop - block.start for block in cut), default=0))
@@ -164,24 +191,33 @@ def norms(contributions: Sequence[Contribution], codec: Codec, cut: Sequence[Blo
                 used = lanes[: len(found)]
                 np.add(used, np.multiply(found, found, out=product[: len(found)]), out=used)
             squares = float(_fold(lanes)[0])
-        if not _SQUARES_MIN < squares < math.inf:  # more than float32 squares can be, or less; or nothing but zeros
-            squares = math.fsum(float(_fold(np.multiply(found, found, dtype=np.float64))[0]) for found in pieces_of(nth) if found.any())
+        # more than float32 squares can be, or less; or nothing but zeros
+        if not _SQUARES_MIN < squares < math.inf:
+            squares = math.fsum(
+                float(_fold(np.multiply(found, found, dtype=np.float64))[0])
+                for found in pieces_of(nth)
+                if found.any()
+            )
         lengths.append(math.sqrt(squares))
     return lengths
 
 
 def clip_scales(lengths: Sequence[float], multiple: float) -> list[float]:
-    """By what each contribution is to be multiplied, so that none is longer than `multiple` medians; 1.0 for who is not.
+    """By what each contribution is to be multiplied, so that none is longer than `multiple` medians; 1.0 for
+    who is not.
 
-    The median of an even number is the mean of the two in the middle. Where it is 0 (most contribute nothing to this part, an embedding's
-    unused rows for instance) nobody is clipped: one honest gradient among zeros is not an attack.
+    The median of an even number is the mean of the two in the middle. Where it is 0 (most contribute nothing
+    to this part, an embedding's unused rows for instance) nobody is clipped: one honest gradient among zeros
+    is not an attack.
     """
     longest = multiple * statistics.median(lengths)
     return [longest / length if length > longest > 0.0 else 1.0 for length in lengths]
 
 
 def _fold(values: npt.NDArray[F], width: int = 1) -> npt.NDArray[F]:
-    """Sums along the last axis, halves added to each other until `width` elements are left, or fewer. Overwrites `values`."""
+    """Sums along the last axis, halves added to each other until `width` elements are left, or fewer.
+    Overwrites `values`.
+    """
     count = values.shape[-1]
     while count > width:
         half = count // 2
@@ -195,16 +231,20 @@ def _fold(values: npt.NDArray[F], width: int = 1) -> npt.NDArray[F]:
 
 
 def trimmed(trim: float, contributors: int) -> int:
-    """How many values are cut off at either end: `trim` of them, at least one as soon as there are three, and never all."""
+    """How many values are cut off at either end: `trim` of them, at least one as soon as there are three, and
+    never all.
+    """
     cut_off = max(math.floor(trim * contributors + 1e-9), 1)
     return min(cut_off, (contributors - 1) // 2)
 
 
 @functools.lru_cache(maxsize=512)
 def network(count: int, first: int, end: int) -> tuple[tuple[int, int, bool, bool], ...]:
-    """Comparisons that bring the values of ranks `first` to `end` to their places: (i, j, is the smaller wanted, is the larger).
+    """Comparisons that bring the values of ranks `first` to `end` to their places: (i, j, is the smaller
+    wanted, is the larger).
 
-    Batcher's merge exchange (Knuth, The Art of Computer Programming, volume 3, 5.2.2, algorithm M), less what those ranks do not need.
+    Batcher's merge exchange (Knuth, The Art of Computer Programming, volume 3, 5.2.2, algorithm M), less what
+    those ranks do not need.
     """
     pairs: list[tuple[int, int]] = []
     top = 1 << max((count - 1).bit_length() - 1, 0) if count > 1 else 0
@@ -227,11 +267,13 @@ def network(count: int, first: int, end: int) -> tuple[tuple[int, int, bool, boo
 
 
 class Ranked:
-    """Coordinate by coordinate, the mean of what is left when the `cut_off` smallest and largest values are gone.
+    """Coordinate by coordinate, the mean of what is left when the `cut_off` smallest and largest values are
+    gone.
 
-    `cut_off` a share: the trimmed mean; all but the middle one or two: the median. Both: Yin et al., "Byzantine-Robust Distributed
-    Learning: Towards Optimal Statistical Rates" (arXiv 1803.01498). With at most `cut_off` liars every coordinate lies within the range of
-    the honest values; with more it can be anything. Does not depend on the order of the members. Needs three contributors to mean anything.
+    `cut_off` a share: the trimmed mean; all but the middle one or two: the median. Both: Yin et al.,
+    "Byzantine-Robust Distributed Learning: Towards Optimal Statistical Rates" (arXiv 1803.01498). With at
+    most `cut_off` liars every coordinate lies within the range of the honest values; with more it can be
+    anything. Does not depend on the order of the members. Needs three contributors to mean anything.
     """
 
     def __init__(self, values: Values, rows: Rows, cut_off: int) -> None:
@@ -271,7 +313,9 @@ class Ranked:
 
 
 def _middle(kept: Sequence[Row], out: Row) -> None:
-    """The mean of sorted rows, held within them: it must not leave their range by rounding. Zeros are positive, as minima may not be."""
+    """The mean of sorted rows, held within them: it must not leave their range by rounding. Zeros are
+    positive, as minima may not be.
+    """
     if len(kept) == 1:
         np.add(kept[0], np.float32(0.0), out=out)
         return
@@ -291,7 +335,8 @@ def _middle(kept: Sequence[Row], out: Row) -> None:
 def pieces(size: int, members: int) -> list[slice]:
     """Some elements of a block, so that all members' rows of them stay in the cache.
 
-    A power of two, so that sums over pieces come out alike on machines that cut a part into blocks of another size.
+    A power of two, so that sums over pieces come out alike on machines that cut a part into blocks of another
+    size.
     """
     step = min(max(1 << (_ROWS_ELEMENTS // members).bit_length() - 1, _STEP_ELEMENTS_MIN), _STEP_ELEMENTS_MAX)
     return [slice(start, min(start + step, size)) for start in range(0, size, step)]
@@ -303,13 +348,16 @@ def pieces(size: int, members: int) -> list[slice]:
 class CenteredClip:
     """v ← v + mean of (x − v)·min(1, radius/‖x − v‖), from the coordinate-wise median on, a few times.
 
-    Karimireddy et al., "Learning from History for Byzantine Robust Optimization" (arXiv 2012.10333), algorithm 2, started from the median
-    as BTARD does (arXiv 2106.11257), over each part by itself. The radius is relative: in medians of the distances to the first v, so that
-    under a half of liars cannot stretch it beyond an honest distance. A contributor moves the result by radius/n per step at most: the
-    error is bounded by what liars pull in all steps, radius·steps·(share of liars); honest values that lie close together are averaged.
+    Karimireddy et al., "Learning from History for Byzantine Robust Optimization" (arXiv 2012.10333),
+    algorithm 2, started from the median as BTARD does (arXiv 2106.11257), over each part by itself. The
+    radius is relative: in medians of the distances to the first v, so that under a half of liars cannot
+    stretch it beyond an honest distance. A contributor moves the result by radius/n per step at most: the
+    error is bounded by what liars pull in all steps, radius·steps·(share of liars); honest values that lie
+    close together are averaged.
 
-    v stays a combination of the first v and the x, so that all distances follow from the inner products of x − v: two passes over the
-    part, however many steps. n² inner products for n members make it dear in large groups.
+    v stays a combination of the first v and the x, so that all distances follow from the inner products of x
+    − v: two passes over the part, however many steps. n² inner products for n members make it dear in large
+    groups.
     """
 
     def __init__(self, values: Values, rows: Rows, aggregation: Aggregation) -> None:
@@ -322,7 +370,9 @@ class CenteredClip:
         out: Row = total.numpy()
         lanes = np.zeros((len(self._values), len(self._values), _LANES))
         for block in cut:
-            found = self._values.read_all(block, self._rows.decoded(len(self._values), block.stop - block.start))
+            found = self._values.read_all(
+                block, self._rows.decoded(len(self._values), block.stop - block.start)
+            )
             for piece in pieces(block.stop - block.start, len(self._values)):
                 median = out[block.start : block.stop][piece]
                 self._median.rank([values[piece] for values in found], median)
@@ -349,7 +399,9 @@ class CenteredClip:
         return self._values.spoilers()
 
     def _add_products(self, values: Sequence[Row], median: Row, lanes: npt.NDArray[np.float64]) -> None:
-        """lanes[i, j] += (x_i − median)·(x_j − median) for all pairs of members, j not before i, summed until they fit the lanes."""
+        """lanes[i, j] += (x_i − median)·(x_j − median) for all pairs of members, j not before i, summed until
+        they fit the lanes.
+        """
         members, size = len(values), len(median)
         work = self._rows.work(2 * members, size)
         apart, products = work[:members, :size], work[members : 2 * members, :size]
@@ -360,8 +412,11 @@ class CenteredClip:
             fits = bool(np.all(((squares > _SQUARES_MIN) & (squares < math.inf)) | ~apart.any(axis=1)))
             for nth in range(members):
                 if fits:
-                    found: npt.NDArray[Any] = _fold(np.multiply(apart[nth:], apart[nth], out=products[nth:]), _LANES)
-                else:  # more than float32 squares can be, or less: only liars are so far away, or everybody so close
+                    found: npt.NDArray[Any] = _fold(
+                        np.multiply(apart[nth:], apart[nth], out=products[nth:]), _LANES
+                    )
+                # more than float32 squares can be, or less: only liars are so far away, or everybody so close
+                else:
                     found = _fold(np.multiply(apart[nth:], apart[nth], dtype=np.float64), _LANES)
                 lanes[nth, nth:, : found.shape[-1]] += found
 
@@ -375,7 +430,9 @@ def _centre(products: Sequence[Sequence[float]], aggregation: Aggregation) -> li
     if not radius:
         return shares  # half of them are the median itself
     for _ in range(aggregation.iterations_max):
-        to_centre = [math.fsum(product * share for product, share in zip(row, shares, strict=True)) for row in products]
+        to_centre = [
+            math.fsum(product * share for product, share in zip(row, shares, strict=True)) for row in products
+        ]
         length = math.fsum(share * towards for share, towards in zip(shares, to_centre, strict=True))
         squares = [products[nth][nth] - 2.0 * to_centre[nth] + length for nth in range(members)]
         pulls = [min(1.0, radius / math.sqrt(square)) if square > 0.0 else 1.0 for square in squares]

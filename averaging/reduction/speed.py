@@ -1,9 +1,10 @@
 """How fast this peer's link sends, from the rounds that it took part in: nobody has to guess a number.
 
-A round's speed is what was sent over the time in which at least one message was on its way out. A message counts as sent when the
-transport has taken it, which for the first few megabytes only means that they lie in buffers: of a short round only what it took as a whole
-is told, which is no more than the link can do. The median over the last rounds is announced to the next group, and shares and sizes of
-parts follow it (`averaging.reduction.balance`, `averaging.reduction.partition`). Pure; times are monotonic seconds.
+A round's speed is what was sent over the time in which at least one message was on its way out. A message
+counts as sent when the transport has taken it, which for the first few megabytes only means that they lie in
+buffers: of a short round only what it took as a whole is told, which is no more than the link can do. The
+median over the last rounds is announced to the next group, and shares and sizes of parts follow it
+(`averaging.reduction.balance`, `averaging.reduction.partition`). Pure; times are monotonic seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Speed:
     _busy_s: float = 0.0
     _sent_bytes: int = 0
     _rounds: deque[float] = field(default_factory=lambda: deque(maxlen=_ROUNDS_MAX))
-    _at_least: deque[float] = field(default_factory=lambda: deque(maxlen=_ROUNDS_MAX))  # of committed rounds, the short ones too
+    # of committed rounds, the short ones too
+    _at_least: deque[float] = field(default_factory=lambda: deque(maxlen=_ROUNDS_MAX))
 
     def begin(self, now_s: float) -> None:
         """A message is being sent."""
@@ -64,5 +66,7 @@ class Speed:
     @property
     def bytes_per_s(self) -> float:
         """What to announce."""
-        known = statistics.median(self._rounds) if self._rounds else max([UNKNOWN_BYTES_PER_S, *self._at_least])
+        known = (
+            statistics.median(self._rounds) if self._rounds else max([UNKNOWN_BYTES_PER_S, *self._at_least])
+        )
         return min(known, BYTES_PER_S_MAX)

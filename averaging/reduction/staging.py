@@ -1,8 +1,8 @@
 """Between the user's tensors and the flat float32 vector that a round works on, in the caller's thread.
 
-A tensor that is contiguous float32 already, and lies still for as long as the round takes, is read where it is; others are copied, on
-their device: nothing goes to the host before it is encoded. The copies' memory lives as long as the averager: no round allocates its 256 MB
-anew.
+A tensor that is contiguous float32 already, and lies still for as long as the round takes, is read where it
+is; others are copied, on their device: nothing goes to the host before it is encoded. The copies' memory
+lives as long as the averager: no round allocates its 256 MB anew.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from averaging.reduction.averages import Averages
 from averaging.reduction.devices import Queues
 from averaging.reduction.layout import TensorLayout
 from averaging.reduction.vector import FlatVector, HollowVector
-from swarm.errors import UsageError
+from swarm.core.errors import UsageError
 
 
 class Staging:
@@ -78,7 +78,9 @@ class Staging:
         self.queues.finish()  # the next round takes the averages' memory
 
     def add_difference(self, averages: Averages) -> None:
-        """Add the averages minus what `take` copied to the tensors, which may have moved on since. The staged copy is spent."""
+        """Add the averages minus what `take` copied to the tensors, which may have moved on since. The staged
+        copy is spent.
+        """
         self.layout.check(self.tensors)
         averages.subtract(self._vector(lent=False))
         with torch.no_grad():
@@ -116,12 +118,19 @@ class Staging:
         pairs = []
         for tensor, begin in zip(self.tensors, self._begins, strict=True):
             if tensor.numel() and not self._direct(tensor, lent):
-                pairs.append((tensor.detach(), self._copy(tensor.device)[begin : begin + tensor.numel()].view(tensor.shape)))
+                pairs.append(
+                    (
+                        tensor.detach(),
+                        self._copy(tensor.device)[begin : begin + tensor.numel()].view(tensor.shape),
+                    )
+                )
         return pairs
 
 
 def _refuse_overlaps(tensors: Sequence[torch.Tensor]) -> None:
-    """UsageError when an element belongs to two tensors, or twice to one: it would be averaged, or moved by a delta, more than once."""
+    """UsageError when an element belongs to two tensors, or twice to one: it would be averaged, or moved by a
+    delta, more than once.
+    """
     by_storage: dict[tuple[torch.device, int], list[tuple[int, torch.Tensor]]] = {}
     for place, tensor in enumerate(tensors):
         if not tensor.numel():
@@ -130,7 +139,9 @@ def _refuse_overlaps(tensors: Sequence[torch.Tensor]) -> None:
             raise UsageError(
                 f"tensor {place} is expanded: several of its elements are one number in memory; pass the tensor it was made of"
             )
-        by_storage.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append((place, tensor))
+        by_storage.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append(
+            (place, tensor)
+        )
     for sharing in by_storage.values():
         reaching: list[tuple[int, int, torch.Tensor]] = []  # end, place: those that begin before the next one
         for place, tensor in sorted(sharing, key=lambda one: _span(one[1])):
@@ -138,7 +149,9 @@ def _refuse_overlaps(tensors: Sequence[torch.Tensor]) -> None:
             reaching = [one for one in reaching if one[0] > begin]
             for _, other_place, other in reaching:
                 if _meet(tensor, other):
-                    raise UsageError(f"tensors {other_place} and {place} share memory: pass tied weights once")
+                    raise UsageError(
+                        f"tensors {other_place} and {place} share memory: pass tied weights once"
+                    )
             reaching.append((end, place, tensor))
 
 
@@ -150,7 +163,9 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors whose spans overlap have an element in common: interleaved columns of one matrix have not."""
+    """Whether two tensors whose spans overlap have an element in common: interleaved columns of one matrix
+    have not.
+    """
     if one.dtype != other.dtype:
         return True
     begin = min(one.storage_offset(), other.storage_offset())

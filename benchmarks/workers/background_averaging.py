@@ -1,4 +1,6 @@
-"""A training loop with and without averaging behind it, in turns; and the partner that it averages with, which computes next to nothing."""
+"""A training loop with and without averaging behind it, in turns; and the partner that it averages with,
+which computes next to nothing.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,15 @@ Step = Callable[[], bool]  # one training step; returns whether a round was comp
 
 
 class Averaging:
-    """`Averager.step(wait=False)` over the parameters, every `ROUND_EVERY_S`, each average applied as a difference."""
+    """`Averager.step(wait=False)` over the parameters, every `ROUND_EVERY_S`, each average applied as a
+    difference.
+    """
 
     def __init__(self, node: swarm.Node, model: torch.nn.Module) -> None:
         self._inner = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-        self._averager = swarm.Averager(node, [p.detach() for p in model.parameters()], name="behind", target_group_size=2)
+        self._averager = swarm.Averager(
+            node, [p.detach() for p in model.parameters()], name="behind", target_group_size=2
+        )
         self._pending: swarm.PendingRound | None = None
         self._next_s = 0.0
 
@@ -125,7 +131,13 @@ def main() -> None:
             way.settle()
             without_s, without_cpu_s, _ = window(model, generator, way.plain)
             with_s, with_cpu_s, rounds = window(model, generator, way.averaged)
-            talk.say("pair", without_s=without_s, with_s=with_s, more_cpu=with_cpu_s / without_cpu_s - 1.0, rounds=rounds)
+            talk.say(
+                "pair",
+                without_s=without_s,
+                with_s=with_s,
+                more_cpu=with_cpu_s / without_cpu_s - 1.0,
+                rounds=rounds,
+            )
         talk.say("done")
 
 

@@ -1,6 +1,8 @@
-"""A peer that moves as many bytes as a butterfly all-reduce, over a plain TCP connection each way to every other peer, and no more.
+"""A peer that moves as many bytes as a butterfly all-reduce, over a plain TCP connection each way to every
+other peer, and no more.
 
-What the emulated link and TCP themselves can do in a round that begins, as ours does, with connections that have been idle.
+What the emulated link and TCP themselves can do in a round that begins, as ours does, with connections that
+have been idle.
 """
 
 from __future__ import annotations
@@ -23,7 +25,11 @@ def main() -> None:
     rank, peers = settings["rank"], settings["peers"]
     server = socket.create_server((settings["host"], PORT), backlog=peers)
     talk.publish(f"listening {rank}", settings["host"])
-    out = [socket.create_connection((talk.published(f"listening {other}"), PORT)) for other in range(peers) if other != rank]
+    out = [
+        socket.create_connection((talk.published(f"listening {other}"), PORT))
+        for other in range(peers)
+        if other != rank
+    ]
     taken = [server.accept()[0] for _ in range(peers - 1)]
     each_bytes = 2 * settings["vector_bytes"] // peers  # values for the other's span, averages of one's own
     talk.say("ready")
@@ -33,7 +39,10 @@ def main() -> None:
             talk.say("prepared")
         elif order["do"] == "round":
             wait_until(order["at_s"])
-            _together([partial(_send, one, each_bytes) for one in out] + [partial(_take, one, each_bytes) for one in taken])
+            _together(
+                [partial(_send, one, each_bytes) for one in out]
+                + [partial(_take, one, each_bytes) for one in taken]
+            )
             talk.say("done", ok=True, reason="", end_s=time.monotonic(), grouped_s=order["at_s"], group=peers)
         elif order["do"] == "check":
             talk.say("checked", delivered=1.0, worst=0.0)

@@ -1,4 +1,6 @@
-"""A member of a gloo process group that sums known vectors: no encryption, no fault tolerance, fixed membership."""
+"""A member of a gloo process group that sums known vectors: no encryption, no fault tolerance, fixed
+membership.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ def main() -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = linkrelay.DEVICE
     store = Path(settings["rendezvous"]) / "gloo"
     distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=settings["rank"], world_size=settings["peers"], timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{store}",
+        rank=settings["rank"],
+        world_size=settings["peers"],
+        timeout=timedelta(seconds=60),
     )
     vector = torch.zeros(settings["elements"])
     talk.say("ready")
@@ -37,7 +43,14 @@ def main() -> None:
             wait_until(order["at_s"])
             distributed.all_reduce(vector)
             vector.div_(settings["peers"])
-            talk.say("done", ok=True, reason="", end_s=time.monotonic(), grouped_s=order["at_s"], group=settings["peers"])
+            talk.say(
+                "done",
+                ok=True,
+                reason="",
+                end_s=time.monotonic(),
+                grouped_s=order["at_s"],
+                group=settings["peers"],
+            )
         elif order["do"] == "check":
             fraction, worst = delivered([vector], settings["peers"], "float32")
             talk.say("checked", delivered=fraction, worst=worst)

@@ -56,9 +56,21 @@ def _round(averager: Any, at_s: float, timeout_s: float) -> dict[str, Any]:
     failure = control.exception(timeout_s)
     end_s = time.monotonic()
     if failure is not None:
-        return {"ok": False, "reason": f"{type(failure).__name__}: {failure}"[:200], "end_s": end_s, "grouped_s": grouped_s, "group": 0}
+        return {
+            "ok": False,
+            "reason": f"{type(failure).__name__}: {failure}"[:200],
+            "end_s": end_s,
+            "grouped_s": grouped_s,
+            "group": 0,
+        }
     gathered = control.result()
-    return {"ok": gathered is not None, "reason": "", "end_s": end_s, "grouped_s": grouped_s, "group": len(gathered or ())}
+    return {
+        "ok": gathered is not None,
+        "reason": "",
+        "end_s": end_s,
+        "grouped_s": grouped_s,
+        "group": len(gathered or ()),
+    }
 
 
 if __name__ == "__main__":

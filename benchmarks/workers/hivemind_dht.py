@@ -1,4 +1,6 @@
-"""A peer of hivemind's DHT. Everything that is timed runs inside its DHT process, where it is fastest. Runs in hivemind's environment."""
+"""A peer of hivemind's DHT. Everything that is timed runs inside its DHT process, where it is fastest. Runs
+in hivemind's environment.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ async def perform(_dht: Any, node: Any, order: dict[str, Any]) -> dict[str, Any]
         place = hivemind.dht.routing.DHTID.generate(source=key)
         return node.protocol.storage.get(place) is not None or node.protocol.cache.get(place) is not None
 
-    return await Operations(store=store, get=get, store_many=store_many, get_many=get_many, held=held).perform(order)
+    return await Operations(
+        store=store, get=get, store_many=store_many, get_many=get_many, held=held
+    ).perform(order)
 
 
 def fault(key: str, found: Any) -> str:

@@ -40,7 +40,9 @@ def serve(talk: Conversation) -> None:
             args_schema=(BatchTensorDescriptor(width),),
             max_batch_size=MAX_BATCH_SIZE,
         )
-    server = Server(dht, backends, num_connection_handlers=talk.configuration["handlers"], device="cpu", start=False)
+    server = Server(
+        dht, backends, num_connection_handlers=talk.configuration["handlers"], device="cpu", start=False
+    )
     server.run_in_background(await_ready=True)
     talk.publish("address", str(dht.get_visible_maddrs()[0]))
     talk.say("ready")

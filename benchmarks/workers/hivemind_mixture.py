@@ -1,4 +1,6 @@
-"""hivemind's servers of experts (ranks 0 to 3), and a trainer with a mixture layer over them. Runs in hivemind's environment."""
+"""hivemind's servers of experts (ranks 0 to 3), and a trainer with a mixture layer over them. Runs in
+hivemind's environment.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,19 @@ from hivemind.moe.server import ModuleBackend, Server  # type: ignore[import-not
 from hivemind.utils.tensor_descr import BatchTensorDescriptor  # type: ignore[import-not-found,unused-ignore]
 
 from benchmarks.conversation import Conversation
-from benchmarks.mixture_load import BATCH, COLUMNS, K_BEST, ROWS, SERVERS, TIMEOUT_S, WIDTH, module_of, perform, set_gate, still
+from benchmarks.mixture_load import (
+    BATCH,
+    COLUMNS,
+    K_BEST,
+    ROWS,
+    SERVERS,
+    TIMEOUT_S,
+    WIDTH,
+    module_of,
+    perform,
+    set_gate,
+    still,
+)
 from benchmarks.workers.hivemind_peer import joined
 
 HANDLERS = 2  # connection handlers of each server; more processes than cores are slower here

@@ -1,4 +1,6 @@
-"""How every worker of hivemind's joins: the first tells its address, the others take it. Runs in hivemind's environment."""
+"""How every worker of hivemind's joins: the first tells its address, the others take it. Runs in hivemind's
+environment.
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,9 @@ def main() -> None:
             torch.manual_seed(1)
             expected = [torch.randn(settings["elements"] // 16) for _ in range(4)][3]
             right = found is not None and bool(torch.equal(found[1][3][:100], expected[:100]))
-            talk.say("loaded", ok=right, reason="" if right else "no state, or another", seconds=took_s, donors=1)
+            talk.say(
+                "loaded", ok=right, reason="" if right else "no state, or another", seconds=took_s, donors=1
+            )
     talk.say("stopped")
 
 

@@ -8,18 +8,26 @@ import torch
 
 IMPORTED_S = time.monotonic()
 
-import logging  # noqa: E402
-import re  # noqa: E402
+import logging
+import re
 
-import hivemind  # type: ignore[import-not-found,unused-ignore]  # noqa: E402
+import hivemind  # type: ignore[import-not-found,unused-ignore]
 
-from benchmarks.conversation import Conversation  # noqa: E402
-from benchmarks.training import BATCH_SAMPLES, LEARNING_RATE, TARGET_BATCH_SAMPLES, Marks, backward, build_model, paced  # noqa: E402
-from benchmarks.workers.hivemind_peer import joined  # noqa: E402
-
-MATCHMAKING_S = (
-    3.5  # its default is 15: then every epoch and every joining takes that much longer; below its request timeout of 3 it can deadlock
+from benchmarks.conversation import Conversation
+from benchmarks.training import (
+    BATCH_SAMPLES,
+    LEARNING_RATE,
+    TARGET_BATCH_SAMPLES,
+    Marks,
+    backward,
+    build_model,
+    paced,
 )
+from benchmarks.workers.hivemind_peer import joined
+
+# its default is 15: then every epoch and every joining takes that much longer; below its request timeout of 3
+# it can deadlock
+MATCHMAKING_S = 3.5
 AVERAGING_TIMEOUT_S = 30.0
 
 
@@ -46,7 +54,8 @@ def main() -> None:
     dht = joined(talk)
     marks.add("DHT")
     model = build_model()
-    inner = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)  # torch imports its compiler when the first optimizer is made
+    # torch imports its compiler when the first optimizer is made
+    inner = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     marks.add("model and AdamW")
     optimizer = hivemind.Optimizer(
         dht=dht,

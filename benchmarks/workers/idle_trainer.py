@@ -1,4 +1,6 @@
-"""Torch with the model and its optimizer, after some steps, doing nothing: what a trainer's memory is compared with."""
+"""Torch with the model and its optimizer, after some steps, doing nothing: what a trainer's memory is
+compared with.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,13 @@ def main() -> None:
     with swarm.Node(bootstrap=bootstrap, listen=f"{settings['host']}:0") as node:
         if settings["rank"] == 0:
             talk.publish("address", node.addresses[0])
-        averager = swarm.Averager(node, tensors, name="benchmark", target_group_size=settings["target_group_size"], codec=settings["codec"])
+        averager = swarm.Averager(
+            node,
+            tensors,
+            name="benchmark",
+            target_group_size=settings["target_group_size"],
+            codec=settings["codec"],
+        )
         talk.say("ready")
         while True:
             order = talk.hear()

@@ -1,4 +1,6 @@
-"""A peer of our DHT. Everything that is timed runs on its network loop, as hivemind's runs in its DHT process."""
+"""A peer of our DHT. Everything that is timed runs on its network loop, as hivemind's runs in its DHT
+process.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from typing import Any
 import swarm
 from benchmarks.conversation import Conversation
 from benchmarks.dht_load import TTL_S, Operations, value
-from swarm.dht.service import DhtService, StoreItem
-from swarm.ids import Key
+from swarm.core.ids import Key
+from swarm.dht.service.dht_service import DhtService, StoreItem
 
 TIMEOUT_S = 60.0
 
@@ -37,7 +39,11 @@ async def perform(service: DhtService, order: dict[str, Any], replicas: int) -> 
 
     async def store(key: str) -> str:
         result = await service.store(Key.parse(key), value(key), ttl_s=TTL_S, timeout_s=TIMEOUT_S)
-        return "" if result.ok and result.replicas >= replicas else f"a store reached {result.replicas} replicas, not {replicas}"
+        return (
+            ""
+            if result.ok and result.replicas >= replicas
+            else f"a store reached {result.replicas} replicas, not {replicas}"
+        )
 
     async def get(key: str) -> str:
         return fault(key, await service.get(Key.parse(key), timeout_s=TIMEOUT_S))
@@ -45,7 +51,10 @@ async def perform(service: DhtService, order: dict[str, Any], replicas: int) -> 
     async def store_many(keys: Sequence[str]) -> list[str]:
         items = [StoreItem(key=Key.parse(key), value=value(key)) for key in keys]
         results = await service.store_many(items, ttl_s=TTL_S, timeout_s=TIMEOUT_S)
-        return ["" if result.ok and result.replicas >= replicas else f"a store reached {result.replicas} replicas" for result in results]
+        return [
+            "" if result.ok and result.replicas >= replicas else f"a store reached {result.replicas} replicas"
+            for result in results
+        ]
 
     async def get_many(keys: Sequence[str]) -> list[str]:
         found = await service.get_many(keys, timeout_s=TIMEOUT_S)
@@ -54,7 +63,9 @@ async def perform(service: DhtService, order: dict[str, Any], replicas: int) -> 
     def held(key: str) -> bool:
         return bool(service.storage.records(Key.parse(key), service.overlay.now_us))
 
-    return await Operations(store=store, get=get, store_many=store_many, get_many=get_many, held=held).perform(order)
+    return await Operations(
+        store=store, get=get, store_many=store_many, get_many=get_many, held=held
+    ).perform(order)
 
 
 def fault(key: str, found: Any) -> str:

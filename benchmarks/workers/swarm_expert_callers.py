@@ -1,4 +1,6 @@
-"""Many callers of our experts in one process: each has an identity and connections of its own, one call in flight."""
+"""Many callers of our experts in one process: each has an identity and connections of its own, one call in
+flight.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ import torch
 
 from benchmarks.conversation import Conversation, wait_until
 from benchmarks.expert_load import WIDTH
-from moe.calls import ExpertCalls
-from moe.declarations import Replica
-from moe.uid import ExpertUid
-from swarm.errors import SwarmError
-from swarm.identity import Identity
-from swarm.ids import Contact
+from moe.protocol.calls import ExpertCalls
+from moe.protocol.declarations import ExpertReplica
+from moe.protocol.names import ExpertUid
+from swarm.core.errors import SwarmError
+from swarm.core.identity import Identity
+from swarm.core.ids import Contact
 from swarm.net.channels import Channels
 from swarm.runtime.thread import NetworkThread
 
@@ -36,24 +38,26 @@ def main() -> None:
             talk.say("done", **network.run(together(callers, order["seconds"]), order["seconds"] + 60.0))
 
 
-async def connected(contact: Contact, clients: int, network: NetworkThread) -> list[tuple[ExpertCalls, Replica]]:
+async def connected(
+    contact: Contact, clients: int, network: NetworkThread
+) -> list[tuple[ExpertCalls, ExpertReplica]]:
     """So many callers that have made a call each."""
     callers = []
     for _ in range(clients):
         calls = ExpertCalls(Channels(Identity.generate()), network.pool)
-        described = (await calls.describe(Replica(contact, b""), [UID], timeout_s=TIMEOUT_S))[0]
+        described = (await calls.describe(ExpertReplica(contact, b""), [UID], timeout_s=TIMEOUT_S))[0]
         assert described is not None
-        callers.append((calls, Replica(contact, described.schema.digest)))
+        callers.append((calls, ExpertReplica(contact, described.schema.digest)))
     return callers
 
 
-async def together(callers: list[tuple[ExpertCalls, Replica]], seconds: float) -> dict[str, Any]:
+async def together(callers: list[tuple[ExpertCalls, ExpertReplica]], seconds: float) -> dict[str, Any]:
     """All of them, one call after the other each, for so long."""
     end_s = time.monotonic() + seconds
     latencies: list[float] = []
     reasons: list[str] = []
 
-    async def one(number: int, calls: ExpertCalls, replica: Replica) -> None:
+    async def one(number: int, calls: ExpertCalls, replica: ExpertReplica) -> None:
         x = torch.full((1, WIDTH["nop"]), float(number))
         while time.monotonic() < end_s:
             begun_s = time.monotonic()

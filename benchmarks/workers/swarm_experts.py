@@ -19,7 +19,10 @@ def main() -> None:
 
 def serve(talk: Conversation) -> None:
     """Until the command is gone."""
-    experts = {f"{kind}.0": swarm.Expert(module_of(kind), (torch.zeros(1, width),), still) for kind, width in WIDTH.items()}
+    experts = {
+        f"{kind}.0": swarm.Expert(module_of(kind), (torch.zeros(1, width),), still)
+        for kind, width in WIDTH.items()
+    }
     with swarm.Node(listen="127.0.0.1:0") as node, swarm.ExpertServer(node, experts):
         talk.publish("address", node.addresses[0])
         talk.say("ready")
@@ -30,7 +33,10 @@ def serve(talk: Conversation) -> None:
 def call(talk: Conversation) -> None:
     """As told."""
     with swarm.Node(bootstrap=[talk.published("address")], listen="127.0.0.1:0") as node:
-        experts = {kind: swarm.RemoteExpert(node, f"{kind}.0", forward_timeout_s=60.0, backward_timeout_s=60.0) for kind in WIDTH}
+        experts = {
+            kind: swarm.RemoteExpert(node, f"{kind}.0", forward_timeout_s=60.0, backward_timeout_s=60.0)
+            for kind in WIDTH
+        }
         answer(talk, experts)
 
 

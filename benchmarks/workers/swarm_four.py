@@ -34,11 +34,15 @@ def main() -> None:
                 talk.hear()
 
             try:
-                course = Peer(node, settings["rank"], way, order["run"]).train(data, Begun(**begun), scale, order["seed"], ready)
+                course = Peer(node, settings["rank"], way, order["run"]).train(
+                    data, Begun(**begun), scale, order["seed"], ready
+                )
             except RoundsFailed as failure:
                 talk.say("trained", failed=str(failure))
             else:
-                talk.say("trained", failed="", rounds=course.rounds, missing=course.missing, curve=course.curve)
+                talk.say(
+                    "trained", failed="", rounds=course.rounds, missing=course.missing, curve=course.curve
+                )
 
 
 if __name__ == "__main__":

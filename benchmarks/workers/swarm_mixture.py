@@ -6,7 +6,18 @@ import torch
 
 import swarm
 from benchmarks.conversation import Conversation
-from benchmarks.mixture_load import COLUMNS, K_BEST, ROWS, SERVERS, TIMEOUT_S, WIDTH, module_of, perform, set_gate, still
+from benchmarks.mixture_load import (
+    COLUMNS,
+    K_BEST,
+    ROWS,
+    SERVERS,
+    TIMEOUT_S,
+    WIDTH,
+    module_of,
+    perform,
+    set_gate,
+    still,
+)
 
 
 def main() -> None:
@@ -26,7 +37,10 @@ def main() -> None:
 def serve(talk: Conversation, node: swarm.Node, row: int) -> None:
     """Until the command is gone."""
     sample = (torch.zeros(1, WIDTH),)
-    experts = {f"ffn.{row}.{column}": swarm.Expert(module_of(row, column), sample, still) for column in range(COLUMNS)}
+    experts = {
+        f"ffn.{row}.{column}": swarm.Expert(module_of(row, column), sample, still)
+        for column in range(COLUMNS)
+    }
     with swarm.ExpertServer(node, experts):
         talk.say("ready")
         while True:

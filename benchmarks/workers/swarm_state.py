@@ -1,4 +1,6 @@
-"""A peer that gives the state of a swarm.Optimizer, or downloads it. Donors can be held to a speed, as a link would."""
+"""A peer that gives the state of a swarm.Optimizer, or downloads it. Donors can be held to a speed, as a link
+would.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from typing import Any
 import torch
 
 import swarm
-from averaging.training.donor import Donor
-from averaging.training.view import StateView
+from averaging.optim.state.donor import Donor
+from averaging.optim.state.view import StateView
 from benchmarks.conversation import Conversation
 
 LOAD_TIMEOUT_S = 180.0
@@ -30,9 +32,12 @@ def main() -> None:
         torch.manual_seed(1 if settings["gives"] else 2)
         parameters = [torch.nn.Parameter(torch.randn(settings["elements"] // 16)) for _ in range(16)]
         inner = torch.optim.SGD(parameters, lr=1e-3)
-        with swarm.Optimizer(inner, node=node, run="benchmark", target_batch_size=1 << 30, batch_size_per_step=1) as optimizer:
+        with swarm.Optimizer(
+            inner, node=node, run="benchmark", target_batch_size=1 << 30, batch_size_per_step=1
+        ) as optimizer:
             if settings["gives"]:
-                loaded = optimizer.load_state_from_peers(timeout_s=LOAD_TIMEOUT_S)  # the first one is alone, the others have its state
+                # the first one is alone, the others have its state
+                loaded = optimizer.load_state_from_peers(timeout_s=LOAD_TIMEOUT_S)
                 talk.publish("address", node.addresses[0])  # the first may have left when the next one comes
             talk.say("ready")
             while (order := talk.hear())["do"] != "stop":
@@ -41,7 +46,13 @@ def main() -> None:
                     loaded = optimizer.load_state_from_peers(timeout_s=LOAD_TIMEOUT_S)
                     took_s = time.monotonic() - began_s
                     right = bool(torch.equal(parameters[3].detach()[:100], _expected(settings)[:100]))
-                    talk.say("loaded", ok=loaded.loaded and right, reason=loaded.reason, seconds=took_s, donors=len(loaded.donors))
+                    talk.say(
+                        "loaded",
+                        ok=loaded.loaded and right,
+                        reason=loaded.reason,
+                        seconds=took_s,
+                        donors=len(loaded.donors),
+                    )
                 elif order["do"] == "train":
                     talk.say("trained", steps_s=train(optimizer, parameters))
     talk.say("stopped")
@@ -62,7 +73,8 @@ def train(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[float]:
         optimizer._catch_up.advance(optimizer.inner.step)
         optimizer._donor.changed()
         steps_s.append(time.monotonic() - began_s)
-        time.sleep(0.5)  # forward, backward and the round of an epoch, in which the processor has other things to do
+        # forward, backward and the round of an epoch, in which the processor has other things to do
+        time.sleep(0.5)
         optimizer._donor.round_begins()
     return steps_s
 

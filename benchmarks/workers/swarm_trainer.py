@@ -8,9 +8,17 @@ import torch
 
 IMPORTED_S = time.monotonic()
 
-import swarm  # noqa: E402
-from benchmarks.conversation import Conversation  # noqa: E402
-from benchmarks.training import BATCH_SAMPLES, LEARNING_RATE, TARGET_BATCH_SAMPLES, Marks, backward, build_model, paced  # noqa: E402
+import swarm
+from benchmarks.conversation import Conversation
+from benchmarks.training import (
+    BATCH_SAMPLES,
+    LEARNING_RATE,
+    TARGET_BATCH_SAMPLES,
+    Marks,
+    backward,
+    build_model,
+    paced,
+)
 
 LOAD_TIMEOUT_S = 60.0
 
@@ -29,7 +37,8 @@ def main() -> None:
             talk.publish("address", node.addresses[0])
         marks.add("node")
         model = build_model()
-        inner = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)  # torch imports its compiler when the first optimizer is made
+        # torch imports its compiler when the first optimizer is made
+        inner = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
         marks.add("model and AdamW")
         optimizer = swarm.Optimizer(
             inner,

@@ -1,7 +1,8 @@
 """The `swarm` command. Importing it loads click and nothing heavy: `swarm --help` answers at once.
 
-Every error that a person can cause or should know of arrives here as a SwarmError or a click exception and leaves as one sentence on
-standard error with exit code 1 (failed) or 2 (usage), never as a traceback. What is left is a bug, and a bug shows its traceback.
+Every error that a person can cause or should know of arrives here as a SwarmError or a click exception and
+leaves as one sentence on standard error with exit code 1 (failed) or 2 (usage), never as a traceback. What is
+left is a bug, and a bug shows its traceback.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ USAGE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code. Called without arguments, as the installed script does, it ends the process itself."""
+    """Run the command line; returns the exit code. Called without arguments, as the installed script does, it
+    ends the process itself.
+    """
     code = _run(arguments)
     if arguments is None:
-        # Everything is closed. What Python would still do is take torch apart, which is a second on a busy machine and longer than
-        # anything else about leaving.
+        # Everything is closed. What Python would still do is take torch apart, which is a second on a busy
+        # machine and longer than anything else about leaving.
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()
@@ -32,8 +35,8 @@ def _run(arguments: Sequence[str] | None) -> int:
     import click
 
     from swarm.cli.commands import swarm
-    from swarm.cli.output import report_error
-    from swarm.errors import SwarmError, UsageError
+    from swarm.cli.render.output import report_error
+    from swarm.core.errors import SwarmError, UsageError
 
     _set_up_logging()
     asked = list(sys.argv[1:] if arguments is None else arguments)
@@ -43,7 +46,11 @@ def _run(arguments: Sequence[str] | None) -> int:
         error.show()
         return USAGE
     except click.ClickException as error:
-        hint = f" See `{error.ctx.command_path} --help`." if isinstance(error, click.UsageError) and error.ctx else ""
+        hint = (
+            f" See `{error.ctx.command_path} --help`."
+            if isinstance(error, click.UsageError) and error.ctx
+            else ""
+        )
         report_error(error.format_message() + hint, json_too="--json" in asked)
         return USAGE
     except UsageError as error:
@@ -63,9 +70,13 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _set_up_logging() -> None:
-    """What a command has to say it says itself; the library's own log is for those who ask for it with SWARM_LOG=info (or debug)."""
+    """What a command has to say it says itself; the library's own log is for those who ask for it with
+    SWARM_LOG=info (or debug).
+    """
     import logging
 
     level = os.environ.get("SWARM_LOG", "error").upper()
     known = level if level in logging.getLevelNamesMapping() else "ERROR"
-    logging.basicConfig(level=known, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.basicConfig(
+        level=known, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from swarm.cli.identity import open_identity
-from swarm.cli.leaving import Leaving
-from swarm.cli.output import make_output
-from swarm.cli.places import bootstrap_identity
+from swarm.cli.paths import bootstrap_identity
+from swarm.cli.render.output import make_output
+from swarm.cli.shutdown import Leaving
 from swarm.run.events import Listening, Notice
 
 _LOOK_S = 5.0
 
 
-def run_bootstrap(*, identity: str | None, bootstrap: tuple[str, ...], listen: str, as_json: bool, exit_with_parent: bool) -> int:
+def run_bootstrap(
+    *, identity: str | None, bootstrap: tuple[str, ...], listen: str, as_json: bool, exit_with_parent: bool
+) -> int:
     """Serve until Ctrl-C, SIGTERM, or the end of the parent."""
     from swarm.node import Node
 

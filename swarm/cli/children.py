@@ -1,8 +1,8 @@
 """Peers as processes of their own: started, listened to line by line, and ended for certain.
 
-Each child has its own process group, so that Ctrl-C in a terminal reaches the command alone, which then ends its children in order. Each
-holds the reading end of a pipe whose other end is ours: when this process dies, however it dies, the child reads the end of its standard
-input and leaves.
+Each child has its own process group, so that Ctrl-C in a terminal reaches the command alone, which then ends
+its children in order. Each holds the reading end of a pipe whose other end is ours: when this process dies,
+however it dies, the child reads the end of its standard input and leaves.
 """
 
 from __future__ import annotations
@@ -28,22 +28,35 @@ _KILL_S = 0.5
 class Child:
     """One `swarm` command running with `--json --exit-with-parent`."""
 
-    def __init__(self, name: str, arguments: Sequence[str], lines: queue.Queue[tuple[str, dict[str, Any] | None]], home: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        lines: queue.Queue[tuple[str, dict[str, Any] | None]],
+        home: str,
+    ) -> None:
         self.name = name
         self._complaints: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         package_folder = str(Path(__file__).resolve().parents[2])
         environment = {
             **os.environ,
             "SWARM_HOME": home,
-            "OMP_NUM_THREADS": "1",  # several trainers share this machine's cores: more threads each would only wait for one another
+            # several trainers share this machine's cores: more threads each would only wait for one another
+            "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, (package_folder, os.environ.get("PYTHONPATH")))),
             "PYTHONUNBUFFERED": "1",
         }
-        group: dict[str, Any] = {"process_group": 0} if os.name == "posix" else {"creationflags": 0x200}  # CREATE_NEW_PROCESS_GROUP
+        # CREATE_NEW_PROCESS_GROUP
+        group: dict[str, Any] = {"process_group": 0} if os.name == "posix" else {"creationflags": 0x200}
         # -P: not the folder the user happens to be in, which may hold a `torch.py`
         command = [sys.executable, "-P", "-m", "swarm.cli", *arguments, "--json", "--exit-with-parent"]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._complaints, env=environment, **group
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            env=environment,
+            **group,
         )
         self._lines = lines
         self._reader = threading.Thread(target=self._read, name=f"reads {name}", daemon=True)
@@ -95,10 +108,13 @@ class Child:
 
 
 class Children:
-    """A context manager: whatever happens in its body, no child survives it, nor anything that one keeps for later."""
+    """A context manager: whatever happens in its body, no child survives it, nor anything that one keeps for
+    later.
+    """
 
     def __init__(self) -> None:
-        self.lines: queue.Queue[tuple[str, dict[str, Any] | None]] = queue.Queue()  # (child, its event; None: its output ended)
+        # (child, its event; None: its output ended)
+        self.lines: queue.Queue[tuple[str, dict[str, Any] | None]] = queue.Queue()
         self._children: dict[str, Child] = {}
         self._home = tempfile.TemporaryDirectory(prefix="swarm-", ignore_cleanup_errors=True)
 

@@ -1,7 +1,9 @@
-"""How one command of this user speaks to another that is running on the same machine: files in a folder, which work on every system.
+"""How one command of this user speaks to another that is running on the same machine: files in a folder,
+which work on every system.
 
-A command that trains writes `<process id>.json` there while it runs: what run it is in, and where its node listens. `swarm pause` puts
-`<process id>.pause` beside it, which the trainer looks for twice a second, and `swarm resume` takes it away.
+A command that trains writes `<process id>.json` there while it runs: what run it is in, and where its node
+listens. `swarm pause` puts `<process id>.pause` beside it, which the trainer looks for twice a second, and
+`swarm resume` takes it away.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from swarm.errors import SwarmError
+from swarm.core.errors import SwarmError
 
 _BYTES_MAX = 16 << 10
 _AGE_SLACK_S = 2.0  # start times of processes are read from clocks that are corrected
@@ -32,7 +34,14 @@ class Running:
 
     def is_meant_by(self, wanted: str | None) -> bool:
         """`wanted`: a run's name, `name@id` or id, a PeerID, a process id, or None for all."""
-        return wanted in (None, self.name, f"{self.name}@{self.run_id}", self.run_id, self.peer_id, str(self.pid))
+        return wanted in (
+            None,
+            self.name,
+            f"{self.name}@{self.run_id}",
+            self.run_id,
+            self.peer_id,
+            str(self.pid),
+        )
 
     @property
     def full_name(self) -> str:
@@ -47,11 +56,20 @@ class Control:
 
     @contextlib.contextmanager
     def announced(self, name: str, run_id: str, peer_id: str, addresses: Sequence[str]) -> Iterator[None]:
-        """While this process trains. Without a folder that can be written to it trains all the same, and cannot be paused."""
+        """While this process trains. Without a folder that can be written to it trains all the same, and
+        cannot be paused.
+        """
         import psutil
 
         started_s = psutil.Process().create_time()
-        one = Running(pid=os.getpid(), started_s=started_s, name=name, run_id=run_id, peer_id=peer_id, addresses=list(addresses))
+        one = Running(
+            pid=os.getpid(),
+            started_s=started_s,
+            name=name,
+            run_id=run_id,
+            peer_id=peer_id,
+            addresses=list(addresses),
+        )
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             self._flag(one.pid).unlink(missing_ok=True)

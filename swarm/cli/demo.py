@@ -1,4 +1,6 @@
-"""`swarm demo`: a swarm of processes on this machine, watched by this one, which imports neither torch nor gRPC."""
+"""`swarm demo`: a swarm of processes on this machine, watched by this one, which imports neither torch nor
+gRPC.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,12 @@ from typing import Any
 
 from swarm.cli.children import Children
 from swarm.cli.demo_state import DemoState
-from swarm.cli.leaving import Leaving
 from swarm.cli.monitor import place_of
-from swarm.cli.output import is_terminal
+from swarm.cli.render.output import is_terminal
+from swarm.cli.shutdown import Leaving
 
-_START_S = 25.0  # a start that takes longer is taken off the training, down to half of it: nobody wants to wait for a demo
+# a start that takes longer is taken off the training, down to half of it: nobody wants to wait for a demo
+_START_S = 25.0
 _START_S_MAX = 120.0  # until everybody trains; several imports of torch on a slow or busy machine included
 _GOODBYE_S_MAX = 10.0  # for the last round, once everybody was asked to leave
 _LOOK_S = 0.1
@@ -34,7 +37,10 @@ def run_demo(*, volunteers: int, seconds: int, web: str | None, as_json: bool, e
     names = ["founder", *(f"volunteer {number}" for number in range(2, volunteers + 1))]
     state = DemoState(names, seconds)
     started_s = time.monotonic()
-    with Leaving(exit_with_parent=exit_with_parent, interrupt_s=_TIDY_S_MAX) as leaving, _view(as_json) as view:
+    with (
+        Leaving(exit_with_parent=exit_with_parent, interrupt_s=_TIDY_S_MAX) as leaving,
+        _view(as_json) as view,
+    ):
         with Children() as children:
             demo = _Demo(children, state, seconds, web)
             demo.begin()
@@ -50,7 +56,11 @@ def run_demo(*, volunteers: int, seconds: int, web: str | None, as_json: bool, e
         view.summary(summary)
     if leaving.requested.is_set():
         return 0
-    better = summary.loss_first is not None and summary.loss_last is not None and summary.loss_last < summary.loss_first
+    better = (
+        summary.loss_first is not None
+        and summary.loss_last is not None
+        and summary.loss_last < summary.loss_first
+    )
     return 0 if better and not summary.problems and (summary.digests_equal or volunteers == 1) else 1
 
 
@@ -72,7 +82,9 @@ class _Demo:
         self._children.start(_BOOTSTRAP, "bootstrap", *_LOOPBACK)
 
     def going(self) -> bool:
-        """Until every volunteer has ended; asks them to, once they have trained together for as long as was asked for."""
+        """Until every volunteer has ended; asks them to, once they have trained together for as long as was
+        asked for.
+        """
         now_s = time.monotonic()
         volunteers = self._children.named(self._state.peers)
         if self._over and not volunteers and not self._unread():
@@ -90,7 +102,11 @@ class _Demo:
         return True
 
     def _starting(self, now_s: float) -> bool:
-        waited_for = [peer for peer in self._state.peers.values() if peer.contributing_s is None and peer.name not in self._over]
+        waited_for = [
+            peer
+            for peer in self._state.peers.values()
+            if peer.contributing_s is None and peer.name not in self._over
+        ]
         if not waited_for:
             late_s = max(0.0, now_s - self._begun_s - _START_S)
             self._seconds = max(self._seconds / 2, self._seconds - late_s)
@@ -139,9 +155,21 @@ class _Demo:
         if name == "founder" and event.get("event") == "run":
             for other in self._state.peers:
                 if other != "founder":
-                    self._children.start(other, "join", self._address, "--yes", "--device", "cpu", *_LOOPBACK, *_named(other))
+                    self._children.start(
+                        other, "join", self._address, "--yes", "--device", "cpu", *_LOOPBACK, *_named(other)
+                    )
             if self._web is not None:
-                self._children.start(_MONITOR, "monitor", self._address, "--run", "demo", "--web", self._web, "--history", "none")
+                self._children.start(
+                    _MONITOR,
+                    "monitor",
+                    self._address,
+                    "--run",
+                    "demo",
+                    "--web",
+                    self._web,
+                    "--history",
+                    "none",
+                )
 
 
 def _named(name: str) -> tuple[str, str]:
@@ -149,7 +177,7 @@ def _named(name: str) -> tuple[str, str]:
 
 
 def _view(as_json: bool) -> Any:
-    from swarm.cli.demo_view import LiveView, PlainView, SilentView
+    from swarm.cli.render.demo import LiveView, PlainView, SilentView
 
     if as_json:
         return SilentView(sys.stdout)

@@ -1,4 +1,6 @@
-"""What the demo knows about its peers, gathered from their events; no I/O, so that its sums can be tested without processes."""
+"""What the demo knows about its peers, gathered from their events; no I/O, so that its sums can be tested
+without processes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from swarm.run.events import Event
 
 
 @dataclass(slots=True)
-class PeerState:
+class DemoPeer:
     """One volunteer, as it described itself."""
 
     name: str
@@ -50,7 +52,7 @@ class DemoState:
     """Fed with (child, event); read by the view and the summary."""
 
     def __init__(self, volunteers: list[str], seconds: float = 60.0) -> None:
-        self.peers = {name: PeerState(name) for name in volunteers}
+        self.peers = {name: DemoPeer(name) for name in volunteers}
         self.losses: dict[int, list[float]] = {}  # epoch -> what its members reported
         self.validation: dict[int, float] = {}
         self.swarm_samples_per_s = 0.0
@@ -103,7 +105,11 @@ class DemoState:
             peer.failed_rounds += 1
         elif kind == "finished":
             peer.doing, peer.reason = "finished", event["reason"]
-            peer.samples, peer.rounds, peer.sent_bytes = event["samples"], event["rounds"], event["sent_bytes"]
+            peer.samples, peer.rounds, peer.sent_bytes = (
+                event["samples"],
+                event["rounds"],
+                event["sent_bytes"],
+            )
         elif kind == "error":
             peer.doing = "failed"
 
@@ -115,7 +121,7 @@ class DemoState:
             if not any(problem.startswith(f"{name}: ") for problem in self.problems):
                 self.problems.append(f"{name}: {complaint}")
 
-    def _epoch(self, peer: PeerState, event: Mapping[str, Any]) -> None:
+    def _epoch(self, peer: DemoPeer, event: Mapping[str, Any]) -> None:
         peer.epoch, peer.doing = event["epoch"], "training"
         peer.samples += event["samples"]
         peer.rounds += 1
@@ -147,7 +153,10 @@ class DemoState:
             sent_bytes=self.sent_bytes,
             digests_compared=len(shared),
             digests_equal=bool(shared) and all(len(set(values)) == 1 for values in shared),
-            peers=[{key: value for key, value in dataclasses.asdict(peer).items() if key in shown} for peer in self.peers.values()],
+            peers=[
+                {key: value for key, value in dataclasses.asdict(peer).items() if key in shown}
+                for peer in self.peers.values()
+            ],
             join_line=self.join_line,
             problems=self.problems,
         )

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from swarm.cli.leaving import Leaving
-from swarm.cli.output import is_terminal, printable
-from swarm.cli.places import monitor_history
-from swarm.errors import NetworkError, UsageError
-from swarm.ids import Contact
+from swarm.cli.paths import monitor_history
+from swarm.cli.render.output import is_terminal, printable
+from swarm.cli.shutdown import Leaving
+from swarm.core.errors import NetworkError, UsageError
+from swarm.core.ids import Contact
 from swarm.run.limits import parse_duration_s
 
 if TYPE_CHECKING:
-    from swarm.monitor.saving import SavingConfig
-    from swarm.monitor.view import View
+    from swarm.monitor.logic.view import MonitorView
+    from swarm.monitor.saving import StateSavingConfig
     from swarm.monitor.watching import Watch
 
 _FIRST_LOOK_S = 25.0
@@ -62,20 +62,22 @@ class MonitorChoices:
             if given is not None:
                 place_of(given, f"--{name}")
         for grid in choices.experts:
-            from moe.uid import ExpertUid
+            from moe.protocol.names import ExpertUid
 
             ExpertUid.parse_prefix(grid)
         if parse_duration_s(choices.every) <= 0:
             raise UsageError(f"--every is a time above 0, like 10m, not {choices.every!r:.40}")
         return choices
 
-    def saving(self) -> SavingConfig | None:
+    def saving(self) -> StateSavingConfig | None:
         """What to keep of the run; None: nothing."""
         if self.save is None:
             return None
-        from swarm.monitor.saving import SavingConfig
+        from swarm.monitor.saving import StateSavingConfig
 
-        return SavingConfig(folder=self.save.expanduser(), every_s=parse_duration_s(self.every), kept_max=self.keep)
+        return StateSavingConfig(
+            folder=self.save.expanduser(), every_s=parse_duration_s(self.every), kept_max=self.keep
+        )
 
     def history_of(self, run_id: str) -> Path | None:
         if self.history == "none" or (self.once and self.history is None):
@@ -97,11 +99,17 @@ def run_monitor(choices: MonitorChoices) -> int:
     from swarm.monitor.watching import Watch, WatchConfig
 
     entry = (Contact.parse(choices.address),)
-    config = WatchConfig(entry=entry, run=choices.run, history=choices.history_of, saving=choices.saving(), grids=choices.experts)
+    config = WatchConfig(
+        entry=entry,
+        run=choices.run,
+        history=choices.history_of,
+        saving=choices.saving(),
+        grids=choices.experts,
+    )
     with Leaving(exit_with_parent=choices.exit_with_parent) as leaving, Watch(config) as watch:
         if watch.notice:
             _tell(choices, watch.notice)
-        views: queue.Queue[View] = queue.Queue(maxsize=_VIEWS_MAX)
+        views: queue.Queue[MonitorView] = queue.Queue(maxsize=_VIEWS_MAX)
         watch.listen(lambda view: _put(views, view))
         first = _first_view(views, leaving)
         if first is None:
@@ -110,14 +118,28 @@ def run_monitor(choices: MonitorChoices) -> int:
             _print_once(first, as_json=choices.as_json)
             return 0
         with contextlib.ExitStack() as faces:
-            log = faces.enter_context(choices.log.expanduser().open("a", encoding="utf-8")) if choices.log is not None else None
+            log = (
+                faces.enter_context(choices.log.expanduser().open("a", encoding="utf-8"))
+                if choices.log is not None
+                else None
+            )
             _serve(choices, watch, faces)
             if choices.as_json:
-                _follow(views, first, leaving, [_Lines(sys.stdout), *([_Lines(log, _LOGGED_EVERY_S)] if log else [])])
+                _follow(
+                    views,
+                    first,
+                    leaving,
+                    [_Lines(sys.stdout), *([_Lines(log, _LOGGED_EVERY_S)] if log else [])],
+                )
             elif is_terminal(sys.stdout):
                 _live(watch, views, first, leaving, _Lines(log, _LOGGED_EVERY_S) if log else None)
             else:
-                _follow(views, first, leaving, [_Sentences(sys.stdout), *([_Lines(log, _LOGGED_EVERY_S)] if log else [])])
+                _follow(
+                    views,
+                    first,
+                    leaving,
+                    [_Sentences(sys.stdout), *([_Lines(log, _LOGGED_EVERY_S)] if log else [])],
+                )
         leaving.tidy()
     return 0
 
@@ -143,7 +165,7 @@ def _tell(choices: MonitorChoices, text: str, **fields: str) -> None:
         print(printable(text), file=sys.stderr if choices.once else sys.stdout, flush=True)
 
 
-def _put(views: queue.Queue[View], view: View) -> None:
+def _put(views: queue.Queue[MonitorView], view: MonitorView) -> None:
     while True:
         try:
             views.put_nowait(view)
@@ -153,7 +175,7 @@ def _put(views: queue.Queue[View], view: View) -> None:
                 views.get_nowait()
 
 
-def _first_view(views: queue.Queue[View], leaving: Leaving) -> View | None:
+def _first_view(views: queue.Queue[MonitorView], leaving: Leaving) -> MonitorView | None:
     """The first that somebody answered for."""
     deadline_s = time.monotonic() + _FIRST_LOOK_S
     while not leaving.requested.is_set():
@@ -162,20 +184,28 @@ def _first_view(views: queue.Queue[View], leaving: Leaving) -> View | None:
             if view.live:
                 return view
         if time.monotonic() > deadline_s:
-            raise NetworkError(f"nobody told anything about the run within {_FIRST_LOOK_S:.0f} s: try again, or through another peer")
+            raise NetworkError(
+                f"nobody told anything about the run within {_FIRST_LOOK_S:.0f} s: try again, or through another peer"
+            )
     return None
 
 
-def _print_once(view: View, *, as_json: bool) -> None:
+def _print_once(view: MonitorView, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(view.as_dict(), ensure_ascii=False), flush=True)
         return
     from rich.console import Console
 
-    from swarm.cli.monitor_view import Course, Ui, screen
+    from swarm.cli.render.monitor import Course, Ui, screen
 
     console = Console(highlight=False, width=None if is_terminal(sys.stdout) else _ONCE_COLUMNS)
-    lines = screen(view, Ui(), Course(), console.width, 12 + len(view.peers) + min(8, len(view.rounds) + len(view.events)))
+    lines = screen(
+        view,
+        Ui(),
+        Course(),
+        console.width,
+        12 + len(view.peers) + min(8, len(view.rounds) + len(view.events)),
+    )
     for line in lines[:-1]:
         console.print(line, soft_wrap=True)
 
@@ -188,11 +218,11 @@ class _Lines:
         self._next_s = float("-inf")
         self._event = 0
 
-    def show(self, view: View) -> None:
+    def show(self, view: MonitorView) -> None:
         for value in self._values(view):
             print(json.dumps(value, ensure_ascii=False), file=self._stream, flush=True)
 
-    def _values(self, view: View) -> Iterator[dict[str, Any]]:
+    def _values(self, view: MonitorView) -> Iterator[dict[str, Any]]:
         whole = view.as_dict()
         for event in whole.pop("events"):
             if event["number"] > self._event:
@@ -211,7 +241,7 @@ class _Sentences:
         self._next_s = float("-inf")
         self._event = 0
 
-    def show(self, view: View) -> None:
+    def show(self, view: MonitorView) -> None:
         for event in view.events:
             if event.number > self._event:
                 self._event = event.number
@@ -224,7 +254,7 @@ class _Sentences:
         print(printable(text), file=self._stream, flush=True)
 
 
-def headline(view: View) -> str:
+def headline(view: MonitorView) -> str:
     """A view in a sentence."""
     if not view.live:
         age = f" for {view.link.age_s:.0f} s" if view.link.age_s is not None else ""
@@ -235,8 +265,10 @@ def headline(view: View) -> str:
     return f"epoch {view.epoch:,}{part}{loss}{held_out}, {view.samples_per_s:,.0f} samples/s by {view.peers_live} peers"
 
 
-def _follow(views: queue.Queue[View], first: View, leaving: Leaving, faces: list[_Lines | _Sentences]) -> None:
-    view: View | None = first
+def _follow(
+    views: queue.Queue[MonitorView], first: MonitorView, leaving: Leaving, faces: list[_Lines | _Sentences]
+) -> None:
+    view: MonitorView | None = first
     while not leaving.requested.is_set():
         for face in faces if view is not None else ():
             face.show(view)  # type: ignore[arg-type]
@@ -246,12 +278,14 @@ def _follow(views: queue.Queue[View], first: View, leaving: Leaving, faces: list
             view = None
 
 
-def _live(watch: Watch, views: queue.Queue[View], first: View, leaving: Leaving, log: _Lines | None) -> None:
+def _live(
+    watch: Watch, views: queue.Queue[MonitorView], first: MonitorView, leaving: Leaving, log: _Lines | None
+) -> None:
     from rich.console import Console, Group
     from rich.live import Live
 
-    from swarm.cli.keys import Keys
-    from swarm.cli.monitor_view import Course, Ui, screen
+    from swarm.cli.keyboard import Keys
+    from swarm.cli.render.monitor import Course, Ui, screen
 
     console, ui, view = Console(highlight=False), Ui(), first
     course, next_s = Course(), 0.0

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarm.cli.identity import open_identity
-from swarm.cli.leaving import Leaving
-from swarm.cli.serve_view import ExpertLoad, Served, ServerLoad, make_view
-from swarm.errors import NetworkError, UsageError
-from swarm.ids import Contact
+from swarm.cli.render.serve import ExpertLoad, Served, ServerLoad, make_view
+from swarm.cli.shutdown import Leaving
+from swarm.core.errors import NetworkError, UsageError
+from swarm.core.ids import Contact
 from swarm.run.events import Listening, Notice
 
 if TYPE_CHECKING:
     import torch
 
-    from moe.expert import Expert
-    from moe.server import ExpertServer
-    from moe.uid import ExpertUid, Grid
+    from moe.protocol.names import ExpertGrid, ExpertUid
+    from moe.server.expert import Expert
+    from moe.server.expert_server import ExpertServer
     from swarm.node import Node
 
 _READ_TIMEOUT_S = 10.0
@@ -34,7 +34,7 @@ _NAMED_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
+class ServeChoices:
     """The options, as click gives them."""
 
     address: str | None
@@ -61,12 +61,14 @@ class Choices:
     exit_with_parent: bool
 
     @classmethod
-    def of(cls, **options: Any) -> Choices:
+    def of(cls, **options: Any) -> ServeChoices:
         """Checks at once what can be checked before anything is started."""
         choices = cls(**options)
         choices.contacts()
         if choices.training_steps is not None and choices.training_steps <= choices.warmup_steps:
-            raise UsageError("--training-steps are counted from the start, so there are more of them than --warmup-steps")
+            raise UsageError(
+                "--training-steps are counted from the start, so there are more of them than --warmup-steps"
+            )
         if choices.num_experts is not None and len(choices.experts) > 1:
             raise UsageError("--num-experts picks places in one grid: give --experts once")
         return choices
@@ -75,19 +77,24 @@ class Choices:
         return [Contact.parse(self.address)] if self.address is not None else []
 
     def listen_at(self) -> str:
-        """All interfaces, so that others can call; but beside an address on loopback only loopback can be meant."""
+        """All interfaces, so that others can call; but beside an address on loopback only loopback can be
+        meant.
+        """
         if self.listen is not None:
             return self.listen
         hosts = [address.host for contact in self.contacts() for address in contact.addresses]
         return "127.0.0.1:0" if hosts and all(host.startswith(_LOOPBACK) for host in hosts) else "0.0.0.0:0"
 
 
-def serve_experts(choices: Choices) -> int:
+def serve_experts(choices: ServeChoices) -> int:
     """`swarm serve`."""
-    from moe.uid import Grid
+    from moe.protocol.names import ExpertGrid
 
-    grids = [Grid.parse(text) for text in choices.experts]
-    with Leaving(exit_with_parent=choices.exit_with_parent, abandon_s=_ABANDON_S) as leaving, make_view(as_json=choices.as_json) as view:
+    grids = [ExpertGrid.parse(text) for text in choices.experts]
+    with (
+        Leaving(exit_with_parent=choices.exit_with_parent, abandon_s=_ABANDON_S) as leaving,
+        make_view(as_json=choices.as_json) as view,
+    ):
         own = open_identity(choices.identity, None)
         try:
             from swarm.node import Node
@@ -97,7 +104,9 @@ def serve_experts(choices: Choices) -> int:
                 factory = _Factory(choices)  # imports torch; the node joins meanwhile
                 if choices.address is not None and not node.wait_joined(_ANSWER_S):
                     why = "; ".join(node.join_failures) or "no answer in time"
-                    raise NetworkError(f"nobody answers at {choices.address}: {why}. Ask for the address of another live peer")
+                    raise NetworkError(
+                        f"nobody answers at {choices.address}: {why}. Ask for the address of another live peer"
+                    )
                 names = _names(choices, grids, node)
                 with _opened(choices, node, names, factory) as server:
                     view.emit(_served(choices, node, server, factory))
@@ -106,7 +115,12 @@ def serve_experts(choices: Choices) -> int:
                     _watch(server, leaving, view, _LOAD_S if choices.as_json else _LOOK_S)
                     view.emit(Notice(text=f"leaving: {leaving.why}; finishing what is being computed"))
                     leaving.tidy()
-                view.emit(Notice(text="the experts were withdrawn" + (f" and saved in {choices.checkpoint}" if choices.checkpoint else "")))
+                view.emit(
+                    Notice(
+                        text="the experts were withdrawn"
+                        + (f" and saved in {choices.checkpoint}" if choices.checkpoint else "")
+                    )
+                )
         finally:
             own.close()
     return 0
@@ -115,21 +129,23 @@ def serve_experts(choices: Choices) -> int:
 class _Factory:
     """Makes experts as the options say."""
 
-    def __init__(self, choices: Choices) -> None:
+    def __init__(self, choices: ServeChoices) -> None:
         import torch
 
-        from moe.classes import ExpertSettings, expert_class
+        from moe.server.classes import ExpertSettings, expert_class
 
         self._choices = choices
         self._class = expert_class(choices.expert_class, choices.module)
-        self._settings = ExpertSettings(hidden_dim=choices.hidden_dim, sequence_length=choices.sequence_length)
+        self._settings = ExpertSettings(
+            hidden_dim=choices.hidden_dim, sequence_length=choices.sequence_length
+        )
         self.device = _device(choices.device)
         self.dtype: torch.dtype = getattr(torch, choices.dtype)
 
     def make(self) -> Expert:
         """A new one."""
-        from moe.classes import make
-        from moe.expert import Expert
+        from moe.server.classes import make
+        from moe.server.expert import Expert
 
         module, sample = make(self._choices.expert_class, self._class, self._settings)
         return Expert(
@@ -145,7 +161,9 @@ class _Factory:
     def _optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         import torch
 
-        kind: Any = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[self._choices.optimizer]
+        kind: Any = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[
+            self._choices.optimizer
+        ]
         made: torch.optim.Optimizer = kind(parameters, lr=self._choices.lr)
         return made
 
@@ -163,15 +181,17 @@ class _Factory:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, share)
 
 
-def _names(choices: Choices, grids: list[Grid], node: Node) -> list[ExpertUid]:
+def _names(choices: ServeChoices, grids: list[ExpertGrid], node: Node) -> list[ExpertUid]:
     """Which experts to host: all of the patterns, or so many free places, those with a checkpoint first."""
-    from moe.declarations import Directory
-    from moe.serving.places import choose_places, taken_places
+    from moe.protocol.declarations import Directory
+    from moe.server.free_places import choose_places, taken_places
 
     if choices.num_experts is None:
         names = sorted({uid for grid in grids for uid in grid.names()})
         if len(names) > _NAMED_MAX:
-            raise UsageError(f"{len(names)} experts are too many for one server (at most {_NAMED_MAX}): choose some with --num-experts")
+            raise UsageError(
+                f"{len(names)} experts are too many for one server (at most {_NAMED_MAX}): choose some with --num-experts"
+            )
         return names
     grid = grids[0]
 
@@ -179,32 +199,37 @@ def _names(choices: Choices, grids: list[Grid], node: Node) -> list[ExpertUid]:
         return await taken_places(Directory(node.dht.service), grid, timeout_s=_READ_TIMEOUT_S)
 
     occupied = node.network.run(taken(), 2 * _READ_TIMEOUT_S)
-    own = [uid for uid in _checkpointed(choices.checkpoint, grid) if uid not in occupied][: choices.num_experts]
+    own = [uid for uid in _checkpointed(choices.checkpoint, grid) if uid not in occupied][
+        : choices.num_experts
+    ]
     rest = choose_places(grid, {*occupied, *own}, choices.num_experts - len(own), random.SystemRandom())
     return sorted([*own, *rest])
 
 
-def _checkpointed(folder: Path | None, grid: Grid) -> list[ExpertUid]:
-    from moe.serving.checkpoints import kept_names
+def _checkpointed(folder: Path | None, grid: ExpertGrid) -> list[ExpertUid]:
+    from moe.server.checkpoints import kept_names
 
     return [uid for uid in kept_names(folder) if uid in grid] if folder is not None else []
 
 
-def _opened(choices: Choices, node: Node, names: list[ExpertUid], factory: _Factory) -> ExpertServer:
-    from moe.server import ExpertServer, ExpertServerConfig
-    from moe.serving.replicating import ReplicatingConfig
+def _opened(choices: ServeChoices, node: Node, names: list[ExpertUid], factory: _Factory) -> ExpertServer:
+    from moe.server.expert_server import ExpertServer, ExpertServerConfig
+    from moe.server.replicating import ReplicatingConfig
 
     folder = choices.checkpoint.expanduser() if choices.checkpoint is not None else None
     config = ExpertServerConfig(checkpoints=folder, replicating=ReplicatingConfig(period_s=choices.average_s))
-    return ExpertServer(node, {str(uid): factory.make() for uid in names}, choices.max_batch_size, config=config)
+    return ExpertServer(
+        node, {str(uid): factory.make() for uid in names}, choices.max_batch_size, config=config
+    )
 
 
-def _served(choices: Choices, node: Node, server: ExpertServer, factory: _Factory) -> Served:
+def _served(choices: ServeChoices, node: Node, server: ExpertServer, factory: _Factory) -> Served:
     first, expert = next(iter(server.experts.items()))
     parameters = sum(parameter.numel() for parameter in expert.module.parameters())
     address = choices.address or next(iter(node.addresses), "")
     inputs = ", ".join(
-        f"torch.zeros({(4, *leaf.shape)}, dtype={leaf.dtype})".replace("((", "(").replace("),", ",") for leaf in expert.schema.input_leaves
+        f"torch.zeros({(4, *leaf.shape)}, dtype={leaf.dtype})".replace("((", "(").replace("),", ",")
+        for leaf in expert.schema.input_leaves
     )
     return Served(
         experts=[str(uid) for uid in server.experts],
@@ -239,10 +264,16 @@ def _watch(server: ExpertServer, leaving: Leaving, view: Any, every_s: float) ->
                     version=one.version,
                     forward_samples=one.counts.forward_samples,
                     backward_samples=one.counts.backward_samples,
-                    samples_per_s=(one.counts.forward_samples + one.counts.backward_samples - old.forward_samples - old.backward_samples)
+                    samples_per_s=(
+                        one.counts.forward_samples
+                        + one.counts.backward_samples
+                        - old.forward_samples
+                        - old.backward_samples
+                    )
                     / (now_s - before_s),
                     requests_per_batch=_ratio(
-                        one.counts.forward_requests + one.counts.backward_requests, one.counts.forward_batches + one.counts.backward_batches
+                        one.counts.forward_requests + one.counts.backward_requests,
+                        one.counts.forward_batches + one.counts.backward_batches,
                     ),
                     busy=(one.counts.busy_s - old.busy_s) / (now_s - before_s),
                     refused=sum(one.refusals.values()),
@@ -262,7 +293,9 @@ def _device(choice: str) -> torch.device:
 
     available = torch.cuda.is_available()
     if choice.startswith("cuda") and not available:
-        raise UsageError(f"--device {choice} was given, but torch sees no CUDA device here; use --device cpu, or auto")
+        raise UsageError(
+            f"--device {choice} was given, but torch sees no CUDA device here; use --device cpu, or auto"
+        )
     try:
         return torch.device("cuda" if available else "cpu") if choice == "auto" else torch.device(choice)
     except RuntimeError as error:

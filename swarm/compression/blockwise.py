@@ -1,8 +1,9 @@
-"""Codecs that keep a few bits of every element: 8, 4, 2 (ternary) or 1 (the sign), beside a scale for each block.
+"""Codecs that keep a few bits of every element: 8, 4, 2 (ternary) or 1 (the sign), beside a scale for each
+block.
 
-Elements that share a byte lie far apart: a segment of n elements with p of them to the byte is seen as p planes of n / p, and byte j holds
-element j of each plane, the first in its lowest bits; what the last plane lacks has the code of 0. So packing is a sum of planes, and no
-loop runs over single elements.
+Elements that share a byte lie far apart: a segment of n elements with p of them to the byte is seen as p
+planes of n / p, and byte j holds element j of each plane, the first in its lowest bits; what the last plane
+lacks has the code of 0. So packing is a sum of planes, and no loop runs over single elements.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Packing:
         return -(-numel // self.per_byte)
 
     def pack(self, digits: torch.Tensor, codes: torch.Tensor) -> None:
-        """`digits` (m, n or more) float32 -> `codes` (m, bytes) uint8. What is beyond n fills up the last byte."""
+        """`digits` (m, n or more) float32 -> `codes` (m, bytes) uint8. What is beyond n fills up the last
+        byte.
+        """
         width = codes.shape[1]
         planes = digits[:, : width * self.per_byte].view(-1, self.per_byte, width)
         weights = [float(1 << place * self.bits) for place in range(self.per_byte)]
@@ -68,15 +71,19 @@ def _columns(packing: Packing, device: torch.device) -> tuple[torch.Tensor, torc
     places = range(packing.per_byte)
     masks = [((1 << packing.bits) - 1) << place * packing.bits for place in places]
     factors = [packing.gain / (1 << place * packing.bits) for place in places]
-    return torch.tensor(masks, dtype=torch.uint8, device=device)[:, None], torch.tensor(factors, device=device)[:, None]
+    return torch.tensor(masks, dtype=torch.uint8, device=device)[:, None], torch.tensor(
+        factors, device=device
+    )[:, None]
 
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """Whole multiples, -levels to levels, of a step of (largest magnitude of the block) / levels; rounded to nearest, ties to even.
+    """Whole multiples, -levels to levels, of a step of (largest magnitude of the block) / levels; rounded to
+    nearest, ties to even.
 
-    A step is the product of the largest magnitude and the float32 nearest to 1 / levels; an element is multiplied with the step's
-    reciprocal, rounded. The one code beyond -levels, which is not written, is read as what it says.
+    A step is the product of the largest magnitude and the float32 nearest to 1 / levels; an element is
+    multiplied with the step's reciprocal, rounded. The one code beyond -levels, which is not written, is read
+    as what it says.
     """
 
     block: int
@@ -116,11 +123,12 @@ class Rounded:
 
 @dataclass(frozen=True, slots=True)
 class Ternary:
-    """-s, 0 or s: 0 up to 0.75 of the block's mean magnitude, and s the mean magnitude of the others, as in ternary weight networks
-    (Li, Zhang, Liu, arXiv 1605.04711, section 2.1). The error is never longer than what was given: fit for error feedback.
+    """-s, 0 or s: 0 up to 0.75 of the block's mean magnitude, and s the mean magnitude of the others, as in
+    ternary weight networks (Li, Zhang, Liu, arXiv 1605.04711, section 2.1). The error is never longer than
+    what was given: fit for error feedback.
 
-    Means are taken of magnitudes rounded to 1/65536 of the block's largest, so that sums are exact. The fourth code, which is not written,
-    is read as 2 s.
+    Means are taken of magnitudes rounded to 1/65536 of the block's largest, so that sums are exact. The
+    fourth code, which is not written, is read as 2 s.
     """
 
     block: int
@@ -144,7 +152,9 @@ class Ternary:
         kept = torch.abs(digits)
         counts = kept.sum(dim=1, keepdim=True)
         sums = whole.mul_(kept).sum(dim=1, keepdim=True)
-        scales.copy_(_carried(torch.div(sums, counts.clamp_(min=1.0)) * grains, magnitudes).view(scales.shape))
+        scales.copy_(
+            _carried(torch.div(sums, counts.clamp_(min=1.0)) * grains, magnitudes).view(scales.shape)
+        )
         _TRITS.pack(digits.view(values.shape[0], -1), codes)
 
     def restore(self, scales: torch.Tensor, codes: torch.Tensor, out: torch.Tensor) -> None:
@@ -158,8 +168,9 @@ class Ternary:
 
 @dataclass(frozen=True, slots=True)
 class Signs:
-    """-s or s, and s the block's mean magnitude, as in signSGD with a norm (arXiv 1901.09847) and 1-bit Adam (arXiv 2102.02888). Zeros
-    of either sign count as positive. The error is never longer than what was given; without error feedback it is a bias.
+    """-s or s, and s the block's mean magnitude, as in signSGD with a norm (arXiv 1901.09847) and 1-bit Adam
+    (arXiv 2102.02888). Zeros of either sign count as positive. The error is never longer than what was given;
+    without error feedback it is a bias.
 
     The mean is taken of magnitudes rounded to 1/131072 of the block's largest, so that sums are exact.
     """
@@ -180,7 +191,12 @@ class Signs:
         magnitudes = torch.amax(work, dim=1, keepdim=True)
         grains = steps_of(magnitudes, _SIGN_GRID)
         round_(work.mul_(inverse(grains)))
-        sums = work.view(-1, self.block // _SIGN_SUM, _SIGN_SUM).sum(dim=2).to(torch.int32).sum(dim=1, keepdim=True)
+        sums = (
+            work.view(-1, self.block // _SIGN_SUM, _SIGN_SUM)
+            .sum(dim=2)
+            .to(torch.int32)
+            .sum(dim=1, keepdim=True)
+        )
         means = sums.to(torch.float32) * _shares(values.shape[1], self.block, given) * grains
         scales.copy_(_carried(means, magnitudes).view(scales.shape))
         negative = torch.sign(given, out=work).neg_().clamp_(min=0.0)

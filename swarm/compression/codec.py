@@ -1,7 +1,8 @@
 """How tensors travel: the interface of a codec, and the registry in which a group finds the one it agreed on.
 
-A codec turns a flat float32 tensor into bytes and back. It works where the tensor is: values on a GPU are compressed there, and only the
-result is copied to the host. Codecs have no state; error feedback, which has, is built on top of them.
+A codec turns a flat float32 tensor into bytes and back. It works where the tensor is: values on a GPU are
+compressed there, and only the result is copied to the host. Codecs have no state; error feedback, which has,
+is built on top of them.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from swarm.errors import UsageError
+from swarm.core.errors import UsageError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 
 class Codec(Protocol):
-    """One way to write float32 values as bytes. The size depends on the number of elements alone: a receiver can check it beforehand."""
+    """One way to write float32 values as bytes. The size depends on the number of elements alone: a receiver
+    can check it beforehand.
+    """
 
     @property
     def name(self) -> str:
@@ -42,15 +45,18 @@ class Codec(Protocol):
 
     @property
     def magnitude_max(self) -> float:
-        """The largest |value| that it can carry. What `encode` makes of larger ones, infinity and NaN is not `is_finite`."""
+        """The largest |value| that it can carry. What `encode` makes of larger ones, infinity and NaN is not
+        `is_finite`.
+        """
         ...
 
     @property
     def block_elements(self) -> int:
         """In pieces of how many elements a part is best worked on, for the processor's caches.
 
-        An encoding may be cut at every multiple of it: elements `a` to `b` are its bytes from `encoded_bytes(a)` to `encoded_bytes(b)`, and
-        encodings of the pieces, joined, are the encoding of the whole.
+        An encoding may be cut at every multiple of it: elements `a` to `b` are its bytes from
+        `encoded_bytes(a)` to `encoded_bytes(b)`, and encodings of the pieces, joined, are the encoding of the
+        whole.
         """
         ...
 
@@ -65,37 +71,43 @@ class Codec(Protocol):
     def encode(self, values: torch.Tensor, scratch: torch.Tensor) -> memoryview:
         """The bytes of `values` (flat, float32, contiguous, any device).
 
-        `scratch` (flat, uint8, host, at least `encoded_bytes`) may be written. The result is a view of `scratch`, or of `values` where
-        these already are what travels: use it before either changes.
+        `scratch` (flat, uint8, host, at least `encoded_bytes`) may be written. The result is a view of
+        `scratch`, or of `values` where these already are what travels: use it before either changes.
         """
         ...
 
     def write(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """The same bytes into `out` (flat uint8, of exactly `encoded_bytes`, memory of its own), on the device of `values`.
+        """The same bytes into `out` (flat uint8, of exactly `encoded_bytes`, memory of its own), on the
+        device of `values`.
 
         On a GPU this is queued like any call of torch: nothing waits, and nothing goes to the host.
         """
         ...
 
     def decode(self, payload: Buffer | torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-        """The values (flat, float32) of exactly `encoded_bytes(scratch.numel())` bytes, on the device of `scratch` (flat, float32,
-        contiguous).
+        """The values (flat, float32) of exactly `encoded_bytes(scratch.numel())` bytes, on the device of
+        `scratch` (flat, float32, contiguous).
 
-        `payload` may be a flat uint8 tensor (see `view_bytes`). The result is `scratch`, filled, or a view of `payload` where this already
-        is float32: then it is not to be written. Never raises for what the bytes say: a codec whose bytes can be invalid decodes them to
-        something, and values are checked by who asked.
+        `payload` may be a flat uint8 tensor (see `view_bytes`). The result is `scratch`, filled, or a view of
+        `payload` where this already is float32: then it is not to be written. Never raises for what the bytes
+        say: a codec whose bytes can be invalid decodes them to something, and values are checked by who
+        asked.
         """
         ...
 
     def is_finite(self, payload: Buffer | torch.Tensor) -> bool:
-        """False when some element of `payload` (as for `decode`) decodes to NaN or infinity, or `payload` is no encoding at all.
+        """False when some element of `payload` (as for `decode`) decodes to NaN or infinity, or `payload` is
+        no encoding at all.
 
-        Far cheaper than to decode and look. What it passes decodes to finite values, whatever number of elements it is taken for.
+        Far cheaper than to decode and look. What it passes decodes to finite values, whatever number of
+        elements it is taken for.
         """
         ...
 
     def flaw(self, payload: Buffer | torch.Tensor, numel: int) -> str:
-        """What is wrong with `payload` as an encoding of `numel` elements, in words; "" for nothing. Any bytes may be asked about."""
+        """What is wrong with `payload` as an encoding of `numel` elements, in words; "" for nothing. Any
+        bytes may be asked about.
+        """
         ...
 
 
@@ -108,10 +120,14 @@ PUBLIC_WIRE_ID_MAX = 1023  # above: for codecs that users add
 def register(codec: Codec) -> None:
     """Make `codec` known in this process; UsageError when its name or wire id belongs to another one."""
     if not 1 <= codec.wire_id <= WIRE_ID_MAX:
-        raise UsageError(f"the wire id of codec {codec.name!r} is between 1 and {WIRE_ID_MAX}, not {codec.wire_id}")
+        raise UsageError(
+            f"the wire id of codec {codec.name!r} is between 1 and {WIRE_ID_MAX}, not {codec.wire_id}"
+        )
     for known in (_by_name.get(codec.name), _by_wire_id.get(codec.wire_id)):
         if known is not None and known is not codec:
-            raise UsageError(f"codec {codec.name!r} ({codec.wire_id}) collides with {known.name!r} ({known.wire_id})")
+            raise UsageError(
+                f"codec {codec.name!r} ({codec.wire_id}) collides with {known.name!r} ({known.wire_id})"
+            )
     _by_name[codec.name] = _by_wire_id[codec.wire_id] = codec
 
 
@@ -135,7 +151,9 @@ def names() -> list[str]:
 
 
 class _Alias:
-    """NumPy's array interface over foreign memory, marked writable: torch warns about every read-only buffer that it is shown."""
+    """NumPy's array interface over foreign memory, marked writable: torch warns about every read-only buffer
+    that it is shown.
+    """
 
     __slots__ = ("__array_interface__", "_owner")
 
@@ -150,7 +168,9 @@ class _Alias:
 
 
 def view_bytes(payload: Buffer) -> torch.Tensor:
-    """A flat uint8 tensor over the memory of `payload`, without a copy. It must never be written to: `payload` may be immutable."""
+    """A flat uint8 tensor over the memory of `payload`, without a copy. It must never be written to:
+    `payload` may be immutable.
+    """
     if not len(payload):
         return torch.empty(0, dtype=torch.uint8)
     return torch.from_numpy(np.asarray(_Alias(np.frombuffer(payload, np.uint8))))

@@ -1,4 +1,6 @@
-"""The codecs that keep every element: float32 as it is, float16 and bfloat16 rounded to nearest even. Little-endian on the wire."""
+"""The codecs that keep every element: float32 as it is, float16 and bfloat16 rounded to nearest even.
+Little-endian on the wire.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ import torch
 
 from swarm.compression.codec import Buffer, register, view_bytes, view_tensor
 
-# torch splits a larger cast among a team of threads. Where peers and trainers share the cores, the team waits for its slowest thread: up
-# to 6 ms where one thread takes 0.1 (measured, two cores). A block of this size runs in the calling thread.
+# torch splits a larger cast among a team of threads. Where peers and trainers share the cores, the team waits
+# for its slowest thread: up to 6 ms where one thread takes 0.1 (measured, two cores). A block of this size
+# runs in the calling thread.
 SERIAL_ELEMENTS_MAX = 32768
 
 if sys.byteorder != "little":  # no machine that torch supports
@@ -29,10 +32,17 @@ def _has_team() -> bool:
 
 def cast(source: torch.Tensor, target: torch.Tensor) -> None:
     """target[:] = source, both flat, on the calling thread alone when they are on the host."""
-    if source.numel() <= SERIAL_ELEMENTS_MAX or source.device.type != "cpu" or target.device.type != "cpu" or not _has_team():
+    if (
+        source.numel() <= SERIAL_ELEMENTS_MAX
+        or source.device.type != "cpu"
+        or target.device.type != "cpu"
+        or not _has_team()
+    ):
         target.copy_(source)
     else:
-        torch._foreach_copy_(torch.split(target, SERIAL_ELEMENTS_MAX), torch.split(source, SERIAL_ELEMENTS_MAX))
+        torch._foreach_copy_(
+            torch.split(target, SERIAL_ELEMENTS_MAX), torch.split(source, SERIAL_ELEMENTS_MAX)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +57,9 @@ class PlainCodec:
 
     @property
     def block_elements(self) -> int:
-        """One call of torch without a team of threads, and all that a block takes fits the cache: the fewer calls the better."""
+        """One call of torch without a team of threads, and all that a block takes fits the cache: the fewer
+        calls the better.
+        """
         return self.block or (SERIAL_ELEMENTS_MAX if _has_team() else _BLOCK_ELEMENTS)
 
     @property
@@ -62,7 +74,9 @@ class PlainCodec:
         return numel * self.dtype.itemsize
 
     def error_bound(self, magnitude: float) -> float:
-        """Half a unit in the last place of `magnitude`; below the smallest normal number, half the smallest step."""
+        """Half a unit in the last place of `magnitude`; below the smallest normal number, half the smallest
+        step.
+        """
         if self.dtype == torch.float32:
             return 0.0
         info = torch.finfo(self.dtype)
@@ -90,14 +104,18 @@ class PlainCodec:
         return scratch
 
     def is_finite(self, payload: Buffer | torch.Tensor) -> bool:
-        """NaN and infinity are what has all bits of the exponent set: in the bits, the largest numbers of either sign."""
+        """NaN and infinity are what has all bits of the exponent set: in the bits, the largest numbers of
+        either sign.
+        """
         raw = payload if isinstance(payload, torch.Tensor) else view_bytes(payload)
         if raw.numel() % self.dtype.itemsize or not raw.numel():
             return not raw.numel()
         unsigned, signed, infinity = _BITS[self.dtype]
         array = raw.numpy()  # NumPy's extrema take one thread and a few microseconds
         sign = 1 << (8 * self.dtype.itemsize - 1)
-        return bool(np.maximum.reduce(array.view(signed)) < infinity) and bool(np.maximum.reduce(array.view(unsigned)) < sign + infinity)
+        return bool(np.maximum.reduce(array.view(signed)) < infinity) and bool(
+            np.maximum.reduce(array.view(unsigned)) < sign + infinity
+        )
 
     def flaw(self, payload: Buffer | torch.Tensor, numel: int) -> str:
         size = len(payload)
@@ -116,7 +134,8 @@ _BITS: dict[torch.dtype, tuple[type[np.unsignedinteger[Any]], type[np.signedinte
     torch.bfloat16: (np.uint16, np.int16, 0x7F80),
 }
 
-FLOAT32 = PlainCodec("float32", 1, torch.float32, block=1 << 18)  # nothing is cast, and smaller blocks cost more in calls
+# nothing is cast, and smaller blocks cost more in calls
+FLOAT32 = PlainCodec("float32", 1, torch.float32, block=1 << 18)
 FLOAT16 = PlainCodec("float16", 2, torch.float16)
 BFLOAT16 = PlainCodec("bfloat16", 3, torch.bfloat16)
 

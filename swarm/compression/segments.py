@@ -1,14 +1,16 @@
 """Codecs that give a scale to each block of elements: their layout on the wire, and the walk over a tensor.
 
-A tensor is encoded segment by segment, each of `SEGMENT_ELEMENTS`, the last one shorter: first the scales of the segment's blocks
-(float32), then the codes of its elements. So an encoding may be cut at every segment, and a segment with all that is made of it stays in
-a core's cache.
+A tensor is encoded segment by segment, each of `SEGMENT_ELEMENTS`, the last one shorter: first the scales of
+the segment's blocks (float32), then the codes of its elements. So an encoding may be cut at every segment,
+and a segment with all that is made of it stays in a core's cache.
 
-**The same values give the same bytes on every machine, device and number of threads**: all members of a group hold one encoding, and
-audits compare them. Quantizers use only operations whose result IEEE 754 fixes (products, sums and quotients of two tensors, comparisons,
-minima and maxima), and sums of many only over whole numbers so small that float32 holds them exactly in any order. A tensor divided by a
-number is not among these: some devices multiply by its reciprocal. `round_` rounds to nearest, ties to even. Blocks whose largest
-magnitude is below `MAGNITUDE_MIN` become zeros, and no result depends on how a processor treats subnormal numbers.
+**The same values give the same bytes on every machine, device and number of threads**: all members of a group
+hold one encoding, and audits compare them. Quantizers use only operations whose result IEEE 754 fixes
+(products, sums and quotients of two tensors, comparisons, minima and maxima), and sums of many only over
+whole numbers so small that float32 holds them exactly in any order. A tensor divided by a number is not among
+these: some devices multiply by its reciprocal. `round_` rounds to nearest, ties to even. Blocks whose largest
+magnitude is below `MAGNITUDE_MIN` become zeros, and no result depends on how a processor treats subnormal
+numbers.
 """
 
 from __future__ import annotations
@@ -26,21 +28,25 @@ from torch.nn import functional
 from swarm.compression.codec import Buffer, view_bytes, view_tensor
 
 SEGMENT_ELEMENTS = 1 << 14
-MAGNITUDE_MAX = 2.0**100  # of values: far enough from float32's limit that nothing here overflows, and no reciprocal is subnormal
+# of values: far enough from float32's limit that nothing here overflows, and no reciprocal is subnormal
+MAGNITUDE_MAX = 2.0**100
 MAGNITUDE_MIN = 2.0**-90
 _STEP_MIN = 2.0**-98  # of scales but 0: MAGNITUDE_MIN / 2 by the largest number of levels
 _SCALE_BYTES = 4
-_DEVICE_SEGMENTS = 256  # worked on at once on a device, where a call costs more than its work: 16 MiB for each temporary
+# worked on at once on a device, where a call costs more than its work: 16 MiB for each temporary
+_DEVICE_SEGMENTS = 256
 _HOST_SEGMENTS = 8  # on the host: what one core's cache holds
-# torch splits an operation among a team of threads from so many elements on, and its slowest thread can take milliseconds where peers and
-# trainers share the cores. A segment is half of that.
+# torch splits an operation among a team of threads from so many elements on, and its slowest thread can take
+# milliseconds where peers and trainers share the cores. A segment is half of that.
 _TEAM_ELEMENTS = 1 << 15
 _ROUNDER = 1.5 * 2.0**23  # a float32 of this size has no fraction
 _HIGHEST_LEVEL = 127
 
 
 class Quantizer(Protocol):
-    """What is particular to one codec. A batch has `m` rows, each a segment's elements: m is 1 wherever n is not SEGMENT_ELEMENTS."""
+    """What is particular to one codec. A batch has `m` rows, each a segment's elements: m is 1 wherever n is
+    not SEGMENT_ELEMENTS.
+    """
 
     @property
     def block(self) -> int:
@@ -61,18 +67,24 @@ class Quantizer(Protocol):
         ...
 
     def quantize(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
-        """`values` (m, n) float32 -> `scales` (m, blocks) float32 and `codes` (m, code bytes) uint8, all on one device.
+        """`values` (m, n) float32 -> `scales` (m, blocks) float32 and `codes` (m, code bytes) uint8, all on
+        one device.
 
-        The scale of a block with NaN or infinity is NaN or infinity, and that of one with more than MAGNITUDE_MAX above `scale_max`.
+        The scale of a block with NaN or infinity is NaN or infinity, and that of one with more than
+        MAGNITUDE_MAX above `scale_max`.
         """
         ...
 
     def restore(self, scales: torch.Tensor, codes: torch.Tensor, out: torch.Tensor) -> None:
-        """The reverse, for codes that may say anything: `out` (m, n) is finite exactly if all scales are, or `flaw` has found one."""
+        """The reverse, for codes that may say anything: `out` (m, n) is finite exactly if all scales are, or
+        `flaw` has found one.
+        """
         ...
 
     def flaw(self, codes: npt.NDArray[np.uint8], numel: int | None) -> str:
-        """What is wrong with the codes (m, code bytes) of segments, when anything can be; `numel`: elements of each, None: not known."""
+        """What is wrong with the codes (m, code bytes) of segments, when anything can be; `numel`: elements
+        of each, None: not known.
+        """
         ...
 
 
@@ -87,7 +99,9 @@ class SegmentCodec:
 
     @property
     def block_elements(self) -> int:
-        """A multiple of 32768 everywhere: then sums over a part's blocks come out alike (see `averaging.reduction.robust.pieces`)."""
+        """A multiple of 32768 everywhere: then sums over a part's blocks come out alike (see
+        `averaging.reduction.robust.pieces`).
+        """
         return max(_host_segments() * SEGMENT_ELEMENTS, _TEAM_ELEMENTS)
 
     @property
@@ -103,7 +117,9 @@ class SegmentCodec:
         return whole * self._segment_bytes(SEGMENT_ELEMENTS) + self._segment_bytes(rest)
 
     def error_bound(self, magnitude: float) -> float:
-        """Of any element, for |values| up to `magnitude`; blocks smaller than MAGNITUDE_MIN altogether become zeros."""
+        """Of any element, for |values| up to `magnitude`; blocks smaller than MAGNITUDE_MIN altogether become
+        zeros.
+        """
         return max(self.quantizer.error_bound(magnitude), min(magnitude, MAGNITUDE_MIN))
 
     def encode(self, values: torch.Tensor, scratch: torch.Tensor) -> memoryview:
@@ -144,11 +160,16 @@ class SegmentCodec:
         array: npt.NDArray[np.uint8] = raw.numpy()
         whole, rest = divmod(len(array), self._segment_bytes(SEGMENT_ELEMENTS))
         cut = len(array) - rest
-        if whole and (found := self._flaw_of(array[:cut].reshape(whole, -1), self._blocks(SEGMENT_ELEMENTS), SEGMENT_ELEMENTS)):
+        if whole and (
+            found := self._flaw_of(
+                array[:cut].reshape(whole, -1), self._blocks(SEGMENT_ELEMENTS), SEGMENT_ELEMENTS
+            )
+        ):
             return found
         if not rest:
             return ""
-        blocks = -(-rest // (_SCALE_BYTES + self.quantizer.code_bytes(self.quantizer.block)))  # the last may be short
+        # the last may be short
+        blocks = -(-rest // (_SCALE_BYTES + self.quantizer.code_bytes(self.quantizer.block)))
         if rest <= blocks * _SCALE_BYTES:
             return f"{len(array)} bytes are no encoding of any number of elements in {self.name}"
         return self._flaw_of(array[None, cut:], blocks, None if numel is None else numel % SEGMENT_ELEMENTS)
@@ -157,7 +178,9 @@ class SegmentCodec:
         """What is wrong with segments of one size: their scales, then their codes."""
         scales = segments[:, : blocks * _SCALE_BYTES].view(np.float32)
         limit = scale_max(self.quantizer.levels)
-        if not (np.maximum.reduce(scales, axis=None) <= limit and np.minimum.reduce(scales, axis=None) >= -limit):
+        if not (
+            np.maximum.reduce(scales, axis=None) <= limit and np.minimum.reduce(scales, axis=None) >= -limit
+        ):
             segment, block = (int(place[0]) for place in np.nonzero(~(np.abs(scales) <= limit)))
             return f"the scale of block {block} of segment {segment} is {float(scales[segment, block]):g}"
         return self.quantizer.flaw(segments[:, blocks * _SCALE_BYTES :], numel)
@@ -168,7 +191,9 @@ class SegmentCodec:
     def _segment_bytes(self, numel: int) -> int:
         return self._blocks(numel) * _SCALE_BYTES + self.quantizer.code_bytes(numel)
 
-    def _batches(self, values: torch.Tensor, encoded: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _batches(
+        self, values: torch.Tensor, encoded: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Values (m, n) and their encoding (m, bytes), both views, for one batch after the other."""
         numel, segment_bytes = values.numel(), self._segment_bytes(SEGMENT_ELEMENTS)
         at_once = _host_segments() if values.device.type == "cpu" else _DEVICE_SEGMENTS
@@ -195,7 +220,9 @@ def _host_segments() -> int:
 
 
 def rows(values: torch.Tensor, block: int) -> torch.Tensor:
-    """`values` (m, n) as (blocks, block), filled up with zeros where n is no multiple of the block: then a copy, else a view."""
+    """`values` (m, n) as (blocks, block), filled up with zeros where n is no multiple of the block: then a
+    copy, else a view.
+    """
     missing = -values.shape[1] % block
     if missing:
         values = functional.pad(values, (0, missing))
@@ -203,12 +230,16 @@ def rows(values: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def round_(values: torch.Tensor) -> torch.Tensor:
-    """In place to the nearest whole number, ties to even, for |values| up to 2^22. `torch.round` wakes a team of threads for 2048."""
+    """In place to the nearest whole number, ties to even, for |values| up to 2^22. `torch.round` wakes a team
+    of threads for 2048.
+    """
     return values.add_(_ROUNDER).sub_(_ROUNDER)
 
 
 def scale_max(levels: int) -> np.float32:
-    """The largest scale that is accepted: what a block up to MAGNITUDE_MAX gets, and whatever the codes, the values are finite."""
+    """The largest scale that is accepted: what a block up to MAGNITUDE_MAX gets, and whatever the codes, the
+    values are finite.
+    """
     return np.float32(MAGNITUDE_MAX) * share(levels)
 
 
@@ -218,7 +249,9 @@ def share(levels: int) -> np.float32:
 
 
 def steps_of(magnitudes: torch.Tensor, levels: int) -> torch.Tensor:
-    """The steps in which blocks with these largest magnitudes are counted up to `levels`; 0 for what is as good as nothing."""
+    """The steps in which blocks with these largest magnitudes are counted up to `levels`; 0 for what is as
+    good as nothing.
+    """
     return functional.threshold(torch.mul(magnitudes, float(share(levels))), _STEP_MIN, 0.0)
 
 

@@ -1,4 +1,6 @@
-"""The codec that keeps the largest elements of every chunk, and forgets the others. Only for use with error feedback."""
+"""The codec that keeps the largest elements of every chunk, and forgets the others. Only for use with error
+feedback.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,13 @@ _WORD_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """Of each chunk of 4096 elements the `kept` largest in magnitude, as SparseLoCo does (arXiv 2508.15706): for each, 12 bits say its
-    place in the chunk, and 4 its value, a whole multiple of (largest magnitude of the chunk) / 7, rounded to nearest.
+    """Of each chunk of 4096 elements the `kept` largest in magnitude, as SparseLoCo does (arXiv 2508.15706):
+    for each, 12 bits say its place in the chunk, and 4 its value, a whole multiple of (largest magnitude of
+    the chunk) / 7, rounded to nearest.
 
-    A shorter chunk at the end keeps the same share, at least one. Magnitudes are compared by their exponent and first 11 bits; of those
-    alike in these the first are kept. Elements are written in the order of their places. The error is never longer than what was given.
+    A shorter chunk at the end keeps the same share, at least one. Magnitudes are compared by their exponent
+    and first 11 bits; of those alike in these the first are kept. Elements are written in the order of their
+    places. The error is never longer than what was given.
     """
 
     kept: int  # divides 4096
@@ -41,7 +45,8 @@ class Largest:
     def quantize(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor) -> None:
         given = rows(values, self.block)
         order = torch.arange(_PLACES, -1, -1, dtype=torch.int32, device=values.device)
-        keys = torch.abs(given).view(torch.int32).bitwise_and_(~_PLACES).bitwise_or_(order)  # no two alike in a chunk
+        # no two alike in a chunk
+        keys = torch.abs(given).view(torch.int32).bitwise_and_(~_PLACES).bitwise_or_(order)
         steps, words = [], []
         for first, end, kept in self._runs(values.numel()):
             places = torch.sort(_PLACES - (_largest(keys[first:end], kept) & _PLACES), dim=1).values
@@ -55,10 +60,14 @@ class Largest:
         codes.copy_(torch.cat(words).view(torch.uint8).view(codes.shape))
 
     def restore(self, scales: torch.Tensor, codes: torch.Tensor, out: torch.Tensor) -> None:
-        """A chunk whose places do not ascend becomes NaN where it says anything; a place beyond the end is passed over."""
+        """A chunk whose places do not ascend becomes NaN where it says anything; a place beyond the end is
+        passed over.
+        """
         words = codes.contiguous().view(torch.int16).to(torch.int32).view(-1) & 0xFFFF
         ragged = out.shape[1] % self.block
-        chunks = out.new_empty(-(-out.shape[1] // self.block), self.block) if ragged else out.view(-1, self.block)
+        chunks = (
+            out.new_empty(-(-out.shape[1] // self.block), self.block) if ragged else out.view(-1, self.block)
+        )
         chunks.zero_()
         flat = scales.reshape(-1)
         for first, end, kept in self._runs(out.numel()):

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
-from swarm.dht.records import Entry, Value
-from swarm.dht.rules import NamespaceRules
-from swarm.dht.service import DhtService, ManyAnswers, StoreItem
-from swarm.dht.writer import StoreResult
-from swarm.errors import UsageError
-from swarm.ids import Key, PeerId
+from swarm.core.errors import UsageError
+from swarm.core.ids import Key, PeerId
+from swarm.dht.logic.records import Entry, Value
+from swarm.dht.logic.rules import NamespaceRules
+from swarm.dht.service.dht_service import DhtService, ManyAnswers, StoreItem
+from swarm.dht.service.writer import StoreResult
 from swarm.runtime.thread import NetworkThread
 
 T = TypeVar("T")
@@ -28,18 +28,33 @@ class Dht:
 
     @property
     def clock_problem(self) -> str | None:
-        """What is wrong with this machine's clock, by how much, and what to do; None when nothing is known to be."""
+        """What is wrong with this machine's clock, by how much, and what to do; None when nothing is known to
+        be.
+        """
         return self.service.clock_problem
 
-    def store(self, key: str | Key, value: Value, ttl_s: float, subkey: str | None = None, timeout_s: float = 10.0) -> StoreResult:
+    def store(
+        self, key: str | Key, value: Value, ttl_s: float, subkey: str | None = None, timeout_s: float = 10.0
+    ) -> StoreResult:
         """Sign and store a value: see `DhtService.store`."""
-        return self._run(self.service.store(_key(key), value, ttl_s=ttl_s, subkey=subkey, timeout_s=timeout_s), timeout_s)
+        return self._run(
+            self.service.store(_key(key), value, ttl_s=ttl_s, subkey=subkey, timeout_s=timeout_s), timeout_s
+        )
 
     def store_many(
-        self, items: Mapping[str | Key, Value] | Mapping[str, Value] | Iterable[StoreItem], ttl_s: float, timeout_s: float = 30.0
+        self,
+        items: Mapping[str | Key, Value] | Mapping[str, Value] | Iterable[StoreItem],
+        ttl_s: float,
+        timeout_s: float = 30.0,
     ) -> list[StoreResult]:
-        """Store many entries together, `{key: value}` or `StoreItem`s; a result for each, in their order. See `DhtService.store_many`."""
-        listed = [StoreItem(key=key, value=value) for key, value in items.items()] if isinstance(items, Mapping) else list(items)
+        """Store many entries together, `{key: value}` or `StoreItem`s; a result for each, in their order. See
+        `DhtService.store_many`.
+        """
+        listed = (
+            [StoreItem(key=key, value=value) for key, value in items.items()]
+            if isinstance(items, Mapping)
+            else list(items)
+        )
         return self._run(self.service.store_many(listed, ttl_s=ttl_s, timeout_s=timeout_s), timeout_s)
 
     def get(
@@ -52,27 +67,43 @@ class Dht:
     ) -> Entry | dict[str, Entry] | None:
         """What is stored under a key: see `DhtService.get`."""
         who = PeerId.parse(writer) if isinstance(writer, str) else writer
-        reading = self.service.get(_key(key), writer=who, latest=latest, max_age_s=max_age_s, timeout_s=timeout_s)
+        reading = self.service.get(
+            _key(key), writer=who, latest=latest, max_age_s=max_age_s, timeout_s=timeout_s
+        )
         return self._run(reading, timeout_s)
 
-    def get_all(self, key: str | Key, latest: bool = False, timeout_s: float = 10.0, max_age_s: float | None = None) -> list[Entry]:
+    def get_all(
+        self, key: str | Key, latest: bool = False, timeout_s: float = 10.0, max_age_s: float | None = None
+    ) -> list[Entry]:
         """Every writer's live entries: see `DhtService.get_all`."""
-        return self._run(self.service.get_all(_key(key), latest=latest, max_age_s=max_age_s, timeout_s=timeout_s), timeout_s)
+        return self._run(
+            self.service.get_all(_key(key), latest=latest, max_age_s=max_age_s, timeout_s=timeout_s),
+            timeout_s,
+        )
 
     def get_many(
-        self, keys: Iterable[str | Key], latest: bool = False, timeout_s: float = 30.0, max_age_s: float | None = None
+        self,
+        keys: Iterable[str | Key],
+        latest: bool = False,
+        timeout_s: float = 30.0,
+        max_age_s: float | None = None,
     ) -> ManyAnswers:
         """Read many keys together: see `DhtService.get_many`."""
         if isinstance(keys, str | Key):
             raise UsageError("get_many takes several keys, in a list; for one key there is get")
-        return self._run(self.service.get_many(list(keys), latest=latest, max_age_s=max_age_s, timeout_s=timeout_s), timeout_s)
+        return self._run(
+            self.service.get_many(list(keys), latest=latest, max_age_s=max_age_s, timeout_s=timeout_s),
+            timeout_s,
+        )
 
     def delete(self, key: str | Key, subkey: str | None = None, timeout_s: float = 10.0) -> StoreResult:
         """Remove this peer's own entry: see `DhtService.delete`."""
         return self._run(self.service.delete(_key(key), subkey=subkey, timeout_s=timeout_s), timeout_s)
 
     def register(self, namespace: str, rules: NamespaceRules) -> None:
-        """Hold this peer, as replica, reader and writer, to rules for a namespace: see `swarm.dht.namespaces`."""
+        """Hold this peer, as replica, reader and writer, to rules for a namespace: see
+        `swarm.dht.logic.namespaces`.
+        """
 
         async def register() -> None:
             self.service.register(namespace, rules)

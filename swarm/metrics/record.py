@@ -1,7 +1,8 @@
-"""One peer's metrics: a small signed record in the DHT, renewed now and then, which anybody may read and nobody has to believe.
+"""One peer's metrics: a small signed record in the DHT, renewed now and then, which anybody may read and
+nobody has to believe.
 
-A run's records are spread over a few keys, so that no replica carries a whole large run. What is in a record is its writer's word:
-`swarm.monitor.model` holds the words of all against one another.
+A run's records are spread over a few keys, so that no replica carries a whole large run. What is in a record
+is its writer's word: `swarm.monitor.logic.model` holds the words of all against one another.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarm.dht.records import encode_value
-from swarm.dht.run_rules import METRICS, METRICS_BYTES_MAX
-from swarm.errors import PeerError, UsageError
-from swarm.ids import Key, PeerId
+from swarm.core.errors import PeerError, UsageError
+from swarm.core.ids import Key, PeerId
+from swarm.dht.logic.records import encode_value
+from swarm.dht.logic.run_rules import METRICS, METRICS_BYTES_MAX
 
 SHARDS = 16  # keys of one run: a literal of the protocol
 NAME_CHARACTERS_MAX = 40
@@ -58,7 +59,11 @@ class RoundTold:
             "b": self.bytes,
             "n": self.members,
         }
-        value |= {name: raw for name, raw in (("g", _mark(self.group)), ("d", _mark(self.digest)), ("r", self.reason[:16])) if raw}
+        value |= {
+            name: raw
+            for name, raw in (("g", _mark(self.group)), ("d", _mark(self.digest)), ("r", self.reason[:16]))
+            if raw
+        }
         if self.detail and self.reason:
             value["x"] = self.detail[:_DETAIL_CHARACTERS_MAX]
         for name, blame in (("l", self.left), ("a", self.accused)):
@@ -94,7 +99,8 @@ class Metrics:
     every_s: float  # how often it renews this: a reader calls it stale after some of these
     epoch: int
     samples_per_s: float
-    idle_s: float | None = None  # for so long it has not trained, though it takes part: paused, or stuck; None: it trains
+    # for so long it has not trained, though it takes part: paused, or stuck; None: it trains
+    idle_s: float | None = None
     name: str = ""
     device: str = ""
     reach: str = ""  # "direct": it takes calls; "relayed"; "none"
@@ -174,7 +180,11 @@ class Metrics:
             drift=value.get("drift"),
             rounds_done=value.get("done", 0),
             rounds_failed=value.get("failed", 0),
-            own={name: float(number) for name, number in value.get("own", {}).items() if _OWN_NAME.fullmatch(name)},
+            own={
+                name: float(number)
+                for name, number in value.get("own", {}).items()
+                if _OWN_NAME.fullmatch(name)
+            },
             broken=tuple(name for name in value.get("broken", ()) if _OWN_NAME.fullmatch(name)),
             rounds=tuple(RoundTold.decode(told) for told in value.get("rounds", ())),
         )
@@ -191,12 +201,15 @@ def metrics_keys(run_id: str) -> list[Key]:
 
 
 def check_own(name: str, value: Any, known: Sequence[str]) -> float | None:
-    """A metric of the user's own as a number; None when it is not finite, which is no mistake of the caller's but news.
+    """A metric of the user's own as a number; None when it is not finite, which is no mistake of the caller's
+    but news.
 
     UsageError for what is no number, a name that cannot be one, and more names than a record takes.
     """
     if not _OWN_NAME.fullmatch(name):
-        raise UsageError(f"a metric's name is a letter and up to 31 letters, digits or _ . / -, not {name!r:.60}")
+        raise UsageError(
+            f"a metric's name is a letter and up to 31 letters, digits or _ . / -, not {name!r:.60}"
+        )
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
@@ -204,7 +217,9 @@ def check_own(name: str, value: Any, known: Sequence[str]) -> float | None:
     except OverflowError:
         number = math.inf
     if name not in known and len(known) >= OWN_MAX:
-        raise UsageError(f"at most {OWN_MAX} metrics of one's own can be reported; there are {', '.join(sorted(known))}")
+        raise UsageError(
+            f"at most {OWN_MAX} metrics of one's own can be reported; there are {', '.join(sorted(known))}"
+        )
     return number if math.isfinite(number) and abs(number) <= _OWN_VALUE_MAX else None
 
 

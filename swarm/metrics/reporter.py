@@ -1,4 +1,6 @@
-"""Publishing a peer's metrics: now and then, the less often the larger the run is, and withdrawn when the peer leaves."""
+"""Publishing a peer's metrics: now and then, the less often the larger the run is, and withdrawn when the
+peer leaves.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from swarm.clock import Clock
-from swarm.dht.records import Value
-from swarm.dht.writer import StoreResult
-from swarm.errors import SwarmError, UsageError
-from swarm.ids import Key, PeerId
+from swarm.core.clock import Clock
+from swarm.core.errors import SwarmError, UsageError
+from swarm.core.ids import Key, PeerId
+from swarm.dht.logic.records import Value
+from swarm.dht.service.writer import StoreResult
 from swarm.metrics.record import Metrics, metrics_key
 
 _log = logging.getLogger(__name__)
@@ -35,8 +37,14 @@ class MetricsConfig:
     ttl_periods: float = 4.0  # a record lives for so many periods: a peer that died is seen for so long
 
     def __post_init__(self) -> None:
-        if not 0.1 <= self.every_s <= self.every_s_max <= 600 or self.every_s_per_peer < 0 or self.ttl_periods < 2:
-            raise UsageError("a MetricsConfig needs 0.1 <= every_s <= every_s_max <= 600, every_s_per_peer >= 0 and ttl_periods >= 2")
+        if (
+            not 0.1 <= self.every_s <= self.every_s_max <= 600
+            or self.every_s_per_peer < 0
+            or self.ttl_periods < 2
+        ):
+            raise UsageError(
+                "a MetricsConfig needs 0.1 <= every_s <= every_s_max <= 600, every_s_per_peer >= 0 and ttl_periods >= 2"
+            )
 
     def period_s(self, peers: int) -> float:
         """How often to publish in a run of so many peers, as far as this one knows."""
@@ -46,13 +54,19 @@ class MetricsConfig:
 class Records(Protocol):
     """What a reporter needs of the DHT; `DhtService` has it."""
 
-    async def store(self, key: Key, value: Value, *, ttl_s: float, subkey: str | None = None, timeout_s: float = 10.0) -> StoreResult: ...
-    async def delete(self, key: Key, *, subkey: str | None = None, timeout_s: float = 10.0) -> StoreResult: ...
+    async def store(
+        self, key: Key, value: Value, *, ttl_s: float, subkey: str | None = None, timeout_s: float = 10.0
+    ) -> StoreResult: ...
+    async def delete(
+        self, key: Key, *, subkey: str | None = None, timeout_s: float = 10.0
+    ) -> StoreResult: ...
 
 
 @dataclass(slots=True, kw_only=True)
 class Reporter:
-    """One per optimizer, on the network thread. `source`: the metrics of this moment; `peers`: how many take part."""
+    """One per optimizer, on the network thread. `source`: the metrics of this moment; `peers`: how many take
+    part.
+    """
 
     dht: Records
     clock: Clock
@@ -84,7 +98,10 @@ class Reporter:
         ttl_s = max(every_s, self.config.every_s) * self.config.ttl_periods
         try:
             result = await self.dht.store(
-                metrics_key(self.run_id, self.own), metrics.encode(), ttl_s=ttl_s, timeout_s=min(_STORE_TIMEOUT_S, max(every_s, 1.0))
+                metrics_key(self.run_id, self.own),
+                metrics.encode(),
+                ttl_s=ttl_s,
+                timeout_s=min(_STORE_TIMEOUT_S, max(every_s, 1.0)),
             )
         except UsageError:
             raise

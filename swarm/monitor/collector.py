@@ -1,8 +1,9 @@
 """Looking at a run again and again, through whoever answers: feeds the model. Lives on the network loop.
 
-A look reads every record of the run in one go. What tells a quiet run from a monitor that sees nothing any more is whether somebody
-answers: when a look finds nobody, peers are pinged, and when none answers, the view says so, and the monitor knocks at every peer that it
-has ever met until one does. The peer that it came in by has no special part in this; it is only asked whether it still is there, to say so.
+A look reads every record of the run in one go. What tells a quiet run from a monitor that sees nothing any
+more is whether somebody answers: when a look finds nobody, peers are pinged, and when none answers, the view
+says so, and the monitor knocks at every peer that it has ever met until one does. The peer that it came in by
+has no special part in this; it is only asked whether it still is there, to say so.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from swarm.clock import Clock
-from swarm.dht.service import ManyAnswers
-from swarm.errors import SwarmError
-from swarm.ids import Contact, Key, PeerId
-from swarm.monitor.model import Look, Model
-from swarm.monitor.reading import Found, keys_of, read
-from swarm.monitor.robust import median
-from swarm.monitor.view import ExpertView, LinkView, RunView
+from swarm.core.clock import Clock
+from swarm.core.errors import SwarmError
+from swarm.core.ids import Contact, Key, PeerId
+from swarm.dht.service.dht_service import ManyAnswers
+from swarm.monitor.logic.model import Look, Model
+from swarm.monitor.logic.reading import Found, keys_of, read
+from swarm.monitor.logic.robust import median
+from swarm.monitor.logic.view import ExpertView, LinkView, RunView
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +31,8 @@ _log = logging.getLogger(__name__)
 class CollectorConfig:
     """How often the monitor looks, in seconds."""
 
-    every_s: float = 1.0  # in a small run; in larger ones peers tell less often, and are read about as often as that
+    # in a small run; in larger ones peers tell less often, and are read about as often as that
+    every_s: float = 1.0
     small_peers: int = 16
     every_s_max: float = 12.0
     read_timeout_s: float = 6.0
@@ -46,7 +48,12 @@ class Network(Protocol):
     """What a collector needs of a node's DHT."""
 
     async def get_many(
-        self, keys: Sequence[Key], *, latest: bool = False, max_age_s: float | None = None, timeout_s: float = 30.0
+        self,
+        keys: Sequence[Key],
+        *,
+        latest: bool = False,
+        max_age_s: float | None = None,
+        timeout_s: float = 30.0,
     ) -> ManyAnswers: ...
     async def ping(self, contact: Contact) -> bool: ...
     async def join(self, contacts: Sequence[Contact]) -> None: ...
@@ -96,7 +103,10 @@ class Collector:
         if answered or await self._somebody():
             told = [heard.metrics.every_s for heard in found.peers.values() if heard.metrics is not None]
             interval_s = min(
-                max(self.config.every_s, 0.8 * (median(told) or 0.0) if len(told) > self.config.small_peers else 0.0),
+                max(
+                    self.config.every_s,
+                    0.8 * (median(told) or 0.0) if len(told) > self.config.small_peers else 0.0,
+                ),
                 self.config.every_s_max,
             )
             self._remember(found)
@@ -153,10 +163,21 @@ class Collector:
     def _link(self, status: str, now_s: float) -> None:
         known = {contact.peer_id for contact in self.known()}
         entry = self.entry[0] if self.entry else None
-        others = len(known - {contact.peer_id for contact in self.entry}) if self._entry_answers is False else len(known)
+        others = (
+            len(known - {contact.peer_id for contact in self.entry})
+            if self._entry_answers is False
+            else len(known)
+        )
         text = f"Knocking at {len(self._candidates())} peers met before" if status == "lost" else ""
-        where = f"{entry.addresses[0].host}:{entry.addresses[0].port}" if entry is not None and entry.addresses else ""
-        self.model.on_link(LinkView(status=status, entry=where, entry_answers=self._entry_answers, known=others, text=text), now_s)
+        where = (
+            f"{entry.addresses[0].host}:{entry.addresses[0].port}"
+            if entry is not None and entry.addresses
+            else ""
+        )
+        self.model.on_link(
+            LinkView(status=status, entry=where, entry_answers=self._entry_answers, known=others, text=text),
+            now_s,
+        )
 
     def _remember(self, found: Found) -> None:
         self.donors = tuple(found.donors.values())
@@ -188,7 +209,9 @@ class Collector:
                 if newer is not None and newer.version > self.model.run.version:
                     self.model.on_run(newer, self.clock.swarm_s())
         except SwarmError as error:
-            _log.info("the specification of run %s, or its experts, were not read: %s", self.model.run.run_id, error)
+            _log.info(
+                "the specification of run %s, or its experts, were not read: %s", self.model.run.run_id, error
+            )
 
     async def _dial(self, found: Found) -> None:
         """Call a few of the peers, each in its turn."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from moe.declarations import Directory, Replica
-from moe.uid import ExpertUid
-from swarm.monitor.robust import median
-from swarm.monitor.view import ExpertView
+from moe.protocol.declarations import Directory, ExpertReplica
+from moe.protocol.names import ExpertUid
+from swarm.monitor.logic.robust import median
+from swarm.monitor.logic.view import ExpertView
 
 _EXPERTS_MAX = 2000
 _PREFIXES_MAX = 1024  # read at once
@@ -13,8 +13,12 @@ _LEVELS_MAX = 8
 _GRIDS_MAX = 64  # of those that servers name; a name costs a reading
 
 
-async def experts_of(directory: Directory, grids: tuple[str, ...], *, timeout_s: float = 5.0) -> tuple[ExpertView, ...]:
-    """Everything below the grids' names (none: those that servers name), level by level; NetworkError when nobody answers."""
+async def experts_of(
+    directory: Directory, grids: tuple[str, ...], *, timeout_s: float = 5.0
+) -> tuple[ExpertView, ...]:
+    """Everything below the grids' names (none: those that servers name), level by level; NetworkError when
+    nobody answers.
+    """
     level, found = [ExpertUid.parse_prefix(grid) for grid in grids], list[ExpertView]()
     if not grids:
         level = (await directory.grids(timeout_s=timeout_s))[:_GRIDS_MAX]
@@ -22,13 +26,23 @@ async def experts_of(directory: Directory, grids: tuple[str, ...], *, timeout_s:
         if not level or len(found) >= _EXPERTS_MAX:
             break
         branches = await directory.branches(level[:_PREFIXES_MAX], timeout_s=timeout_s)
-        found += [_view(prefix.child(coordinate), one) for prefix, branch in branches.items() for coordinate, one in branch.experts.items()]
-        level = [prefix.child(coordinate) for prefix, branch in branches.items() for coordinate in sorted(branch.deeper)]
+        found += [
+            _view(prefix.child(coordinate), one)
+            for prefix, branch in branches.items()
+            for coordinate, one in branch.experts.items()
+        ]
+        level = [
+            prefix.child(coordinate)
+            for prefix, branch in branches.items()
+            for coordinate in sorted(branch.deeper)
+        ]
     return tuple(found[:_EXPERTS_MAX])
 
 
-def _view(uid: ExpertUid, replicas: tuple[Replica, ...]) -> ExpertView:
-    """One expert: a request goes to the server with the shortest wait, so that this is its load; one liar among servers is outvoted."""
+def _view(uid: ExpertUid, replicas: tuple[ExpertReplica, ...]) -> ExpertView:
+    """One expert: a request goes to the server with the shortest wait, so that this is its load; one liar
+    among servers is outvoted.
+    """
     waits = [replica.load.wait_s for replica in replicas]
     rates = [replica.load.samples_per_s for replica in replicas if replica.load.samples_per_s > 0]
     rate = f"{median(rates):,.0f} samples/s a server" if rates else ""

@@ -1,7 +1,8 @@
-"""What was seen, kept in a SQLite file: three resolutions, each bounded, so that a year of a run takes some megabytes.
+"""What was seen, kept in a SQLite file: three resolutions, each bounded, so that a year of a run takes some
+megabytes.
 
-Every sample goes into a bucket of each tier; a bucket holds the mean, the least and the most of its samples. A time in which nothing was
-seen has no buckets: a gap in a chart is a gap in sight.
+Every sample goes into a bucket of each tier; a bucket holds the mean, the least and the most of its samples.
+A time in which nothing was seen has no buckets: a gap in a chart is a gap in sight.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from swarm.errors import UsageError
-from swarm.monitor.view import Event, View
+from swarm.core.errors import UsageError
+from swarm.monitor.logic.view import MonitorEvent, MonitorView
 
 _FORMAT = 1
 _NAMES_MAX = 48
@@ -48,7 +49,7 @@ ON CONFLICT (tier, name, at) DO UPDATE SET
 """
 
 
-class History:
+class ChartHistory:
     """One run's. Any thread may call; each call is short."""
 
     def __init__(self, path: Path | None, run_id: str, tiers: Sequence[Tier] = TIERS) -> None:
@@ -60,16 +61,27 @@ class History:
         try:
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True)
-            self._connection = connection = sqlite3.connect(path or ":memory:", timeout=0.5, check_same_thread=False, isolation_level=None)
-            for pragma in ("locking_mode=EXCLUSIVE", "journal_mode=WAL", "synchronous=NORMAL", "journal_size_limit=4194304"):
+            self._connection = connection = sqlite3.connect(
+                path or ":memory:", timeout=0.5, check_same_thread=False, isolation_level=None
+            )
+            for pragma in (
+                "locking_mode=EXCLUSIVE",
+                "journal_mode=WAL",
+                "synchronous=NORMAL",
+                "journal_size_limit=4194304",
+            ):
                 connection.execute(f"PRAGMA {pragma}").fetchall()
             connection.executescript(_SCHEMA)
             self._check(connection, run_id)
         except (sqlite3.Error, OSError) as error:
             self.close()
             if "locked" in str(error):
-                raise UsageError(f"another monitor keeps its history in {path}: choose another file with --history") from None
-            raise UsageError(f"{path} cannot hold a monitor's history ({error}): move it away, or choose another with --history") from None
+                raise UsageError(
+                    f"another monitor keeps its history in {path}: choose another file with --history"
+                ) from None
+            raise UsageError(
+                f"{path} cannot hold a monitor's history ({error}): move it away, or choose another with --history"
+            ) from None
         except UsageError:
             self.close()
             raise
@@ -77,12 +89,18 @@ class History:
     def _check(self, connection: sqlite3.Connection, run_id: str) -> None:
         about = dict(connection.execute("SELECT name, value FROM about"))
         if about.get("run", run_id) != run_id:
-            raise UsageError(f"{self.path} is the history of another run ({about['run']}): choose another file with --history")
+            raise UsageError(
+                f"{self.path} is the history of another run ({about['run']}): choose another file with --history"
+            )
         if about.get("format", str(_FORMAT)) != str(_FORMAT):
-            raise UsageError(f"{self.path} was written by another version of swarm: choose another file with --history")
-        connection.execute("INSERT OR REPLACE INTO about VALUES ('run', ?), ('format', ?)", (run_id, str(_FORMAT)))
+            raise UsageError(
+                f"{self.path} was written by another version of swarm: choose another file with --history"
+            )
+        connection.execute(
+            "INSERT OR REPLACE INTO about VALUES ('run', ?), ('format', ?)", (run_id, str(_FORMAT))
+        )
 
-    def add(self, view: View, events: Iterable[Event] = ()) -> None:
+    def add(self, view: MonitorView, events: Iterable[MonitorEvent] = ()) -> None:
         """Keep what is fresh of a view, and the events."""
         values = samples_of(view) if view.live else {}
         with self._lock:
@@ -90,13 +108,19 @@ class History:
                 return
             with self._connection as connection:  # it commits, or rolls back all of it
                 connection.execute("BEGIN IMMEDIATE")  # in autocommit it begins nothing by itself
-                known = {name for (name,) in connection.execute("SELECT DISTINCT name FROM point WHERE tier = 2")} if values else set()
+                known = (
+                    {name for (name,) in connection.execute("SELECT DISTINCT name FROM point WHERE tier = 2")}
+                    if values
+                    else set()
+                )
                 for name, value in values.items():
                     if name not in known and len(known) >= _NAMES_MAX:
                         continue
                     known.add(name)
                     for number, tier in enumerate(self._tiers):
-                        connection.execute(_ADD, (number, name, int(view.at_s // tier.seconds), value, value, value))
+                        connection.execute(
+                            _ADD, (number, name, int(view.at_s // tier.seconds), value, value, value)
+                        )
                 rows = [(one.number, one.at_s, one.kind, one.level, one.text, one.peer_id) for one in events]
                 connection.executemany("INSERT OR REPLACE INTO event VALUES (?, ?, ?, ?, ?, ?)", rows)
                 self._added += 1
@@ -104,11 +128,14 @@ class History:
                     self._prune(connection, view.at_s)
 
     def series(self, since_s: float, until_s: float, points_max: int = 600) -> dict[str, Any]:
-        """Means between two times, in at most so many buckets: `{"seconds": of a bucket, "at": […], "series": {name: [… or None]}}`."""
+        """Means between two times, in at most so many buckets: `{"seconds": of a bucket, "at": […], "series":
+        {name: [… or None]}}`.
+        """
         points_max = max(2, min(points_max, _POINTS_MAX))
         span_s = max(until_s - since_s, 1.0)
         number, tier = self._tier(since_s, until_s, points_max)
-        factor = max(1, -(-int(span_s) // int(points_max * tier.seconds)))  # buckets of the tier in one of ours
+        # buckets of the tier in one of ours
+        factor = max(1, -(-int(span_s) // int(points_max * tier.seconds)))
         with self._lock:
             if self._connection is None:
                 return {"seconds": tier.seconds, "at": [], "series": {}}
@@ -133,7 +160,7 @@ class History:
             found = self._connection.execute("SELECT tier, min(at) FROM point GROUP BY tier").fetchall()
         return min((at * self._tiers[tier].seconds for tier, at in found), default=None)
 
-    def events(self, count: int = 300) -> list[Event]:
+    def events(self, count: int = 300) -> list[MonitorEvent]:
         """The latest, the newest last."""
         with self._lock:
             if self._connection is None:
@@ -142,7 +169,7 @@ class History:
                 "SELECT number, at, kind, level, text, peer FROM event ORDER BY number DESC LIMIT ?", (count,)
             ).fetchall()
         return [
-            Event(number=number, at_s=at_s, kind=kind, level=level, text=text, peer_id=peer)
+            MonitorEvent(number=number, at_s=at_s, kind=kind, level=level, text=text, peer_id=peer)
             for number, at_s, kind, level, text, peer in reversed(rows)
         ]
 
@@ -161,11 +188,16 @@ class History:
 
     def _prune(self, connection: sqlite3.Connection, now_s: float) -> None:
         for number, tier in enumerate(self._tiers):
-            connection.execute("DELETE FROM point WHERE tier = ? AND at < ?", (number, int((now_s - tier.keep_s) // tier.seconds)))
-        connection.execute("DELETE FROM event WHERE number <= (SELECT max(number) FROM event) - ?", (_EVENTS_MAX,))
+            connection.execute(
+                "DELETE FROM point WHERE tier = ? AND at < ?",
+                (number, int((now_s - tier.keep_s) // tier.seconds)),
+            )
+        connection.execute(
+            "DELETE FROM event WHERE number <= (SELECT max(number) FROM event) - ?", (_EVENTS_MAX,)
+        )
 
 
-def samples_of(view: View) -> dict[str, float]:
+def samples_of(view: MonitorView) -> dict[str, float]:
     """What is charted of a view."""
     last_round = next((one for one in view.rounds if not one.failed), None)
     values: dict[str, float | None] = {

@@ -1,4 +1,6 @@
-"""A view as Prometheus metrics: standard names, base units, and nothing that is not fresh. docs/metrics.md lists them."""
+"""A view as Prometheus metrics: standard names, base units, and nothing that is not fresh. docs/metrics.md
+lists them.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
-from swarm.errors import SwarmError, UsageError
-from swarm.monitor.view import PeerView, View
+from swarm.core.errors import SwarmError, UsageError
+from swarm.monitor.logic.view import MonitorView, PeerView
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
@@ -22,22 +24,28 @@ _PEERS_MAX = 1000  # time series of single peers: Prometheus keeps each for ever
 class Watched(Protocol):
     """What is shown."""
 
-    def view(self) -> View: ...
+    def view(self) -> MonitorView: ...
 
 
 class RunCollector:
     """Asked by Prometheus at every scrape."""
 
-    def __init__(self, view: Callable[[], View]) -> None:
+    def __init__(self, view: Callable[[], MonitorView]) -> None:
         self._view = view
 
     def collect(self) -> Iterator[Metric]:
         view = self._view()
         yield GaugeMetricFamily(
-            "swarm_monitor_up", "1 while the monitor sees the run; else nothing of the run is exported", float(view.live)
+            "swarm_monitor_up",
+            "1 while the monitor sees the run; else nothing of the run is exported",
+            float(view.live),
         )
         if view.link.age_s is not None:
-            yield GaugeMetricFamily("swarm_monitor_last_look_timestamp_seconds", "When peers last answered", view.at_s - view.link.age_s)
+            yield GaugeMetricFamily(
+                "swarm_monitor_last_look_timestamp_seconds",
+                "When peers last answered",
+                view.at_s - view.link.age_s,
+            )
         run = view.run
         about = {
             "run_id": run.run_id,
@@ -54,7 +62,9 @@ class RunCollector:
 
 
 class MetricsServer:
-    """A context manager: serves `/metrics` at host:port from a thread of its own. UsageError when the port is taken."""
+    """A context manager: serves `/metrics` at host:port from a thread of its own. UsageError when the port is
+    taken.
+    """
 
     def __init__(self, watch: Watched, place: tuple[str, int]) -> None:
         registry = CollectorRegistry()
@@ -69,13 +79,15 @@ class MetricsServer:
     def __enter__(self) -> MetricsServer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(1.0)
 
 
-def _run(view: View) -> Iterator[Metric]:
+def _run(view: MonitorView) -> Iterator[Metric]:
     simple = (
         ("swarm_run_epoch", "Epochs that the swarm has completed", float(view.epoch)),
         ("swarm_run_epoch_samples", "Samples of the present epoch so far", view.samples),
@@ -85,8 +97,16 @@ def _run(view: View) -> Iterator[Metric]:
         ("swarm_run_samples_per_second", "What all peers train together", view.samples_per_s),
         ("swarm_run_loss", "Training loss, median over peers", view.loss),
         ("swarm_run_validation_loss", "Loss on held-out data, median over peers", view.validation_loss),
-        ("swarm_run_drift_ratio", "Relative distance of peers' parameters from the averaged state, median", view.drift),
-        ("swarm_run_sent_bytes_per_second", "Sent by all peers in rounds and state transfer", view.bytes_per_s),
+        (
+            "swarm_run_drift_ratio",
+            "Relative distance of peers' parameters from the averaged state, median",
+            view.drift,
+        ),
+        (
+            "swarm_run_sent_bytes_per_second",
+            "Sent by all peers in rounds and state transfer",
+            view.bytes_per_s,
+        ),
         ("swarm_run_records_refused", "Malformed records of peers in the last look", float(view.refused)),
     )
     for name, text, value in simple:
@@ -96,19 +116,33 @@ def _run(view: View) -> Iterator[Metric]:
     for state in ("training", "behind", "idle", "quiet"):
         states.add_metric([state], float(sum(peer.state == state for peer in view.peers)))
     yield states
-    own = GaugeMetricFamily("swarm_run_reported", "Metrics that users report with opt.report, median over peers", labels=["metric"])
+    own = GaugeMetricFamily(
+        "swarm_run_reported",
+        "Metrics that users report with opt.report, median over peers",
+        labels=["metric"],
+    )
     for name, told in view.own.items():
         own.add_metric([name], told.median)
     yield own
     if view.rounds:
         newest = next((one for one in view.rounds if not one.failed), None)
         if newest is not None:
-            yield GaugeMetricFamily("swarm_run_round_duration_seconds", "Of the last round that was committed", newest.seconds)
-            yield GaugeMetricFamily("swarm_run_round_members", "Of the last round that was committed", float(newest.members))
             yield GaugeMetricFamily(
-                "swarm_run_round_bytes", "Of the last round that was committed, over all members, both ways", newest.bytes
+                "swarm_run_round_duration_seconds", "Of the last round that was committed", newest.seconds
             )
-    load = GaugeMetricFamily("swarm_expert_load_seconds", "How long a request waits at an expert, by its servers' word", labels=["expert"])
+            yield GaugeMetricFamily(
+                "swarm_run_round_members", "Of the last round that was committed", float(newest.members)
+            )
+            yield GaugeMetricFamily(
+                "swarm_run_round_bytes",
+                "Of the last round that was committed, over all members, both ways",
+                newest.bytes,
+            )
+    load = GaugeMetricFamily(
+        "swarm_expert_load_seconds",
+        "How long a request waits at an expert, by its servers' word",
+        labels=["expert"],
+    )
     for expert in view.experts[:_PEERS_MAX]:
         if expert.load is not None:
             load.add_metric([expert.uid], expert.load)
@@ -124,7 +158,11 @@ def _peers(peers: Iterable[PeerView], now_s: float) -> Iterator[Metric]:
             ("epoch", "Epochs that the peer has completed", lambda peer: float(peer.epoch)),
             ("loss", "The peer's training loss", lambda peer: peer.loss),
             ("validation_loss", "The peer's loss on held-out data", lambda peer: peer.validation_loss),
-            ("drift_ratio", "Relative distance of its parameters from the averaged state", lambda peer: peer.drift),
+            (
+                "drift_ratio",
+                "Relative distance of its parameters from the averaged state",
+                lambda peer: peer.drift,
+            ),
             (
                 "last_contribution_timestamp_seconds",
                 "When its samples last went into a round",
@@ -142,11 +180,21 @@ def _peers(peers: Iterable[PeerView], now_s: float) -> Iterator[Metric]:
         name: (CounterMetricFamily(f"swarm_peer_{name}", text, labels=labels), value)
         for name, text, value in (
             ("sent_bytes", "In rounds and state transfer, since it began", lambda peer: float(peer.up_bytes)),
-            ("received_bytes", "In rounds and state transfer, since it began", lambda peer: float(peer.down_bytes)),
-            ("contributed_samples", "That went into committed rounds", lambda peer: float(peer.samples_given)),
+            (
+                "received_bytes",
+                "In rounds and state transfer, since it began",
+                lambda peer: float(peer.down_bytes),
+            ),
+            (
+                "contributed_samples",
+                "That went into committed rounds",
+                lambda peer: float(peer.samples_given),
+            ),
         )
     }
-    rounds = CounterMetricFamily("swarm_peer_rounds", "Rounds by how they ended for the peer", labels=[*labels, "result"])
+    rounds = CounterMetricFamily(
+        "swarm_peer_rounds", "Rounds by how they ended for the peer", labels=[*labels, "result"]
+    )
     for peer in peers:
         who = [peer.short, peer.name]
         for gauge, gauge_of in gauges.values():

@@ -1,8 +1,10 @@
-"""Checkpoints of a run by somebody who does not train it: now and then the state that most donors hold, checked and written whole.
+"""Checkpoints of a run by somebody who does not train it: now and then the state that most donors hold,
+checked and written whole.
 
-A donor's word is not enough: the state is taken only when most of the donors that answered declare the same digest, every chunk is
-checked against it, and the whole must fit the model of the specification. Peers with different processors agree bit for bit only after
-the rounds that average the state, so that it can take some attempts.
+A donor's word is not enough: the state is taken only when most of the donors that answered declare the same
+digest, every chunk is checked against it, and the whole must fit the model of the specification. Peers with
+different processors agree bit for bit only after the rounds that average the state, so that it can take some
+attempts.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from averaging.training.download import Download, DownloadConfig, Fetched
-from swarm.clock import Clock
-from swarm.errors import PeerError, SwarmError, UsageError
-from swarm.ids import Contact
-from swarm.monitor.model import Model
+from averaging.optim.state.download import Download, DownloadConfig, Fetched
+from swarm.core.clock import Clock
+from swarm.core.errors import PeerError, SwarmError, UsageError
+from swarm.core.ids import Contact
+from swarm.monitor.logic.model import Model
 from swarm.net.channels import Channels
 from swarm.run.specification import SignedSpecification
 from swarm.run.task import make_task
@@ -28,16 +30,17 @@ from swarm.run.task import make_task
 if TYPE_CHECKING:
     import torch
 
-    from averaging.training.checkpoint import Checkpoints
-    from averaging.training.state import TrainingState
+    from averaging.optim.state.checkpoint import Checkpoints
+    from averaging.optim.state.training_state import TrainingState
 
 _log = logging.getLogger(__name__)
 
-_AHEAD_MAX = 200  # epochs: short ones pass while a monitor looks the other way; that most donors agree bounds liars
+# epochs: short ones pass while a monitor looks the other way; that most donors agree bounds liars
+_AHEAD_MAX = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavingConfig:
+class StateSavingConfig:
     """What is kept, and how often."""
 
     folder: Path
@@ -60,7 +63,7 @@ class StateSaver:
     clock: Clock
     model: Model
     donors: Callable[[], tuple[Contact, ...]]
-    config: SavingConfig
+    config: StateSavingConfig
     saved: int = 0
     _epoch: int = -1  # of the last one
     _complained: str = ""
@@ -70,7 +73,9 @@ class StateSaver:
         """Until cancelled."""
         while True:
             done = await self.attempt()
-            await asyncio.sleep(self.config.every_s if done else min(self.config.retry_s, self.config.every_s))
+            await asyncio.sleep(
+                self.config.every_s if done else min(self.config.retry_s, self.config.every_s)
+            )
 
     async def attempt(self) -> bool:
         """Fetch and write once; False when it is to be tried again soon."""
@@ -84,7 +89,9 @@ class StateSaver:
             state, names, kept = await loop.run_in_executor(None, self._prepared)
             fetched = await self._fetch(donors, state.bytes_max())
             if fetched.epoch > self._epoch:
-                path, seconds = await loop.run_in_executor(None, functools.partial(self._write, state, names, kept, fetched))
+                path, seconds = await loop.run_in_executor(
+                    None, functools.partial(self._write, state, names, kept, fetched)
+                )
                 self._tell(fetched, path, seconds)
         except SwarmError as error:
             self._complain(str(error))
@@ -107,19 +114,23 @@ class StateSaver:
     def _prepared(self) -> tuple[TrainingState, list[str], Checkpoints]:
         """The model of the specification, to hold what is fetched against. Imports torch."""
         if self._state is None:
-            from averaging.training.checkpoint import Checkpoints, names_of
-            from averaging.training.state import TrainingState
+            from averaging.optim.state.checkpoint import Checkpoints, names_of
+            from averaging.optim.state.training_state import TrainingState
             from swarm.run.inner import build_optimizer, schedule_factory
 
             specification = self.signed.specification
-            model: torch.nn.Module = make_task(specification.task.name, specification.task.settings).build_model(specification.seed)
+            model: torch.nn.Module = make_task(
+                specification.task.name, specification.task.settings
+            ).build_model(specification.seed)
             inner = build_optimizer(model, specification.optimizer)
             schedule = schedule_factory(specification.optimizer.schedule)
             kept = Checkpoints(self.config.folder, kept_max=self.config.kept_max)
             self._state = TrainingState(inner, (), schedule(inner)), names_of(model, inner), kept
         return self._state
 
-    def _write(self, state: TrainingState, names: list[str], kept: Checkpoints, fetched: Fetched) -> tuple[Path, float]:
+    def _write(
+        self, state: TrainingState, names: list[str], kept: Checkpoints, fetched: Fetched
+    ) -> tuple[Path, float]:
         began_s = time.monotonic()
         try:
             state.load(fetched.blob)
@@ -127,7 +138,11 @@ class StateSaver:
             raise SwarmError(f"what the donors gave does not fit the run's model: {error}") from error
         view = state.view()
         try:
-            about = {"run": self.signed.full_name, "task": self.signed.specification.task.name, "donors": str(fetched.agreed)}
+            about = {
+                "run": self.signed.full_name,
+                "task": self.signed.specification.task.name,
+                "donors": str(fetched.agreed),
+            }
             return kept.save(view, names, about), time.monotonic() - began_s
         finally:
             view.close()
@@ -136,8 +151,15 @@ class StateSaver:
         self.saved, self._epoch, self._complained = self.saved + 1, fetched.epoch, ""
         now_s = self.clock.swarm_s()
         agreed = f"{fetched.agreed} donor{' agrees' if fetched.agreed == 1 else 's agree'}"
-        self.model.checkpoint = f"Saved epoch {fetched.epoch:,} as {path}: {agreed} on {fetched.digest.hex()[:12]}."
-        self.model.events.add(now_s, "saved", "good", f"epoch {fetched.epoch:,} saved as {path.name} in {seconds:.1f} s: {agreed}")
+        self.model.checkpoint = (
+            f"Saved epoch {fetched.epoch:,} as {path}: {agreed} on {fetched.digest.hex()[:12]}."
+        )
+        self.model.events.add(
+            now_s,
+            "saved",
+            "good",
+            f"epoch {fetched.epoch:,} saved as {path.name} in {seconds:.1f} s: {agreed}",
+        )
 
     def _complain(self, reason: str) -> None:
         """Once for each kind of trouble."""
@@ -145,4 +167,6 @@ class StateSaver:
         kind = reason.split("(", 1)[0]
         if kind != self._complained:
             self._complained = kind
-            self.model.events.add(self.clock.swarm_s(), "not_saved", "warning", f"no checkpoint yet: {reason}")
+            self.model.events.add(
+                self.clock.swarm_s(), "not_saved", "warning", f"no checkpoint yet: {reason}"
+            )

@@ -1,4 +1,6 @@
-"""A monitor: a node that nobody calls, the run that is meant, and what looks at it. Any thread but the network's may use it."""
+"""A monitor: a node that nobody calls, the run that is meant, and what looks at it. Any thread but the
+network's may use it.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from swarm.errors import NetworkError, SwarmError, UsageError
-from swarm.ids import Contact, open_run_id
+from swarm.core.errors import NetworkError, SwarmError, UsageError
+from swarm.core.ids import Contact, open_run_id
 from swarm.monitor.collector import Collector
-from swarm.monitor.eventlog import EventLog
-from swarm.monitor.history import History
-from swarm.monitor.model import Model
-from swarm.monitor.reading import progress_key
-from swarm.monitor.view import ExpertView, RunView, View
+from swarm.monitor.history import ChartHistory
+from swarm.monitor.logic.eventlog import EventLog
+from swarm.monitor.logic.model import Model
+from swarm.monitor.logic.reading import progress_key
+from swarm.monitor.logic.view import ExpertView, MonitorView, RunView
 from swarm.node import Node
 from swarm.run.directory import RunDirectory
 from swarm.run.specification import SignedSpecification
 from swarm.run.task import make_task
 
 if TYPE_CHECKING:
-    from moe.declarations import Directory
-    from swarm.monitor.saving import SavingConfig
+    from moe.protocol.declarations import Directory
+    from swarm.monitor.saving import StateSavingConfig
 
 _LOOK_S = 0.25
 _JOIN_S = 6.0
@@ -36,7 +38,7 @@ _REFUSED_S = 1.5  # for a second attempt
 _FIND_S = 15.0
 _CALL_S = 10.0
 
-OnView = Callable[[View], None]
+OnView = Callable[[MonitorView], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +48,14 @@ class WatchConfig:
     entry: tuple[Contact, ...]
     run: str | None = None  # NAME, NAME@ID or ID; None: the only one there is
     history: Callable[[str], Path | None] = lambda run_id: None  # where to keep it; None: in memory
-    saving: SavingConfig | None = None  # checkpoints of the run; None: no
+    saving: StateSavingConfig | None = None  # checkpoints of the run; None: no
     grids: tuple[str, ...] = ()  # of experts: the names of those to show; none: all that servers name
 
 
 class Watch:
-    """A context manager. NetworkError when nobody answers at the addresses; UsageError when no run, or more than one, is meant."""
+    """A context manager. NetworkError when nobody answers at the addresses; UsageError when no run, or more
+    than one, is meant.
+    """
 
     def __init__(self, config: WatchConfig) -> None:
         self.config = config
@@ -104,15 +108,15 @@ class Watch:
         with self._lock:
             self._listeners.append(on_view)
 
-    def view(self) -> View:
+    def view(self) -> MonitorView:
         """The run at this moment."""
 
-        async def view() -> View:
+        async def view() -> MonitorView:
             return self.view_now()
 
         return self.node.network.run(view(), _CALL_S)
 
-    def view_now(self) -> View:
+    def view_now(self) -> MonitorView:
         """The same, on the network thread."""
         return self.model.view(self.node.clock.swarm_s())
 
@@ -125,7 +129,9 @@ class Watch:
     def __enter__(self) -> Watch:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     # the network thread
@@ -134,7 +140,9 @@ class Watch:
         self.node.supervisor.spawn(f"watching {self.run.full_name}", self.collector.run, restart=True)
         if self.config.saving is not None:
             if self._signed is None:
-                raise UsageError("--save needs a run with a specification: without one, nobody but its trainers knows the model")
+                raise UsageError(
+                    "--save needs a run with a specification: without one, nobody but its trainers knows the model"
+                )
             from swarm.monitor.saving import StateSaver
 
             saver = StateSaver(
@@ -161,13 +169,13 @@ class Watch:
         for on_view in listeners:
             on_view(view)
 
-    def _open_history(self, run_id: str) -> History:
+    def _open_history(self, run_id: str) -> ChartHistory:
         path = self.config.history(run_id)
         try:
-            return History(path, run_id)
+            return ChartHistory(path, run_id)
         except UsageError as error:
             self.notice = f"{error}. This monitor keeps its history in memory"
-            return History(None, run_id)
+            return ChartHistory(None, run_id)
 
     async def _find(self, wanted: str | None) -> RunView:
         """The run that is meant: one with an owner's specification, or an open one of that name."""
@@ -176,7 +184,9 @@ class Watch:
             return run_view(self._signed)
         except UsageError as error:
             if wanted is None:
-                raise UsageError(f"{error}. A run of library users has no announcement: name it with --run") from None
+                raise UsageError(
+                    f"{error}. A run of library users has no announcement: name it with --run"
+                ) from None
             with contextlib.suppress(UsageError):
                 run_id = open_run_id(wanted.rpartition("@")[2])
                 found = await self.node.dht.service.get(progress_key(run_id), latest=True, timeout_s=_CALL_S)
@@ -185,7 +195,7 @@ class Watch:
             raise
 
     async def _experts(self) -> tuple[ExpertView, ...]:
-        from moe.declarations import Directory
+        from moe.protocol.declarations import Directory
         from swarm.monitor.experts import experts_of
 
         if self._grids is None:
@@ -202,7 +212,9 @@ def run_view(signed: SignedSpecification) -> RunView:
     specification = signed.specification
     parameters, summary = None, ""
     with contextlib.suppress(SwarmError):
-        described = make_task(specification.task.name, specification.task.settings).describe(specification.batch_size)
+        described = make_task(specification.task.name, specification.task.settings).describe(
+            specification.batch_size
+        )
         parameters, summary = described.parameters, described.summary
     return RunView(
         run_id=signed.run_id,

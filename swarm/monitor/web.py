@@ -1,6 +1,8 @@
-"""The page: static files of the package, history as JSON, what is new as server-sent events. Nothing is asked of other hosts.
+"""The page: static files of the package, history as JSON, what is new as server-sent events. Nothing is asked
+of other hosts.
 
-Runs on the node's network loop; a monitor trains nothing, so nothing waits for it. Everything is for reading: there is nothing to forge.
+Runs on the node's network loop; a monitor trains nothing, so nothing waits for it. Everything is for reading:
+there is nothing to forge.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from swarm.errors import UsageError
-from swarm.monitor.history import History
-from swarm.monitor.view import Event, PeerView, View, plain
+from swarm.core.errors import UsageError
+from swarm.monitor.history import ChartHistory
+from swarm.monitor.logic.view import MonitorEvent, MonitorView, PeerView, plain
 from swarm.node import Node
 
 _CLIENTS_MAX = 64
-_HEARTBEAT_S = 3.0  # a page hears something this often: that the monitor still is there, and how old what it shows is
+# a page hears something this often: that the monitor still is there, and how old what it shows is
+_HEARTBEAT_S = 3.0
 _SHARED_S = 0.5
 _START_S = 10.0
 _STOP_S = 1.5
@@ -61,8 +64,8 @@ class Watched(Protocol):
     @property
     def node(self) -> Node: ...
     @property
-    def history(self) -> History: ...
-    def view_now(self) -> View: ...
+    def history(self) -> ChartHistory: ...
+    def view_now(self) -> MonitorView: ...
     def listen(self, on_view: Any) -> None: ...
 
 
@@ -75,7 +78,7 @@ class Client:
     event: int = 0
 
 
-class Stream:
+class EventStream:
     """What pages are told, each only what it does not know yet."""
 
     def __init__(self, watch: Watched) -> None:
@@ -85,7 +88,7 @@ class Stream:
         self._told: tuple[float, Told] | None = None
         watch.listen(self._on_view)
 
-    def _on_view(self, view: View) -> None:
+    def _on_view(self, view: MonitorView) -> None:
         self._told = None
         for client in self._clients:
             client.wake.set()
@@ -96,7 +99,9 @@ class Stream:
             client.wake.set()
 
     def _latest(self) -> Told:
-        """Of this moment, made once for all pages that ask within half a second: of a thousand peers it takes a while."""
+        """Of this moment, made once for all pages that ask within half a second: of a thousand peers it takes
+        a while.
+        """
         now_s = asyncio.get_running_loop().time()
         if self._told is None or now_s - self._told[0] > _SHARED_S:
             self._told = now_s, Told.of(self._watch.view_now())
@@ -128,11 +133,15 @@ class Told:
 
     sums: dict[str, Any]
     rows: dict[str, tuple[int, dict[str, Any]]]  # PeerID -> a mark that changes with the row, the row
-    events: tuple[Event, ...]
+    events: tuple[MonitorEvent, ...]
 
     @classmethod
-    def of(cls, view: View) -> Told:
-        whole = {field.name: getattr(view, field.name) for field in dataclasses.fields(view) if field.name not in ("peers", "events")}
+    def of(cls, view: MonitorView) -> Told:
+        whole = {
+            field.name: getattr(view, field.name)
+            for field in dataclasses.fields(view)
+            if field.name not in ("peers", "events")
+        }
         rows = {peer.peer_id: row_of(peer, view.at_s) for peer in view.peers}
         marked = {peer_id: (hash(json.dumps(row)), row) for peer_id, row in rows.items()}
         return cls(plain({name: _plain(value) for name, value in whole.items()}), marked, view.events)
@@ -145,19 +154,29 @@ def news_for(client: Client, told: Told) -> dict[str, Any]:
     client.sent = {peer_id: mark for peer_id, (mark, _) in told.rows.items()}
     events = [event for event in told.events if event.number > client.event]
     client.event = max([client.event, *(event.number for event in events)])
-    return told.sums | {"peers": changed, "gone": gone, "events": plain([dataclasses.asdict(event) for event in events])}
+    return told.sums | {
+        "peers": changed,
+        "gone": gone,
+        "events": plain([dataclasses.asdict(event) for event in events]),
+    }
 
 
 def row_of(peer: PeerView, now_s: float) -> dict[str, Any]:
     """A peer with times instead of ages, so that a row changes only when its peer tells something."""
-    row = {name: value for name, value in dataclasses.asdict(peer).items() if name not in ("age_s", "contributed_ago_s")}
+    row = {
+        name: value
+        for name, value in dataclasses.asdict(peer).items()
+        if name not in ("age_s", "contributed_ago_s")
+    }
     row["heard_s"] = round(now_s - peer.age_s, 1)
-    row["contributed_s"] = round(now_s - peer.contributed_ago_s, 1) if peer.contributed_ago_s is not None else None
+    row["contributed_s"] = (
+        round(now_s - peer.contributed_ago_s, 1) if peer.contributed_ago_s is not None else None
+    )
     told: dict[str, Any] = plain(row)
     return told
 
 
-def make_app(watch: Watched, stream: Stream) -> Starlette:
+def make_app(watch: Watched, stream: EventStream) -> Starlette:
     """The routes. GET alone."""
     files = {name: _file(name) for name in _FILES}
 
@@ -177,14 +196,18 @@ def make_app(watch: Watched, stream: Stream) -> Starlette:
         since_s = _number(asked.get("since"), until_s - span_s)
         points = int(min(max(_number(asked.get("points"), _POINTS), 2), 4000))
         loop = asyncio.get_running_loop()
-        found = await loop.run_in_executor(None, functools.partial(watch.history.series, since_s, until_s, points))
+        found = await loop.run_in_executor(
+            None, functools.partial(watch.history.series, since_s, until_s, points)
+        )
         found["began"] = await loop.run_in_executor(None, watch.history.began_s)
         return JSONResponse(plain(found), headers=_HEADERS)
 
     async def events(request: Request) -> Response:
         if stream.full:
             return PlainTextResponse(f"{_CLIENTS_MAX} pages are open already", 503, headers=_HEADERS)
-        return StreamingResponse(stream.messages(), media_type="text/event-stream", headers=_HEADERS | {"X-Accel-Buffering": "no"})
+        return StreamingResponse(
+            stream.messages(), media_type="text/event-stream", headers=_HEADERS | {"X-Accel-Buffering": "no"}
+        )
 
     return Starlette(
         routes=[
@@ -219,13 +242,15 @@ class WebServer:
         self._watch.node.network.run(self._start(), _START_S)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         with contextlib.suppress(TimeoutError):
             self._watch.node.network.run(self._stop(), _STOP_S)
         self._socket.close()
 
     async def _start(self) -> None:
-        self._stream = Stream(self._watch)
+        self._stream = EventStream(self._watch)
         config = uvicorn.Config(
             make_app(self._watch, self._stream),
             log_config=None,
@@ -238,7 +263,9 @@ class WebServer:
             ws="none",
         )
         self._server = uvicorn.Server(config)
-        self._task = self._watch.node.supervisor.spawn("the monitor's page", lambda: self._server.serve(sockets=[self._socket]))
+        self._task = self._watch.node.supervisor.spawn(
+            "the monitor's page", lambda: self._server.serve(sockets=[self._socket])
+        )
 
     async def _stop(self) -> None:
         self._stream.close()

@@ -1,10 +1,11 @@
-"""Small calls on one stream: a unary gRPC call costs both ends together about 0.5 ms of processor time, most of it for the call and not for
-its bytes.
+"""Small calls on one stream: a unary gRPC call costs both ends together about 0.5 ms of processor time, most
+of it for the call and not for its bytes.
 
-On every control connection the caller keeps one stream open. Calls that are made while a message is on its way travel together in the
-next one, and so do their answers, so that the busier a connection is, the less a call costs on it (docs/decisions/0012). Each call keeps
-what a call of its own would have: a number, a status, cancellation, and the limits of `Server`. Large requests, and methods with large
-replies, have calls of their own: on this stream everything behind them would wait.
+On every control connection the caller keeps one stream open. Calls that are made while a message is on its
+way travel together in the next one, and so do their answers, so that the busier a connection is, the less a
+call costs on it (docs/decisions/0012). Each call keeps what a call of its own would have: a number, a status,
+cancellation, and the limits of `Server`. Large requests, and methods with large replies, have calls of their
+own: on this stream everything behind them would wait.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc import aio
 
-from swarm.errors import PeerError
+from swarm.core.errors import PeerError
 from swarm.wire.calls_pb2 import AnswerBatch, Call, CallBatch
 
 CALLS_NAME = "/swarm.Node/Calls"
@@ -40,7 +41,9 @@ Outcome = tuple[grpc.StatusCode, str, bytes]  # status, why it failed, the reply
 
 
 class NotServed(Exception):
-    """The other end does not take shared calls, or no more streams of them: nothing was handled, each call has to go by itself."""
+    """The other end does not take shared calls, or no more streams of them: nothing was handled, each call
+    has to go by itself.
+    """
 
 
 class ClosedHere(Exception):
@@ -61,7 +64,9 @@ class CallStream:
         self._heard = False
 
     async def call(self, method: str, request: bytes, timeout_s: float) -> Outcome:
-        """The outcome, which is DEADLINE_EXCEEDED when none came in `timeout_s`. NotServed, ClosedHere. Cancelled: so is the handler."""
+        """The outcome, which is DEADLINE_EXCEEDED when none came in `timeout_s`. NotServed, ClosedHere.
+        Cancelled: so is the handler.
+        """
         loop = asyncio.get_running_loop()
         self._last += 1
         number = self._last
@@ -80,7 +85,11 @@ class CallStream:
 
     async def run(self) -> None:
         """Sends and receives until the stream ends, however it does."""
-        outcome: Outcome | None = (grpc.StatusCode.CANCELLED, "the peer takes no more calls on this connection", b"")
+        outcome: Outcome | None = (
+            grpc.StatusCode.CANCELLED,
+            "the peer takes no more calls on this connection",
+            b"",
+        )
         try:
             async with asyncio.TaskGroup() as group:
                 writer = group.create_task(self._write())
@@ -95,12 +104,18 @@ class CallStream:
         except* (aio.BaseError, asyncio.InvalidStateError) as errors:
             outcome = (grpc.StatusCode.UNAVAILABLE, str(errors.exceptions[0]), b"")
         except* DecodeError:
-            outcome = (grpc.StatusCode.FAILED_PRECONDITION, "its answers are not a swarm.wire.AnswerBatch", b"")
+            outcome = (
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "its answers are not a swarm.wire.AnswerBatch",
+                b"",
+            )
         finally:
             self.close(outcome)
 
     def close(self, outcome: Outcome | None = None) -> None:
-        """End the stream; calls in progress end with this outcome, or raise ClosedHere when there is none. Idempotent."""
+        """End the stream; calls in progress end with this outcome, or raise ClosedHere when there is none.
+        Idempotent.
+        """
         if self.ended:
             return
         self.ended = True
@@ -156,8 +171,8 @@ class CallStream:
 
 
 async def _settled() -> None:
-    """Let those who are about to speak do so: a message costs as much as ten calls in one. Where no other call is in progress on the
-    connection nobody is about to, and a lone call is not made to wait.
+    """Let those who are about to speak do so: a message costs as much as ten calls in one. Where no other
+    call is in progress on the connection nobody is about to, and a lone call is not made to wait.
     """
     for _ in range(_TURNS):
         await asyncio.sleep(0)
@@ -169,9 +184,9 @@ def _expire(answer: asyncio.Future[Outcome]) -> None:
 
 
 class ServedCalls:
-    """The callee's end. `handle(method, request)` is the RPC boundary: it raises nothing. `at_once` is the same for methods that never
-    wait, and need no task; None: this one may. `enter` and `leave` count calls: one is open until its answer was sent, so that a caller
-    that reads nothing cannot make answers pile up.
+    """The callee's end. `handle(method, request)` is the RPC boundary: it raises nothing. `at_once` is the
+    same for methods that never wait, and need no task; None: this one may. `enter` and `leave` count calls:
+    one is open until its answer was sent, so that a caller that reads nothing cannot make answers pile up.
     """
 
     def __init__(
@@ -188,7 +203,8 @@ class ServedCalls:
         self._enter = enter
         self._leave = leave
         self._open: dict[int, asyncio.Task[None]] = {}
-        self._unsent: deque[tuple[int, Outcome, bool]] = deque()  # number, outcome, whether the call was counted in
+        # number, outcome, whether the call was counted in
+        self._unsent: deque[tuple[int, Outcome, bool]] = deque()
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
         self._stopping = False
@@ -201,7 +217,8 @@ class ServedCalls:
 
     async def run(self) -> None:
         """Until the caller ends the stream. PeerError when it breaks the protocol."""
-        broken: BaseException | None = None  # raised below: what `except*` raises comes in a group on early versions of Python 3.11
+        # raised below: what `except*` raises comes in a group on early versions of Python 3.11
+        broken: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as group:
                 reader = group.create_task(self._read(group))
@@ -247,7 +264,9 @@ class ServedCalls:
         if len(call.method) > _METHOD_CHARACTERS_MAX:
             raise PeerError(f"the name of a method has at most {_METHOD_CHARACTERS_MAX} characters")
         if len(call.request) > SHARED_REQUEST_BYTES_MAX:
-            raise PeerError(f"a shared call's request has at most {SHARED_REQUEST_BYTES_MAX} bytes, not {len(call.request)}")
+            raise PeerError(
+                f"a shared call's request has at most {SHARED_REQUEST_BYTES_MAX} bytes, not {len(call.request)}"
+            )
         if self._stopping:
             self._put(call.number, (grpc.StatusCode.CANCELLED, "the peer is closing", b""), counted=False)
             return
@@ -263,10 +282,14 @@ class ServedCalls:
         task.add_done_callback(functools.partial(self._performed, call.number))
 
     async def _perform(self, call: Call) -> None:
-        self._put(call.number, _checked(call.method, await self._handle(call.method, call.request)), counted=True)
+        self._put(
+            call.number, _checked(call.method, await self._handle(call.method, call.request)), counted=True
+        )
 
     def _performed(self, number: int, task: asyncio.Task[None]) -> None:
-        """A task that is cancelled before it has begun runs no line of its coroutine, so its call is counted out here."""
+        """A task that is cancelled before it has begun runs no line of its coroutine, so its call is counted
+        out here.
+        """
         del self._open[number]
         if task.cancelled():
             self._leave()
@@ -301,4 +324,8 @@ class ServedCalls:
 def _checked(method: str, outcome: Outcome) -> Outcome:
     if len(outcome[2]) <= SHARED_REPLY_BYTES_MAX:
         return outcome
-    return grpc.StatusCode.OUT_OF_RANGE, f"the reply has more than {SHARED_REPLY_BYTES_MAX} bytes: {method} wants a call of its own", b""
+    return (
+        grpc.StatusCode.OUT_OF_RANGE,
+        f"the reply has more than {SHARED_REPLY_BYTES_MAX} bytes: {method} wants a call of its own",
+        b"",
+    )

@@ -1,9 +1,10 @@
 """Mutual TLS from PeerIDs alone (docs/decisions/0001).
 
-The server's leaf is issued by its identity, and the caller makes the trust anchor itself, out of the public key inside the PeerID that it
-means to reach: nothing has to be fetched or pinned beforehand, and an impostor fails in the handshake. The caller's certificate is issued
-under a courtesy CA whose key is public; who the caller is, is said by libp2p's TLS extension (OID 1.3.6.1.4.1.53594.1.1), which binds its
-identity to the certificate's own key.
+The server's leaf is issued by its identity, and the caller makes the trust anchor itself, out of the public
+key inside the PeerID that it means to reach: nothing has to be fetched or pinned beforehand, and an impostor
+fails in the handshake. The caller's certificate is issued under a courtesy CA whose key is public; who the
+caller is, is said by libp2p's TLS extension (OID 1.3.6.1.4.1.53594.1.1), which binds its identity to the
+certificate's own key.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from cryptography.x509.oid import NameOID
 
-from swarm.errors import PeerError
-from swarm.identity import Identity, verify
-from swarm.ids import PeerId
+from swarm.core.errors import PeerError
+from swarm.core.identity import Identity, verify
+from swarm.core.ids import PeerId
 
 LIBP2P_EXTENSION = x509.ObjectIdentifier("1.3.6.1.4.1.53594.1.1")
 _SIGNED_PREFIX = b"libp2p-tls-handshake:"
@@ -35,7 +36,8 @@ _CERTIFICATE_BYTES_MAX = 8192
 _VALID_FROM = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 _VALID_UNTIL = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
 _COURTESY_NAME = "swarm courtesy CA: its key is public, it vouches for nobody"
-_COURTESY_SECRET = 0x5741524D  # public on purpose: it only makes gRPC ask callers for a certificate, and hand it over
+# public on purpose: it only makes gRPC ask callers for a certificate, and hand it over
+_COURTESY_SECRET = 0x5741524D
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +49,22 @@ class KeyAndCertificate:
 
 
 def tls_name(peer_id: PeerId) -> str:
-    """The DNS name in the server's certificate. A hash, since a PeerID tells upper from lower case and DNS names do not."""
+    """The DNS name in the server's certificate. A hash, since a PeerID tells upper from lower case and DNS
+    names do not.
+    """
     return f"{hashlib.sha256(peer_id.to_bytes()).hexdigest()[:40]}.peer.invalid"
 
 
 def server_certificate(identity: Identity) -> KeyAndCertificate:
-    """A leaf for a fresh key, issued by the identity itself; it carries the libp2p extension too, for those who look without an anchor."""
+    """A leaf for a fresh key, issued by the identity itself; it carries the libp2p extension too, for those
+    who look without an anchor.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
     builder = (
         _builder("leaf", str(identity.peer_id), key.public_key())
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(tls_name(identity.peer_id))]), critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.DNSName(tls_name(identity.peer_id))]), critical=False
+        )
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(signed_key_extension(identity, key.public_key()), critical=False)
     )
@@ -64,12 +72,12 @@ def server_certificate(identity: Identity) -> KeyAndCertificate:
 
 
 def trust_anchor(peer_id: PeerId) -> bytes:
-    """The CA certificate (PEM) under which exactly this peer can issue a leaf. An anchor's own signature is not checked, so any key may
-    sign it.
+    """The CA certificate (PEM) under which exactly this peer can issue a leaf. An anchor's own signature is
+    not checked, so any key may sign it.
     """
-    builder = _builder(str(peer_id), str(peer_id), Ed25519PublicKey.from_public_bytes(peer_id.public_key)).add_extension(
-        x509.BasicConstraints(ca=True, path_length=0), critical=True
-    )
+    builder = _builder(
+        str(peer_id), str(peer_id), Ed25519PublicKey.from_public_bytes(peer_id.public_key)
+    ).add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     return builder.sign(Ed25519PrivateKey.generate(), None).public_bytes(Encoding.PEM)
 
 
@@ -79,7 +87,9 @@ def client_certificate(identity: Identity) -> KeyAndCertificate:
     return _pem(key, courtesy_signed(key.public_key(), signed_key_extension(identity, key.public_key())))
 
 
-def courtesy_signed(public_key: EllipticCurvePublicKey, extension: x509.UnrecognizedExtension) -> x509.Certificate:
+def courtesy_signed(
+    public_key: EllipticCurvePublicKey, extension: x509.UnrecognizedExtension
+) -> x509.Certificate:
     """Anybody can do this: the key of the courtesy CA is public."""
     builder = (
         _builder("caller", _COURTESY_NAME, public_key)
@@ -98,18 +108,23 @@ def courtesy_ca() -> bytes:
     return builder.sign(_courtesy_key(), hashes.SHA256()).public_bytes(Encoding.PEM)
 
 
-def signed_key_extension(identity: Identity, public_key: EllipticCurvePublicKey) -> x509.UnrecognizedExtension:
-    """libp2p's SignedKey: SEQUENCE { publicKey OCTET STRING, signature OCTET STRING } over the certificate's SubjectPublicKeyInfo."""
+def signed_key_extension(
+    identity: Identity, public_key: EllipticCurvePublicKey
+) -> x509.UnrecognizedExtension:
+    """libp2p's SignedKey: SEQUENCE { publicKey OCTET STRING, signature OCTET STRING } over the certificate's
+    SubjectPublicKeyInfo.
+    """
     signature = identity.sign(_SIGNED_PREFIX + _public_key_info(public_key))
     content = _octets(_PUBLIC_KEY_PREFIX + identity.peer_id.public_key) + _octets(signature)
     return x509.UnrecognizedExtension(LIBP2P_EXTENSION, b"\x30" + bytes([len(content)]) + content)
 
 
 def peer_of(certificate: x509.Certificate) -> PeerId:
-    """Who holds this certificate's key, by its libp2p extension; PeerError when there is none or it was made for another key.
+    """Who holds this certificate's key, by its libp2p extension; PeerError when there is none or it was made
+    for another key.
 
-    The certificate's issuer proves nothing and is not looked at. That the other end holds the certificate's key is what the TLS handshake
-    proved.
+    The certificate's issuer proves nothing and is not looked at. That the other end holds the certificate's
+    key is what the TLS handshake proved.
     """
     try:
         extension = certificate.extensions.get_extension_for_oid(LIBP2P_EXTENSION).value
@@ -122,13 +137,19 @@ def peer_of(certificate: x509.Certificate) -> PeerId:
     public_key, signature = _read_signed_key(extension.value)
     peer_id = PeerId(public_key)
     key = certificate.public_key()
-    if not isinstance(key, EllipticCurvePublicKey) or not verify(peer_id, _SIGNED_PREFIX + _public_key_info(key), signature):
-        raise PeerError(f"the certificate's libp2p extension names {peer_id}, but that peer did not sign this certificate's key")
+    if not isinstance(key, EllipticCurvePublicKey) or not verify(
+        peer_id, _SIGNED_PREFIX + _public_key_info(key), signature
+    ):
+        raise PeerError(
+            f"the certificate's libp2p extension names {peer_id}, but that peer did not sign this certificate's key"
+        )
     return peer_id
 
 
 class CallerCheck:
-    """Turns callers' certificates into PeerIDs, remembering the last `entries_max`: a signature check per connection, not per call."""
+    """Turns callers' certificates into PeerIDs, remembering the last `entries_max`: a signature check per
+    connection, not per call.
+    """
 
     def __init__(self, entries_max: int = 4096) -> None:
         self._entries_max = entries_max
@@ -141,7 +162,9 @@ class CallerCheck:
             self._known.move_to_end(certificate_pem)
             return known
         if len(certificate_pem) > _CERTIFICATE_BYTES_MAX:
-            raise PeerError(f"the certificate has {len(certificate_pem)} bytes; at most {_CERTIFICATE_BYTES_MAX} are read")
+            raise PeerError(
+                f"the certificate has {len(certificate_pem)} bytes; at most {_CERTIFICATE_BYTES_MAX} are read"
+            )
         try:
             certificate = x509.load_pem_x509_certificate(certificate_pem)
         except ValueError as error:
@@ -153,7 +176,9 @@ class CallerCheck:
         return peer_id
 
 
-def _builder(subject: str, issuer: str, public_key: EllipticCurvePublicKey | Ed25519PublicKey) -> x509.CertificateBuilder:
+def _builder(
+    subject: str, issuer: str, public_key: EllipticCurvePublicKey | Ed25519PublicKey
+) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()
         .subject_name(_name(subject))
@@ -191,10 +216,22 @@ def _octets(raw: bytes) -> bytes:
 
 
 def _read_signed_key(raw: bytes) -> tuple[bytes, bytes]:
-    """The Ed25519 key (32 bytes) and the signature. For Ed25519 DER leaves one way to write them, so the frame is compared, not parsed."""
+    """The Ed25519 key (32 bytes) and the signature. For Ed25519 DER leaves one way to write them, so the
+    frame is compared, not parsed.
+    """
     key_bytes = len(_PUBLIC_KEY_PREFIX) + 32
-    frame = b"\x30" + bytes([4 + key_bytes + _SIGNATURE_BYTES]) + b"\x04" + bytes([key_bytes]) + _PUBLIC_KEY_PREFIX
+    frame = (
+        b"\x30"
+        + bytes([4 + key_bytes + _SIGNATURE_BYTES])
+        + b"\x04"
+        + bytes([key_bytes])
+        + _PUBLIC_KEY_PREFIX
+    )
     key_end = len(frame) + 32
-    if len(raw) != key_end + 2 + _SIGNATURE_BYTES or not raw.startswith(frame) or raw[key_end : key_end + 2] != b"\x04\x40":
+    if (
+        len(raw) != key_end + 2 + _SIGNATURE_BYTES
+        or not raw.startswith(frame)
+        or raw[key_end : key_end + 2] != b"\x04\x40"
+    ):
         raise PeerError("the certificate's libp2p extension is not a SignedKey with an Ed25519 key")
     return raw[len(frame) : key_end], raw[key_end + 2 :]

@@ -1,8 +1,8 @@
 """The client side of remote calls: pooled, bounded, authenticated connections to peers.
 
-One control connection (lane 0) per peer, and one more TCP connection for every other lane that somebody asks for: the streams of one
-connection share one TCP window, and a long link needs several. A connection that broke is dropped, so that the next call dials afresh
-instead of waiting for gRPC's backoff.
+One control connection (lane 0) per peer, and one more TCP connection for every other lane that somebody asks
+for: the streams of one connection share one TCP window, and a long link needs several. A connection that
+broke is dropped, so that the next call dials afresh instead of waiting for gRPC's backoff.
 """
 
 from __future__ import annotations
@@ -18,10 +18,16 @@ from dataclasses import dataclass, field
 import grpc
 from google.protobuf.message import DecodeError
 
-from swarm.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
-from swarm.identity import Identity
-from swarm.ids import Address, Contact, PeerId
-from swarm.net.calls import SHARED_REPLY_BYTES_MAX, SHARED_REQUEST_BYTES_MAX, CallStream, ClosedHere, NotServed
+from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
+from swarm.core.identity import Identity
+from swarm.core.ids import Address, Contact, PeerId
+from swarm.net.calls import (
+    SHARED_REPLY_BYTES_MAX,
+    SHARED_REQUEST_BYTES_MAX,
+    CallStream,
+    ClosedHere,
+    NotServed,
+)
 from swarm.net.certificate import client_certificate
 from swarm.net.dial import Connection, dial
 from swarm.net.outgoing import CallerStream, closed_here, mapped, status_error
@@ -37,7 +43,8 @@ _STREAMS_END_S_MAX = 0.2
 class ChannelsConfig:
     """Limits of the connection pool."""
 
-    connections_max: int = 512  # 150 kB each; the one unused for longest makes room. Too small: peers are dialed again and again
+    # 150 kB each; the one unused for longest makes room. Too small: peers are dialed again and again
+    connections_max: int = 512
     idle_s: float = 120.0  # an unused connection is closed after this long
     dial_timeout_s: float = 10.0  # for connecting, also when the call itself may take longer
 
@@ -67,7 +74,9 @@ class _Use:
 
 
 class Channels:
-    """Calls peers by contact. Lives on one event loop. `on_connected(contact, address, seconds)` is told of every new connection."""
+    """Calls peers by contact. Lives on one event loop. `on_connected(contact, address, seconds)` is told of
+    every new connection.
+    """
 
     def __init__(
         self,
@@ -88,15 +97,20 @@ class Channels:
         self._streams = Supervisor()
         self._dialed: deque[tuple[str, int]] = deque(maxlen=_DIALED_MAX)
 
-    async def call(self, contact: Contact, method: Method[RequestT, ReplyT], request: RequestT, *, timeout_s: float) -> ReplyT:
+    async def call(
+        self, contact: Contact, method: Method[RequestT, ReplyT], request: RequestT, *, timeout_s: float
+    ) -> ReplyT:
         """One unary call; connects first when needed, all within `timeout_s`.
 
-        NetworkError: the peer cannot be reached, or the connection broke (the call may or may not have been handled). DeadlineExceeded.
-        PeerError: it refused, and why. UsageError: the request is larger than the method allows.
+        NetworkError: the peer cannot be reached, or the connection broke (the call may or may not have been
+        handled). DeadlineExceeded. PeerError: it refused, and why. UsageError: the request is larger than the
+        method allows.
         """
         raw = request.SerializeToString()
         if len(raw) > method.request_bytes_max:
-            raise UsageError(f"{method.name} takes requests of at most {method.request_bytes_max} bytes; this one has {len(raw)}")
+            raise UsageError(
+                f"{method.name} takes requests of at most {method.request_bytes_max} bytes; this one has {len(raw)}"
+            )
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         link, use = await self._enter(contact, 0, timeout_s)
@@ -104,10 +118,18 @@ class Channels:
             if len(raw) > SMALL_BYTES:
                 await self._throttle.sends(len(raw))
             remaining_s = max(deadline_s - loop.time(), 0.001)
-            if use.shares and len(raw) <= SHARED_REQUEST_BYTES_MAX and method.reply_bytes_max <= SHARED_REPLY_BYTES_MAX:
-                reply_raw = await self._call_shared(contact.peer_id, use, method.name, raw, remaining_s, timeout_s)
+            if (
+                use.shares
+                and len(raw) <= SHARED_REQUEST_BYTES_MAX
+                and method.reply_bytes_max <= SHARED_REPLY_BYTES_MAX
+            ):
+                reply_raw = await self._call_shared(
+                    contact.peer_id, use, method.name, raw, remaining_s, timeout_s
+                )
             else:
-                reply_raw = await _call_alone(contact.peer_id, use.connection, method.name, raw, remaining_s, timeout_s)
+                reply_raw = await _call_alone(
+                    contact.peer_id, use.connection, method.name, raw, remaining_s, timeout_s
+                )
         except NetworkError as error:
             self._failed(link, use, error)
             raise
@@ -131,15 +153,18 @@ class Channels:
     def open_stream(
         self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, lane: int = 0
     ) -> AbstractAsyncContextManager[Stream]:
-        """A stream for the length of an `async with`; leaving it before the other end has finished cancels it.
+        """A stream for the length of an `async with`; leaving it before the other end has finished cancels
+        it.
 
-        `timeout_s` is for the whole stream, connecting included (None: as long as it takes). `lane` above 0: on a TCP connection of its
-        own.
+        `timeout_s` is for the whole stream, connecting included (None: as long as it takes). `lane` above 0:
+        on a TCP connection of its own.
         """
         return self._open_stream(contact, method, timeout_s, lane)
 
     @contextlib.asynccontextmanager
-    async def _open_stream(self, contact: Contact, method: StreamMethod, timeout_s: float | None, lane: int) -> AsyncIterator[Stream]:
+    async def _open_stream(
+        self, contact: Contact, method: StreamMethod, timeout_s: float | None, lane: int
+    ) -> AsyncIterator[Stream]:
         loop = asyncio.get_running_loop()
         deadline_s = None if timeout_s is None else loop.time() + timeout_s
         async with self._using(contact, lane, timeout_s) as connection:
@@ -175,7 +200,9 @@ class Channels:
 
     @property
     def endpoints(self) -> frozenset[tuple[str, int]]:
-        """Every (IP, port) that is connected or may be connecting: by them a forked child knows this node's sockets."""
+        """Every (IP, port) that is connected or may be connecting: by them a forked child knows this node's
+        sockets.
+        """
         return frozenset(self._dialed).union(*(use.connection.endpoints for use in self._uses.values()))
 
     def connected(self, peer_id: PeerId) -> bool:
@@ -183,7 +210,9 @@ class Channels:
         link = self._links.get((peer_id, 0))
         return link is not None and link.connection is not None and _alive(link.connection)
 
-    async def _call_shared(self, peer_id: PeerId, use: _Use, name: str, raw: bytes, remaining_s: float, timeout_s: float) -> bytes:
+    async def _call_shared(
+        self, peer_id: PeerId, use: _Use, name: str, raw: bytes, remaining_s: float, timeout_s: float
+    ) -> bytes:
         """Together with others on the connection's stream of shared calls."""
         if use.stream is None or use.stream.ended:
             use.stream = CallStream(use.connection.channel)
@@ -222,7 +251,11 @@ class Channels:
 
     def _failed(self, link: _Link, use: _Use, error: NetworkError) -> None:
         """A connection that broke is dropped; one whose call was merely too slow is not."""
-        if not isinstance(error, DeadlineExceeded) and link.connection is use.connection and not _alive(use.connection):
+        if (
+            not isinstance(error, DeadlineExceeded)
+            and link.connection is use.connection
+            and not _alive(use.connection)
+        ):
             link.connection = None
             use.dropped = True
 
@@ -242,15 +275,21 @@ class Channels:
         link = self._links.get((contact.peer_id, lane))
         if link is None:
             await self._make_room()
-            link = self._links.setdefault((contact.peer_id, lane), _Link(contact.peer_id, lane, used_s=started_s))
+            link = self._links.setdefault(
+                (contact.peer_id, lane), _Link(contact.peer_id, lane, used_s=started_s)
+            )
         if link.connection is not None and _alive(link.connection):
             return link
-        dial_s = self._config.dial_timeout_s if timeout_s is None else min(timeout_s, self._config.dial_timeout_s)
+        dial_s = (
+            self._config.dial_timeout_s if timeout_s is None else min(timeout_s, self._config.dial_timeout_s)
+        )
         try:
             async with asyncio.timeout(dial_s):
                 await link.lock.acquire()
         except TimeoutError:
-            raise DeadlineExceeded(f"cannot reach peer {contact.peer_id} within {dial_s:.3g} s: another call is still connecting") from None
+            raise DeadlineExceeded(
+                f"cannot reach peer {contact.peer_id} within {dial_s:.3g} s: another call is still connecting"
+            ) from None
         try:
             await self._dial(link, contact, asked_s, started_s + dial_s - loop.time())
             return link
@@ -261,7 +300,8 @@ class Channels:
         """With the link's lock held."""
         if link.connection is not None and _alive(link.connection):
             return link.connection
-        if link.failure is not None and link.failed_s > asked_s:  # it failed while this caller was waiting for it
+        # it failed while this caller was waiting for it
+        if link.failure is not None and link.failed_s > asked_s:
             raise type(link.failure)(str(link.failure))
         stale, link.connection = link.connection, None
         if stale is not None:
@@ -292,9 +332,15 @@ class Channels:
 
     async def _make_room(self) -> None:
         while len(self._links) >= self._config.connections_max:
-            idle = [(link.used_s, key) for key, link in self._links.items() if not self._busy(link) and not link.lock.locked()]
+            idle = [
+                (link.used_s, key)
+                for key, link in self._links.items()
+                if not self._busy(link) and not link.lock.locked()
+            ]
             if not idle:
-                raise NetworkError(f"{len(self._links)} connections are open and all of them are in use; no more are allowed")
+                raise NetworkError(
+                    f"{len(self._links)} connections are open and all of them are in use; no more are allowed"
+                )
             await self._close(self._links.pop(min(idle)[1]))
 
     def _busy(self, link: _Link) -> bool:
@@ -322,12 +368,16 @@ class Channels:
         await connection.channel.close()
 
 
-async def _call_alone(peer_id: PeerId, connection: Connection, name: str, raw: bytes, remaining_s: float, timeout_s: float) -> bytes:
+async def _call_alone(
+    peer_id: PeerId, connection: Connection, name: str, raw: bytes, remaining_s: float, timeout_s: float
+) -> bytes:
     with mapped(peer_id, connection, name, timeout_s):
         reply: bytes = await connection.channel.unary_unary(name)(raw, timeout=remaining_s)
         return reply
 
 
 def _alive(connection: Connection) -> bool:
-    """A channel that fell back from READY has lost its connection; gRPC would dial it again with a backoff of its own."""
+    """A channel that fell back from READY has lost its connection; gRPC would dial it again with a backoff of
+    its own.
+    """
     return connection.channel.get_state() is grpc.ChannelConnectivity.READY

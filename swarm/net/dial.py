@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import grpc
 from grpc import aio
 
-from swarm.errors import DeadlineExceeded, NetworkError
-from swarm.ids import Address, Contact
+from swarm.core.errors import DeadlineExceeded, NetworkError
+from swarm.core.ids import Address, Contact
 from swarm.net.certificate import KeyAndCertificate, tls_name, trust_anchor
 from swarm.net.rpc import TRANSPORT_OPTIONS
 
@@ -21,7 +21,8 @@ _RESOLVED_MAX = 4
 
 _CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
     *TRANSPORT_OPTIONS,
-    ("grpc.use_local_subchannel_pool", 1),  # else channels to one peer share one TCP connection, and its backoff after a failure
+    # else channels to one peer share one TCP connection, and its backoff after a failure
+    ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),  # an HTTP proxy of the environment is not meant for peers
     ("grpc.enable_retries", 0),  # who calls decides whether a call may be repeated
     ("grpc.service_config_disable_resolution", 1),
@@ -51,14 +52,17 @@ async def dial(
     options: tuple[tuple[str, int], ...] = (),
     on_dial: Callable[[list[tuple[str, int]]], None] = lambda endpoints: None,
 ) -> Connection:
-    """Connect to the peer at any of its addresses; `first` is tried before the others. `options`: of gRPC, beside our
-    own. `on_dial` is told every (IP, port) before it is dialed.
+    """Connect to the peer at any of its addresses; `first` is tried before the others. `options`: of gRPC,
+    beside our own. `on_dial` is told every (IP, port) before it is dialed.
 
-    NetworkError names the peer, each address and why it failed; DeadlineExceeded when some gave no answer at all in `timeout_s`.
+    NetworkError names the peer, each address and why it failed; DeadlineExceeded when some gave no answer at
+    all in `timeout_s`.
     """
     if not contact.addresses:
         raise NetworkError(f"peer {contact.peer_id} has no address that can be dialed")
-    credentials = grpc.ssl_channel_credentials(trust_anchor(contact.peer_id), own.key_pem, own.certificate_pem)
+    credentials = grpc.ssl_channel_credentials(
+        trust_anchor(contact.peer_id), own.key_pem, own.certificate_pem
+    )
     addresses = sorted(contact.addresses[:_ADDRESSES_MAX], key=lambda address: address != first)
     race = _Race(contact, credentials, options, on_dial)
     try:
@@ -78,7 +82,11 @@ class _Race:
         self._on_dial = on_dial
         self._contact = contact
         self._credentials = credentials
-        self._options = [*_CLIENT_OPTIONS, *options, ("grpc.ssl_target_name_override", tls_name(contact.peer_id))]
+        self._options = [
+            *_CLIENT_OPTIONS,
+            *options,
+            ("grpc.ssl_target_name_override", tls_name(contact.peer_id)),
+        ]
         self._channels: list[aio.Channel] = []
         self._failures: dict[Address, str] = {}
         self._winner: Connection | None = None
@@ -94,7 +102,9 @@ class _Race:
                     running.add(group.create_task(self._attempt(waiting.pop(0))))
                 remaining_s = deadline_s - loop.time()
                 done, running = await asyncio.wait(
-                    running, timeout=min(_STAGGER_S, remaining_s) if waiting else remaining_s, return_when=asyncio.FIRST_COMPLETED
+                    running,
+                    timeout=min(_STAGGER_S, remaining_s) if waiting else remaining_s,
+                    return_when=asyncio.FIRST_COMPLETED,
                 )
                 self._winner = next((task.result() for task in done if task.result() is not None), None)
             for task in running:
@@ -110,7 +120,9 @@ class _Race:
 
     def _error(self, addresses: list[Address], timeout_s: float) -> NetworkError:
         silent = f"no answer within {timeout_s:.3g} s"
-        reasons = "; ".join(f"{address.multiaddr}: {self._failures.get(address, silent)}" for address in addresses)
+        reasons = "; ".join(
+            f"{address.multiaddr}: {self._failures.get(address, silent)}" for address in addresses
+        )
         kind = NetworkError if all(address in self._failures for address in addresses) else DeadlineExceeded
         return kind(f"cannot reach peer {self._contact.peer_id}: {reasons}")
 
@@ -125,18 +137,24 @@ class _Race:
         channel = aio.secure_channel(_target(resolved), self._credentials, options=self._options)
         self._channels.append(channel)
         state = channel.get_state(try_to_connect=True)
-        while state not in (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN):
+        while state not in (
+            grpc.ChannelConnectivity.READY,
+            grpc.ChannelConnectivity.TRANSIENT_FAILURE,
+            grpc.ChannelConnectivity.SHUTDOWN,
+        ):
             await channel.wait_for_state_change(state)
             state = channel.get_state(try_to_connect=True)
         if state is not grpc.ChannelConnectivity.READY:
             self._failures[address] = await _why(channel)
             return None
-        return Connection(channel, address, frozenset(resolved), asyncio.get_running_loop().time() - started_s)
+        return Connection(
+            channel, address, frozenset(resolved), asyncio.get_running_loop().time() - started_s
+        )
 
 
 async def _resolve(address: Address) -> list[tuple[str, int]]:
-    """IP addresses of one family: the one that the system prefers. Names are resolved here, so that we know which sockets are ours
-    (swarm.runtime.fork).
+    """IP addresses of one family: the one that the system prefers. Names are resolved here, so that we know
+    which sockets are ours (swarm.runtime.fork).
     """
     if not address.target.startswith("dns:"):
         return [(address.host, address.port)]
@@ -162,11 +180,24 @@ async def _why(channel: aio.Channel) -> str:
 
 def explain(details: str) -> str:
     """gRPC's account of a failed connection, in fewer words."""
-    if any(words in details for words in ("CERTIFICATE_VERIFY_FAILED", "unable to get local issuer", "certificate signature failure")):
+    if any(
+        words in details
+        for words in (
+            "CERTIFICATE_VERIFY_FAILED",
+            "unable to get local issuer",
+            "certificate signature failure",
+        )
+    ):
         return "another peer answers there (its certificate was not issued by this PeerID)"
     if "handshake failed" in details.lower():
         return "it does not speak TLS as a swarm peer does"
-    for words in ("Connection refused", "No route to host", "Network is unreachable", "Connection reset by peer", "Socket closed"):
+    for words in (
+        "Connection refused",
+        "No route to host",
+        "Network is unreachable",
+        "Connection reset by peer",
+        "Socket closed",
+    ):
         if words.lower() in details.lower():
             return words.lower()
     return details[:300]

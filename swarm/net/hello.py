@@ -1,4 +1,6 @@
-"""Introductions: two peers that connect tell each other where they are reached, and learn how far apart they are."""
+"""Introductions: two peers that connect tell each other where they are reached, and learn how far apart they
+are.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +10,29 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from swarm.dht.wire import contact_to_wire, sender_from_wire
-from swarm.ids import Contact, PeerId
+from swarm.core.ids import Contact, PeerId
+from swarm.dht.service.wire import contact_to_wire, sender_from_wire
+from swarm.net.peerbook import ADDRESSES_MAX, PeerBook
 from swarm.net.rpc import Caller, Handlers, Method
-from swarm.peerbook import ADDRESSES_MAX, PeerBook
 from swarm.wire import peer_pb2
 
 _AGENT_CHARACTERS_MAX = 100
 _AGAIN_S = 600.0
 _ASKED_MAX = 4096
-HELLO = Method(name="/swarm.Node/Hello", request=peer_pb2.Hello, reply=peer_pb2.Hello, request_bytes_max=4096, reply_bytes_max=4096)
+HELLO = Method(
+    name="/swarm.Node/Hello",
+    request=peer_pb2.Hello,
+    reply=peer_pb2.Hello,
+    request_bytes_max=4096,
+    reply_bytes_max=4096,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Introduction:
-    """What a Hello brought. `clock_ahead_s`: how far the other's raw system clock is ahead of ours, by the round trip's midpoint."""
+    """What a Hello brought. `clock_ahead_s`: how far the other's raw system clock is ahead of ours, by the
+    round trip's midpoint.
+    """
 
     contact: Contact
     agent: str
@@ -58,8 +68,8 @@ class Introductions:
             self._asked_s.popitem(last=False)
         reply, sent_s, round_trip_s = await self._exchange(contact, timeout_s)
         theirs = sender_from_wire(reply.contact, contact.peer_id)
-        # who just answered at our addresses is reached there, whatever it believes about itself: behind a router it may not know its public
-        # address
+        # who just answered at our addresses is reached there, whatever it believes about itself: behind a
+        # router it may not know its public address
         addresses = tuple(dict.fromkeys((*theirs.addresses, *contact.addresses)))[:ADDRESSES_MAX]
         introduction = Introduction(
             contact=Contact(contact.peer_id, addresses),
@@ -73,7 +83,9 @@ class Introductions:
         return introduction
 
     async def _exchange(self, contact: Contact, timeout_s: float) -> tuple[peer_pb2.Hello, float, float]:
-        """The answer, when the question was sent, and the round-trip time: without connecting, which a first call would include."""
+        """The answer, when the question was sent, and the round-trip time: without connecting, which a first
+        call would include.
+        """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
         await self._caller.call(contact, HELLO, self._message(), timeout_s=timeout_s)

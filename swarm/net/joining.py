@@ -1,8 +1,8 @@
 """Finding the way into the swarm, and back into it: in the background, for as long as the node lives.
 
-Every bootstrap address is tried at once; when none answers, the peers that the book remembers are. After a failure again, sooner at first;
-once inside, now and then, so that a bootstrap that comes back is met again, and two halves of a swarm that a network cut has separated
-become one when it heals.
+Every bootstrap address is tried at once; when none answers, the peers that the book remembers are. After a
+failure again, sooner at first; once inside, now and then, so that a bootstrap that comes back is met again,
+and two halves of a swarm that a network cut has separated become one when it heals.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swarm.errors import SwarmError
-from swarm.ids import Contact, PeerId
+from swarm.core.errors import SwarmError
+from swarm.core.ids import Contact, PeerId
 from swarm.net.hello import Introductions
-from swarm.peerbook import PeerBook
+from swarm.net.peerbook import PeerBook
 
 _logger = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ class JoiningConfig:
 
 
 class Joining:
-    """`join(contacts)` is called with every peer once, and again when one answers that did not before. `attempted` is set after the first
-    round, `joined` once somebody has answered.
+    """`join(contacts)` is called with every peer once, and again when one answers that did not before.
+    `attempted` is set after the first round, `joined` once somebody has answered.
     """
 
     def __init__(
@@ -78,7 +78,11 @@ class Joining:
         self.failures = {}
         asked, answered = len(self._bootstrap), await self._ask(self._bootstrap)
         if not answered:
-            remembered = [peer.contact for peer in self._book.known() if peer.contact.addresses and peer.peer_id not in self.failures]
+            remembered = [
+                peer.contact
+                for peer in self._book.known()
+                if peer.contact.addresses and peer.peer_id not in self.failures
+            ]
             remembered = remembered[: self._config.from_book_max]
             asked, answered = asked + len(remembered), await self._ask(remembered)
         return asked, answered
@@ -91,7 +95,8 @@ class Joining:
             unknown = [contact for contact in contacts if contact.peer_id not in self._tried]
             self._tried |= {contact.peer_id for contact in unknown}
             if unknown:
-                group.create_task(self._join(unknown))  # at once: an operation on the DHT that begins now waits for this
+                # at once: an operation on the DHT that begins now waits for this
+                group.create_task(self._join(unknown))
             while waiting:
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 live = [contact for task in done if (contact := task.result()) is not None]
@@ -107,7 +112,9 @@ class Joining:
 
     async def _hello(self, contact: Contact) -> Contact | None:
         try:
-            return (await self._introductions.introduce(contact, timeout_s=self._config.hello_timeout_s)).contact
+            return (
+                await self._introductions.introduce(contact, timeout_s=self._config.hello_timeout_s)
+            ).contact
         except SwarmError as error:
             self.failures[contact.peer_id] = str(error)
             self._lost.add(contact.peer_id)
@@ -119,5 +126,7 @@ def _by_peer(contacts: Sequence[Contact]) -> list[Contact]:
     merged: dict[PeerId, Contact] = {}
     for contact in contacts:
         before = merged[contact.peer_id].addresses if contact.peer_id in merged else ()
-        merged[contact.peer_id] = Contact(contact.peer_id, tuple(dict.fromkeys((*before, *contact.addresses))))
+        merged[contact.peer_id] = Contact(
+            contact.peer_id, tuple(dict.fromkeys((*before, *contact.addresses)))
+        )
     return list(merged.values())

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 import psutil
 
-from swarm.errors import UsageError
-from swarm.ids import Address
+from swarm.core.errors import UsageError
+from swarm.core.ids import Address
 
 _ANNOUNCED_MAX = 8
 
@@ -24,10 +24,11 @@ def parse_listen(text: str) -> tuple[str, int]:
 
 
 def announced(host: str, port: int, override: Sequence[str] = ()) -> tuple[Address, ...]:
-    """The addresses to tell others for a server on `host:port`: `override` when given (`host`, `host:port` or a multiaddr each), else what
-    it listens on.
+    """The addresses to tell others for a server on `host:port`: `override` when given (`host`, `host:port` or
+    a multiaddr each), else what it listens on.
 
-    A wildcard stands for every address of this machine: public ones first, then those of private networks, loopback last.
+    A wildcard stands for every address of this machine: public ones first, then those of private networks,
+    loopback last.
     """
     if override:
         return tuple(dict.fromkeys(_parse_announced(text, port) for text in override))[:_ANNOUNCED_MAX]
@@ -37,21 +38,32 @@ def announced(host: str, port: int, override: Sequence[str] = ()) -> tuple[Addre
 
 
 def choose(hosts: Iterable[str], *, ipv4_only: bool) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """The addresses worth announcing, best first, at most eight; the loopback address of IPv4 is always among them, for peers on the same
-    machine.
+    """The addresses worth announcing, best first, at most eight; the loopback address of IPv4 is always among
+    them, for peers on the same machine.
     """
     parsed = {ipaddress.ip_address(host.partition("%")[0]) for host in hosts}
     useful = [
-        one for one in parsed if not (one.is_link_local or one.is_multicast or one.is_unspecified) and not (ipv4_only and one.version == 6)
+        one
+        for one in parsed
+        if not (one.is_link_local or one.is_multicast or one.is_unspecified)
+        and not (ipv4_only and one.version == 6)
     ]
-    outside = sorted((one for one in useful if not one.is_loopback), key=lambda one: (not one.is_global, one.version, int(one)))
+    outside = sorted(
+        (one for one in useful if not one.is_loopback),
+        key=lambda one: (not one.is_global, one.version, int(one)),
+    )
     loopback = sorted((one for one in useful if one.is_loopback), key=lambda one: (one.version, int(one)))[:1]
     return outside[: _ANNOUNCED_MAX - len(loopback)] + loopback
 
 
 def _interface_hosts() -> list[str]:
     families = (socket.AF_INET, socket.AF_INET6)
-    return [entry.address for entries in psutil.net_if_addrs().values() for entry in entries if entry.family in families]
+    return [
+        entry.address
+        for entries in psutil.net_if_addrs().values()
+        for entry in entries
+        if entry.family in families
+    ]
 
 
 def _parse_announced(text: str, port: int) -> Address:

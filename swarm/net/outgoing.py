@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import grpc
 from grpc import aio
 
-from swarm.errors import DeadlineExceeded, NetworkError, PeerError, SwarmError, UsageError
-from swarm.ids import PeerId
+from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, SwarmError, UsageError
+from swarm.core.ids import PeerId
 from swarm.net.dial import Connection, explain
 from swarm.net.rpc import END_OF_STREAM, StreamMethod, check_incoming, check_outgoing
 
@@ -56,7 +56,10 @@ class CallerStream:
             return
         self._finished = True
         await self._write(END_OF_STREAM)
-        with mapped(self.peer_id, self._connection, self._method.name, self._timeout_s), contextlib.suppress(asyncio.InvalidStateError):
+        with (
+            mapped(self.peer_id, self._connection, self._method.name, self._timeout_s),
+            contextlib.suppress(asyncio.InvalidStateError),
+        ):
             await self._call.done_writing()
 
     def cancel(self) -> None:
@@ -69,9 +72,12 @@ class CallerStream:
                 self._connected = True
             if self._call.done():
                 await self._raise_unless_ok()
-                raise NetworkError(f"peer {self.peer_id} finished {self._method.name} without taking all that was sent")
+                raise NetworkError(
+                    f"peer {self.peer_id} finished {self._method.name} without taking all that was sent"
+                )
             try:
-                # As `call.write` does; but when a write fails, that one hides the status that says why behind "Internal error from Core".
+                # As `call.write` does; but when a write fails, that one hides the status that says why behind
+                # "Internal error from Core".
                 await self._call._cython_call.send_serialized_message(message)
             except aio.InternalError:
                 await self._raise_after_failed_write()
@@ -83,12 +89,21 @@ class CallerStream:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STATUS_S_MAX):
                 await self._raise_unless_ok()
-        raise NetworkError(f"peer {self.peer_id} finished {self._method.name} without taking all that was sent")
+        raise NetworkError(
+            f"peer {self.peer_id} finished {self._method.name} without taking all that was sent"
+        )
 
     async def _raise_unless_ok(self) -> None:
         code = await self._call.code()
         if code is not grpc.StatusCode.OK:
-            raise status_error(self.peer_id, self._connection, self._method.name, code, await self._call.details() or "", self._timeout_s)
+            raise status_error(
+                self.peer_id,
+                self._connection,
+                self._method.name,
+                code,
+                await self._call.details() or "",
+                self._timeout_s,
+            )
 
 
 @contextlib.contextmanager
@@ -97,9 +112,13 @@ def mapped(peer_id: PeerId, connection: Connection, name: str, timeout_s: float 
     try:
         yield
     except aio.AioRpcError as error:
-        raise status_error(peer_id, connection, name, error.code(), error.details() or "", timeout_s) from None
+        raise status_error(
+            peer_id, connection, name, error.code(), error.details() or "", timeout_s
+        ) from None
     except aio.BaseError as error:
-        raise NetworkError(f"{name} to peer {peer_id} at {connection.address.multiaddr} failed: {error}") from None
+        raise NetworkError(
+            f"{name} to peer {peer_id} at {connection.address.multiaddr} failed: {error}"
+        ) from None
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
@@ -112,7 +131,12 @@ def closed_here(peer_id: PeerId, name: str) -> NetworkError:
 
 
 def status_error(
-    peer_id: PeerId, connection: Connection, name: str, code: grpc.StatusCode, details: str, timeout_s: float | None
+    peer_id: PeerId,
+    connection: Connection,
+    name: str,
+    code: grpc.StatusCode,
+    details: str,
+    timeout_s: float | None,
 ) -> SwarmError:
     """The error of ours for a status that a call ended with."""
     status = grpc.StatusCode
@@ -121,9 +145,13 @@ def status_error(
         limit = f" within {timeout_s:.3g} s" if timeout_s is not None else ""
         return DeadlineExceeded(f"peer {peer_id} at {where} did not answer {name}{limit}")
     if code is status.UNAVAILABLE:
-        return NetworkError(f"the connection to peer {peer_id} at {where} broke during {name}: {explain(details)}")
+        return NetworkError(
+            f"the connection to peer {peer_id} at {where} broke during {name}: {explain(details)}"
+        )
     if code in (status.CANCELLED, status.ABORTED):
         return NetworkError(f"peer {peer_id} broke off {name}: {details or 'no reason given'}")
     if code is status.UNIMPLEMENTED:
-        return PeerError(f"peer {peer_id} does not serve {name}: it runs another version, or not this service")
+        return PeerError(
+            f"peer {peer_id} does not serve {name}: it runs another version, or not this service"
+        )
     return PeerError(f"peer {peer_id} refused {name}: {details or code.name.lower()}")

@@ -1,11 +1,13 @@
-"""Remote calls: methods, streams, and the registry of handlers. The client side is `swarm.net.channels`, the server `swarm.net.server`.
+"""Remote calls: methods, streams, and the registry of handlers. The client side is `swarm.net.channels`, the
+server `swarm.net.server`.
 
-Two kinds of methods. A `Method` is unary, with protobuf messages both ways. A `StreamMethod` carries raw byte messages both ways for as
-long as both ends like: tensors, about 1 MiB a message. Every handler gets the caller's authenticated PeerId (`swarm.net.certificate`).
+Two kinds of methods. A `Method` is unary, with protobuf messages both ways. A `StreamMethod` carries raw byte
+messages both ways for as long as both ends like: tensors, about 1 MiB a message. Every handler gets the
+caller's authenticated PeerId (`swarm.net.certificate`).
 
-A handler refuses by raising PeerError or UsageError: the caller gets PeerError with that text. Whatever else it raises is logged here, and
-the caller gets "internal error". A message that is too large or cannot be parsed is refused with its sender named, and ends nothing but
-that call.
+A handler refuses by raising PeerError or UsageError: the caller gets PeerError with that text. Whatever else
+it raises is logged here, and the caller gets "internal error". A message that is too large or cannot be
+parsed is refused with its sender named, and ends nothing but that call.
 """
 
 from __future__ import annotations
@@ -16,17 +18,19 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from google.protobuf.message import Message
 
-from swarm.errors import PeerError, UsageError
-from swarm.ids import Contact, PeerId
+from swarm.core.errors import PeerError, UsageError
+from swarm.core.ids import Contact, PeerId
 
 RequestT = TypeVar("RequestT", bound=Message)
 ReplyT = TypeVar("ReplyT", bound=Message)
 
 MESSAGE_BYTES_MAX = 16 << 20  # what the transport takes at all; methods have their own, lower limits
-END_OF_STREAM = b""  # a stream that breaks must not look like one that ended: its caller's end says so with an empty message
+# a stream that breaks must not look like one that ended: its caller's end says so with an empty message
+END_OF_STREAM = b""
 
-# Reading as much as a message at a time saves a sixth of the processor time of a bulk stream, for 70 kB more per connection and end. Larger
-# HTTP/2 frames, windows and write buffers than gRPC's own brought nothing or cost (docs/decisions/0001).
+# Reading as much as a message at a time saves a sixth of the processor time of a bulk stream, for 70 kB more
+# per connection and end. Larger HTTP/2 frames, windows and write buffers than gRPC's own brought nothing or
+# cost (docs/decisions/0001).
 BULK_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.experimental.tcp_read_chunk_size", 1 << 20),
     ("grpc.experimental.tcp_max_read_chunk_size", 4 << 20),
@@ -63,7 +67,9 @@ class StreamMethod:
 
 
 class Stream(Protocol):
-    """One end of a stream; the same on both ends. One sender and one receiver at a time may use it, each in a task of its own."""
+    """One end of a stream; the same on both ends. One sender and one receiver at a time may use it, each in a
+    task of its own.
+    """
 
     @property
     def peer_id(self) -> PeerId:
@@ -71,20 +77,22 @@ class Stream(Protocol):
         ...
 
     async def send(self, message: bytes) -> None:
-        """Send one message (not empty); returns when flow control has taken it. NetworkError when the stream broke, PeerError when it was
-        refused.
+        """Send one message (not empty); returns when flow control has taken it. NetworkError when the stream
+        broke, PeerError when it was refused.
 
         Cancelling a `send` or a `receive` ends the stream: a message may have gone half-way.
         """
         ...
 
     async def receive(self) -> bytes | None:
-        """The next message; None once the other end has finished. NetworkError when the stream broke, PeerError when it was refused."""
+        """The next message; None once the other end has finished. NetworkError when the stream broke,
+        PeerError when it was refused.
+        """
         ...
 
     async def finish(self) -> None:
-        """The caller's end: no more messages from here; it may go on receiving. A handler finishes by returning, and this does nothing
-        there.
+        """The caller's end: no more messages from here; it may go on receiving. A handler finishes by
+        returning, and this does nothing there.
         """
         ...
 
@@ -96,7 +104,9 @@ class Stream(Protocol):
 class Caller(Protocol):
     """What services that make unary calls need: `Channels`, or a simulated network."""
 
-    async def call(self, contact: Contact, method: Method[RequestT, ReplyT], request: RequestT, *, timeout_s: float) -> ReplyT:
+    async def call(
+        self, contact: Contact, method: Method[RequestT, ReplyT], request: RequestT, *, timeout_s: float
+    ) -> ReplyT:
         """NetworkError when the peer cannot be reached, DeadlineExceeded, PeerError when it refuses."""
         ...
 
@@ -124,12 +134,16 @@ class Handlers:
     def __init__(self) -> None:
         self._by_name: dict[str, UnaryHandler | StreamHandler] = {}
 
-    def unary(self, method: Method[RequestT, ReplyT], handler: Callable[[PeerId, RequestT], Awaitable[ReplyT]]) -> None:
+    def unary(
+        self, method: Method[RequestT, ReplyT], handler: Callable[[PeerId, RequestT], Awaitable[ReplyT]]
+    ) -> None:
         """`handler(caller, request)` answers this method from now on. UsageError when the name is taken."""
         self._add(method.name, UnaryHandler(method, handler))
 
     def direct(self, method: Method[RequestT, ReplyT], handler: Callable[[PeerId, RequestT], ReplyT]) -> None:
-        """As `unary`, for a handler that never waits and takes well under a millisecond: it needs no task of its own."""
+        """As `unary`, for a handler that never waits and takes well under a millisecond: it needs no task of
+        its own.
+        """
 
         async def function(caller: PeerId, request: RequestT) -> ReplyT:
             return handler(caller, request)
@@ -137,7 +151,9 @@ class Handlers:
         self._add(method.name, UnaryHandler(method, function, handler))
 
     def stream(self, method: StreamMethod, handler: Callable[[Stream], Awaitable[None]]) -> None:
-        """`handler(stream)` serves this method from now on; the stream finishes when it returns. UsageError when the name is taken."""
+        """`handler(stream)` serves this method from now on; the stream finishes when it returns. UsageError
+        when the name is taken.
+        """
         self._add(method.name, StreamHandler(method, handler))
 
     def remove(self, name: str) -> None:
@@ -159,13 +175,17 @@ def check_outgoing(method: StreamMethod, message: bytes) -> None:
     if not message:
         raise UsageError("a stream carries no empty messages")
     if len(message) > method.message_bytes_max:
-        raise UsageError(f"{method.name} takes messages of at most {method.message_bytes_max} bytes; this one has {len(message)}")
+        raise UsageError(
+            f"{method.name} takes messages of at most {method.message_bytes_max} bytes; this one has {len(message)}"
+        )
 
 
 def check_incoming(method: StreamMethod, message: bytes) -> None:
     """PeerError when the other end should not have sent that."""
     if not 0 < len(message) <= method.message_bytes_max:
-        raise PeerError(f"{method.name} takes messages of 1 to {method.message_bytes_max} bytes; this one has {len(message)}")
+        raise PeerError(
+            f"{method.name} takes messages of 1 to {method.message_bytes_max} bytes; this one has {len(message)}"
+        )
 
 
 def _check_method(name: str, bytes_max: int) -> None:

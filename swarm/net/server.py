@@ -1,4 +1,6 @@
-"""The server of a node: finds the handler of a call, names its caller, bounds what callers may ask at once, maps what handlers raise."""
+"""The server of a node: finds the handler of a call, names its caller, bounds what callers may ask at once,
+maps what handlers raise.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from grpc import aio
 
-from swarm.errors import NetworkError, PeerError, SwarmError, UsageError
-from swarm.identity import Identity
-from swarm.ids import PeerId
+from swarm.core.errors import NetworkError, PeerError, SwarmError, UsageError
+from swarm.core.identity import Identity
+from swarm.core.ids import PeerId
 from swarm.net.calls import CALLS_NAME, Outcome, ServedCalls
 from swarm.net.certificate import CallerCheck, courtesy_ca, server_certificate
 from swarm.net.rpc import (
@@ -50,9 +52,13 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class Server:
-    """The gRPC server of a node. It knows every caller by its certificate and bounds what they may ask at once."""
+    """The gRPC server of a node. It knows every caller by its certificate and bounds what they may ask at
+    once.
+    """
 
-    def __init__(self, *, calls_max: int = 1024, calls_per_peer_max: int = 256, throttle: Throttle | None = None) -> None:
+    def __init__(
+        self, *, calls_max: int = 1024, calls_per_peer_max: int = 256, throttle: Throttle | None = None
+    ) -> None:
         self.throttle = throttle or Throttle(Bandwidth())
         self._calls_max = calls_max
         self._calls_per_peer_max = calls_per_peer_max
@@ -64,7 +70,9 @@ class Server:
 
     async def start(self, identity: Identity, handlers: Handlers, host: str, port: int) -> int:
         """Listen; returns the port (the system's choice for 0). UsageError when it cannot listen there."""
-        server = aio.server(options=_SERVER_OPTIONS + self.throttle.options, maximum_concurrent_rpcs=3 * self._calls_max)
+        server = aio.server(
+            options=_SERVER_OPTIONS + self.throttle.options, maximum_concurrent_rpcs=3 * self._calls_max
+        )
         server.add_generic_rpc_handlers((_Dispatch(self, handlers),))
         leaf = server_certificate(identity)
         credentials = grpc.ssl_server_credentials(
@@ -74,9 +82,13 @@ class Server:
         try:
             bound: int = server.add_secure_port(address, credentials)
         except RuntimeError as error:
-            raise UsageError(f"cannot listen on {address}: is the port taken, or not an address of this machine? ({error})") from None
+            raise UsageError(
+                f"cannot listen on {address}: is the port taken, or not an address of this machine? ({error})"
+            ) from None
         if not bound:
-            raise UsageError(f"cannot listen on {address}: is the port taken, or not an address of this machine?")
+            raise UsageError(
+                f"cannot listen on {address}: is the port taken, or not an address of this machine?"
+            )
         await server.start()
         self._server = server
         return bound
@@ -90,8 +102,14 @@ class Server:
             await server.stop(grace_s)
 
     async def share(self, peer_id: PeerId, stream: ServedCalls) -> None:
-        """Serve a stream of shared calls to its end. _Busy when there are too many of them: the caller then calls without."""
-        if self._streams_by[peer_id] >= _STREAMS_PER_PEER_MAX or len(self._streams) >= self._calls_max or self._server is None:
+        """Serve a stream of shared calls to its end. _Busy when there are too many of them: the caller then
+        calls without.
+        """
+        if (
+            self._streams_by[peer_id] >= _STREAMS_PER_PEER_MAX
+            or len(self._streams) >= self._calls_max
+            or self._server is None
+        ):
             raise _Busy
         self._streams.add(stream)
         self._streams_by[peer_id] += 1
@@ -123,8 +141,8 @@ class Server:
 
 
 class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
-    """Finds the handler, names the caller, maps what the handler raises. Together with the supervisor the only place that catches
-    everything.
+    """Finds the handler, names the caller, maps what the handler raises. Together with the supervisor the
+    only place that catches everything.
     """
 
     def __init__(self, server: Server, handlers: Handlers) -> None:
@@ -142,13 +160,17 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
             unary = handler
 
             async def answer(raw: bytes, context: aio.ServicerContext[Any, Any]) -> bytes:
-                return await self._guarded(unary.method.name, context, lambda peer_id: self._answer(unary, peer_id, raw))
+                return await self._guarded(
+                    unary.method.name, context, lambda peer_id: self._answer(unary, peer_id, raw)
+                )
 
             return grpc.unary_unary_rpc_method_handler(answer)
         streaming = handler
 
         async def serve(_: Any, context: aio.ServicerContext[Any, Any]) -> None:
-            await self._guarded(streaming.method.name, context, lambda peer_id: self._serve(streaming, peer_id, context))
+            await self._guarded(
+                streaming.method.name, context, lambda peer_id: self._serve(streaming, peer_id, context)
+            )
 
         return grpc.stream_stream_rpc_method_handler(serve)
 
@@ -167,14 +189,21 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
             if not isinstance(handler, UnaryHandler) or handler.at_once is None:
                 return None
             try:
-                return grpc.StatusCode.OK, "", _encoded(handler, handler.at_once(peer_id, _decoded(handler, raw)))
+                return (
+                    grpc.StatusCode.OK,
+                    "",
+                    _encoded(handler, handler.at_once(peer_id, _decoded(handler, raw))),
+                )
             except (SwarmError, _Ended) as error:
                 return _failure(name, peer_id, error)
             except Exception:  # the boundary, as in `_outcome`
                 _logger.exception("%s, called by %s, failed", name, peer_id)
                 return _INTERNAL
 
-        enter, leave = functools.partial(self._server.enter, peer_id), functools.partial(self._server.leave, peer_id)
+        enter, leave = (
+            functools.partial(self._server.enter, peer_id),
+            functools.partial(self._server.leave, peer_id),
+        )
         stream = ServedCalls(context, handle, at_once, enter, leave)
         try:
             await self._server.share(peer_id, stream)
@@ -186,7 +215,9 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
     async def _answer(self, handler: UnaryHandler, peer_id: PeerId, raw: bytes) -> bytes:
         return await _answer(handler, peer_id, raw, self._server.throttle)
 
-    async def _serve(self, handler: StreamHandler, peer_id: PeerId, context: aio.ServicerContext[Any, Any]) -> bytes:
+    async def _serve(
+        self, handler: StreamHandler, peer_id: PeerId, context: aio.ServicerContext[Any, Any]
+    ) -> bytes:
         return await _serve(handler, peer_id, context, self._server.throttle)
 
     async def _identified(self, context: aio.ServicerContext[Any, Any]) -> PeerId:
@@ -195,7 +226,9 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
         except PeerError as error:
             await _refuse(context, grpc.StatusCode.UNAUTHENTICATED, str(error))
 
-    async def _guarded(self, name: str, context: aio.ServicerContext[Any, Any], work: Callable[[PeerId], Awaitable[bytes]]) -> bytes:
+    async def _guarded(
+        self, name: str, context: aio.ServicerContext[Any, Any], work: Callable[[PeerId], Awaitable[bytes]]
+    ) -> bytes:
         peer_id = await self._identified(context)
         refusal = self._server.enter(peer_id)
         if refusal is not None:
@@ -225,7 +258,8 @@ def _failure(name: str, peer_id: PeerId, error: SwarmError | _Ended) -> Outcome:
         return grpc.StatusCode.FAILED_PRECONDITION, _told(str(error) or type(error).__name__), b""
     if isinstance(error, _Ended):
         return grpc.StatusCode.CANCELLED, "the stream was ended by its handler", b""
-    _logger.debug("%s from %s: %s", name, peer_id.short, error)  # the network's: of this stream, or of a call that the handler made
+    # the network's: of this stream, or of a call that the handler made
+    _logger.debug("%s from %s: %s", name, peer_id.short, error)
     return grpc.StatusCode.ABORTED, _told(str(error)), b""
 
 
@@ -291,12 +325,16 @@ async def _answer(handler: UnaryHandler, peer_id: PeerId, raw: bytes, throttle: 
 def _decoded(handler: UnaryHandler, raw: bytes) -> Message:
     method = handler.method
     if len(raw) > method.request_bytes_max:
-        raise PeerError(f"{method.name} takes requests of at most {method.request_bytes_max} bytes; this one has {len(raw)}")
+        raise PeerError(
+            f"{method.name} takes requests of at most {method.request_bytes_max} bytes; this one has {len(raw)}"
+        )
     request: Message = method.request()
     try:
         request.ParseFromString(raw)
     except DecodeError:
-        raise PeerError(f"the request of {method.name} is not a {method.request.DESCRIPTOR.full_name}") from None
+        raise PeerError(
+            f"the request of {method.name} is not a {method.request.DESCRIPTOR.full_name}"
+        ) from None
     return request
 
 
@@ -304,11 +342,15 @@ def _encoded(handler: UnaryHandler, message: Message) -> bytes:
     method = handler.method
     reply = message.SerializeToString()
     if len(reply) > method.reply_bytes_max:
-        raise RuntimeError(f"our reply has {len(reply)} bytes, more than {method.name} allows ({method.reply_bytes_max})")
+        raise RuntimeError(
+            f"our reply has {len(reply)} bytes, more than {method.name} allows ({method.reply_bytes_max})"
+        )
     return reply
 
 
-async def _serve(handler: StreamHandler, peer_id: PeerId, context: aio.ServicerContext[Any, Any], throttle: Throttle) -> bytes:
+async def _serve(
+    handler: StreamHandler, peer_id: PeerId, context: aio.ServicerContext[Any, Any], throttle: Throttle
+) -> bytes:
     stream = _HandlerStream(handler.method, peer_id, context)
     try:
         await handler.function(throttle.stream(stream))

@@ -1,8 +1,10 @@
-"""A node's bandwidth cap, up and down: what streams send and accept, and large calls, waits its turn; small calls never do.
+"""A node's bandwidth cap, up and down: what streams send and accept, and large calls, waits its turn; small
+calls never do.
 
-Down, a message counts when it is taken from its stream: what a slow reader leaves unread, flow control holds back at the sender, after a
-window of each stream. gRPC makes these as large as it finds the way fast and long, a slow reader notwithstanding (measured: tens of
-megabytes), so that a node with a cap keeps them at what HTTP/2 begins with.
+Down, a message counts when it is taken from its stream: what a slow reader leaves unread, flow control holds
+back at the sender, after a window of each stream. gRPC makes these as large as it finds the way fast and
+long, a slow reader notwithstanding (measured: tens of megabytes), so that a node with a cap keeps them at
+what HTTP/2 begins with.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from swarm.ids import PeerId
+from swarm.core.ids import PeerId
 from swarm.net.bucket import Bucket
 from swarm.net.rpc import Stream
 
@@ -34,15 +36,21 @@ class Bandwidth:
     @property
     def least_bytes_per_s(self) -> float | None:
         """The lower of the caps: in a round a member sends about as much as it takes."""
-        return min((cap for cap in (self.up_bytes_per_s, self.down_bytes_per_s) if cap is not None), default=None)
+        return min(
+            (cap for cap in (self.up_bytes_per_s, self.down_bytes_per_s) if cap is not None), default=None
+        )
 
 
 class Throttle:
     """Both directions of one node, on its event loop."""
 
     def __init__(self, bandwidth: Bandwidth) -> None:
-        self._up = None if bandwidth.up_bytes_per_s is None else Bucket(bandwidth.up_bytes_per_s / WIRE_PER_BYTE)
-        self._down = None if bandwidth.down_bytes_per_s is None else Bucket(bandwidth.down_bytes_per_s / WIRE_PER_BYTE)
+        self._up = (
+            None if bandwidth.up_bytes_per_s is None else Bucket(bandwidth.up_bytes_per_s / WIRE_PER_BYTE)
+        )
+        self._down = (
+            None if bandwidth.down_bytes_per_s is None else Bucket(bandwidth.down_bytes_per_s / WIRE_PER_BYTE)
+        )
 
     @property
     def options(self) -> tuple[tuple[str, int], ...]:

@@ -1,4 +1,6 @@
-"""What a volunteer did so far: sums over its steps and rounds, kept by plain arithmetic so that they can be tested without a swarm."""
+"""What a volunteer did so far: sums over its steps and rounds, kept by plain arithmetic so that they can be
+tested without a swarm.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ class EpochAccount:
 
 
 @dataclass(slots=True)
-class Accounts:
+class TrainingStats:
     """Since the volunteer began."""
 
     samples: int = 0  # that went into committed rounds
@@ -39,7 +41,9 @@ class Accounts:
     epoch: EpochAccount = field(default_factory=EpochAccount)
 
     def finish_epoch(self, contributed: int) -> EpochAccount:
-        """Close the current epoch's account and open the next. `contributed`: samples that went into the swarm's step."""
+        """Close the current epoch's account and open the next. `contributed`: samples that went into the
+        swarm's step.
+        """
         done, self.epoch = self.epoch, EpochAccount()
         self.samples += contributed
         if contributed and done.samples:
@@ -48,7 +52,7 @@ class Accounts:
         return done
 
 
-class Pacing:
+class ValidationSchedule:
     """When to measure the loss on the held-out part: at most a share of the time may go into it."""
 
     def __init__(self, share: float, gap_s_min: float) -> None:

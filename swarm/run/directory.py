@@ -1,8 +1,10 @@
-"""Finding runs: their signed specifications and the list of their names live in the DHT, and every member keeps them there.
+"""Finding runs: their signed specifications and the list of their names live in the DHT, and every member
+keeps them there.
 
-Nothing here is believed because of who wrote it. A listing holds the owner's key and the name, which together give the run's id. A
-specification is a blob that its owner signed: one entry of the DHT, whichever member stored it last, so that the founder may leave for
-good, a thousand members cost no more than one, and replicas refuse whatever the owner did not sign (`swarm.dht.blobs`).
+Nothing here is believed because of who wrote it. A listing holds the owner's key and the name, which together
+give the run's id. A specification is a blob that its owner signed: one entry of the DHT, whichever member
+stored it last, so that the founder may leave for good, a thousand members cost no more than one, and replicas
+refuse whatever the owner did not sign (`swarm.dht.logic.blobs`).
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from swarm.clock import Clock
-from swarm.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
-from swarm.ids import Key, PeerId
+from swarm.core.clock import Clock
+from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
+from swarm.core.ids import Key, PeerId
 from swarm.run.keeping import KeptSpecifications
 from swarm.run.specification import SignedSpecification, newest, run_id_of, specification_key, verified
 
 if TYPE_CHECKING:
-    from swarm.dht.service import DhtService, Entry
+    from swarm.dht.service.dht_service import DhtService, Entry
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -54,7 +56,13 @@ class RunDirectory:
     """Publishes and finds runs through one node's DHT. All of it runs on the node's network loop."""
 
     def __init__(
-        self, dht: DhtService, own: PeerId, *, clock: Clock, rng: random.Random | None = None, kept: KeptSpecifications | None = None
+        self,
+        dht: DhtService,
+        own: PeerId,
+        *,
+        clock: Clock,
+        rng: random.Random | None = None,
+        kept: KeptSpecifications | None = None,
     ) -> None:
         """`kept`: where specifications are kept on disk; None: nowhere."""
         self._dht = dht
@@ -64,15 +72,27 @@ class RunDirectory:
         self._kept = kept
 
     async def publish(self, signed: SignedSpecification, *, timeout_s: float = 10.0) -> None:
-        """Store the specification, and list the run under this peer's name. NetworkError when no peer, not even this one, took them."""
+        """Store the specification, and list the run under this peer's name. NetworkError when no peer, not
+        even this one, took them.
+        """
         listing = {"name": signed.name, "owner": signed.owner.to_bytes()}
         async with asyncio.TaskGroup() as group:
             stored = [
-                group.create_task(self._dht.store_blob(specification_key(signed.run_id), signed.blob, ttl_s=_TTL_S, timeout_s=timeout_s)),
-                group.create_task(self._dht.store(LISTING_KEY, listing, ttl_s=_TTL_S, subkey=signed.run_id, timeout_s=timeout_s)),
+                group.create_task(
+                    self._dht.store_blob(
+                        specification_key(signed.run_id), signed.blob, ttl_s=_TTL_S, timeout_s=timeout_s
+                    )
+                ),
+                group.create_task(
+                    self._dht.store(
+                        LISTING_KEY, listing, ttl_s=_TTL_S, subkey=signed.run_id, timeout_s=timeout_s
+                    )
+                ),
             ]
         if not all(task.result().ok for task in stored):
-            raise NetworkError(f"no peer stored the specification of {signed.full_name}: is the bootstrap peer alive?")
+            raise NetworkError(
+                f"no peer stored the specification of {signed.full_name}: is the bootstrap peer alive?"
+            )
 
     async def listings(self, *, timeout_s: float = 10.0) -> list[RunListing]:
         """The runs that this swarm knows, sorted; entries that do not prove themselves are left out."""
@@ -88,9 +108,11 @@ class RunDirectory:
         every = await self._on_disk(KeptSpecifications.all) or []
         return [signed for signed in every if RunListing(signed.name, signed.run_id).is_meant_by(wanted)]
 
-    async def specification(self, run_id: str, *, from_disk: bool = True, timeout_s: float = 10.0) -> SignedSpecification:
-        """The newest genuine specification of a run, be it the one that this machine kept. PeerError with the reasons when there is one
-        that cannot be used here, or none.
+    async def specification(
+        self, run_id: str, *, from_disk: bool = True, timeout_s: float = 10.0
+    ) -> SignedSpecification:
+        """The newest genuine specification of a run, be it the one that this machine kept. PeerError with the
+        reasons when there is one that cannot be used here, or none.
         """
         own = await self._on_disk(lambda kept: kept.load(run_id)) if from_disk else None
         try:
@@ -101,15 +123,19 @@ class RunDirectory:
             genuine, refused = [], []
         found = newest([signed for _, signed in genuine] + ([own] if own is not None else []))
         if found is None:
-            reasons = "; ".join(sorted(set(refused))[:3]) or "nobody stores it, so its last member has probably left"
+            reasons = (
+                "; ".join(sorted(set(refused))[:3])
+                or "nobody stores it, so its last member has probably left"
+            )
             raise PeerError(f"the specification of run {run_id} was not found: {reasons}")
         return found
 
     async def find(self, wanted: str | None, *, timeout_s: float = 10.0) -> SignedSpecification:
-        """The run that `wanted` (a name, `name@id`, or an id) means, or the only one there is. UsageError lists what exists otherwise.
+        """The run that `wanted` (a name, `name@id`, or an id) means, or the only one there is. UsageError
+        lists what exists otherwise.
 
-        A run that this machine took part in is found by its name although the swarm has forgotten it; never without, since it may be
-        another swarm's.
+        A run that this machine took part in is found by its name although the swarm has forgotten it; never
+        without, since it may be another swarm's.
         """
         listings = await self.listings(timeout_s=timeout_s)
         if wanted is not None and not any(listing.is_meant_by(wanted) for listing in listings):
@@ -122,14 +148,17 @@ class RunDirectory:
         on_newer: Callable[[SignedSpecification], Awaitable[None]],
         told: Callable[[], SignedSpecification] | None = None,
     ) -> None:
-        """Keep the specification in the DHT for as long as this runs, and take over newer versions of the owner's as they appear. What
-        is kept there is kept on disk, too. `told`: the newest that came another way.
+        """Keep the specification in the DHT for as long as this runs, and take over newer versions of the
+        owner's as they appear. What is kept there is kept on disk, too. `told`: the newest that came another
+        way.
         """
         await self.save(signed)
         while True:
             try:
                 genuine, _ = await self._copies(signed.run_id, 10.0)
-                latest = newest([signed, *([told()] if told is not None else []), *(copy for _, copy in genuine)])
+                latest = newest(
+                    [signed, *([told()] if told is not None else []), *(copy for _, copy in genuine)]
+                )
                 if latest is not None and latest.version > signed.version:
                     signed = latest
                     await self.save(signed)
@@ -137,7 +166,11 @@ class RunDirectory:
                 if not self._is_kept([entry for entry, copy in genuine if copy.version >= signed.version]):
                     await self.publish(signed)
             except (NetworkError, PeerError) as error:
-                _log.info("the specification of %s was not refreshed, tried again later: %s", signed.full_name, error)
+                _log.info(
+                    "the specification of %s was not refreshed, tried again later: %s",
+                    signed.full_name,
+                    error,
+                )
             await asyncio.sleep(_REFRESH_S * self._rng.uniform(0.7, 1.3))
 
     async def save(self, signed: SignedSpecification) -> None:
@@ -172,7 +205,9 @@ def choose(listings: Iterable[RunListing], wanted: str | None) -> RunListing:
     """Pick the run that is meant; UsageError says what there is when that is not clear."""
     every = list(listings)
     if not every:
-        raise UsageError("this swarm announces no run: found one with `swarm start RUN.toml --bootstrap ADDRESS`, or check the address")
+        raise UsageError(
+            "this swarm announces no run: found one with `swarm start RUN.toml --bootstrap ADDRESS`, or check the address"
+        )
     matching = [listing for listing in every if listing.is_meant_by(wanted)]
     if len(matching) == 1:
         return matching[0]

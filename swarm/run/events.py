@@ -1,4 +1,6 @@
-"""What happens to a volunteer, as values: the command line shows them, `--json` prints them one a line, tests and the demo read them."""
+"""What happens to a volunteer, as values: the command line shows them, `--json` prints them one a line, tests
+and the demo read them.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,10 @@ class Listening(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found(Event):
-    """The run to take part in is known and its specification genuine; what a volunteer is told before being asked."""
+class RunFound(Event):
+    """The run to take part in is known and its specification genuine; what a volunteer is told before being
+    asked.
+    """
 
     kind: ClassVar[str] = "run"
     name: str
@@ -47,7 +51,8 @@ class Found(Event):
     target_batch_size: int
     batch_size: int
     round_bytes: int  # sent by one volunteer in one epoch, and as much received
-    traffic_bytes_per_hour: float | None  # each way, from the swarm's measured pace; None: nothing measured yet
+    # each way, from the swarm's measured pace; None: nothing measured yet
+    traffic_bytes_per_hour: float | None
     peers: int  # volunteers that are there already
 
 
@@ -124,7 +129,7 @@ class Contributed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress(Event):
+class TrainingProgress(Event):
     """About once a second while an epoch fills."""
 
     kind: ClassVar[str] = "progress"

@@ -1,4 +1,6 @@
-"""The model of a run as a file for other programs: safetensors that `torch`'s `load_state_dict` takes as they are."""
+"""The model of a run as a file for other programs: safetensors that `torch`'s `load_state_dict` takes as they
+are.
+"""
 
 from __future__ import annotations
 
@@ -7,40 +9,46 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarm.errors import PeerError, SwarmError, UsageError
+from swarm.core.errors import PeerError, SwarmError, UsageError
 from swarm.run.specification import SignedSpecification
 from swarm.run.task import make_task
 
 if TYPE_CHECKING:
     import torch
 
-    from averaging.training.checkpoint import Checkpoint
+    from averaging.optim.state.checkpoint import Checkpoint
 
 
 def newest_checkpoint(folder: Path, run: str) -> Checkpoint:
     """The newest good one of a run on this machine. SwarmError when there is none."""
-    from averaging.training.checkpoint import Checkpoints
+    from averaging.optim.state.checkpoint import Checkpoints
 
     found, wrong = Checkpoints(folder).newest_good()
     if found is None:
         why = "; ".join(wrong[:3]) or f"nothing was saved in {folder}"
-        raise SwarmError(f"this machine has no checkpoint of {run}: {why}. Fetch the state from its peers with --from ADDRESS")
+        raise SwarmError(
+            f"this machine has no checkpoint of {run}: {why}. Fetch the state from its peers with --from ADDRESS"
+        )
     return found
 
 
 def export(signed: SignedSpecification, checkpoint: Checkpoint, path: Path, *, optimizer: bool) -> None:
-    """Write the model's `state_dict`, buffers included, and with `optimizer` the statistics of the optimizer beside it.
+    """Write the model's `state_dict`, buffers included, and with `optimizer` the statistics of the optimizer
+    beside it.
 
     SwarmError when the checkpoint is of another model, or the disk refuses.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    from averaging.training.checkpoint import MODEL, STATISTIC, replace_durably
+    from averaging.optim.state.checkpoint import MODEL, STATISTIC, replace_durably
 
     specification = signed.specification
     model = make_task(specification.task.name, specification.task.settings).build_model(specification.seed)
-    _load(model, {name.removeprefix(MODEL): t for name, t in checkpoint.tensors.items() if name.startswith(MODEL)})
+    _load(
+        model,
+        {name.removeprefix(MODEL): t for name, t in checkpoint.tensors.items() if name.startswith(MODEL)},
+    )
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in model.state_dict().items()}
     if optimizer:
         tensors |= {name: tensor for name, tensor in checkpoint.tensors.items() if name.startswith(STATISTIC)}
@@ -63,7 +71,9 @@ def _load(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     import torch
 
     parameters = dict(model.named_parameters())
-    if parameters.keys() != tensors.keys() or any(parameters[name].shape != tensor.shape for name, tensor in tensors.items()):
+    if parameters.keys() != tensors.keys() or any(
+        parameters[name].shape != tensor.shape for name, tensor in tensors.items()
+    ):
         raise SwarmError("the checkpoint is of another model than the run's specification describes")
     with torch.no_grad():
         for name, tensor in tensors.items():
@@ -72,7 +82,7 @@ def _load(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
 
 def downloaded(view_path: Path) -> Checkpoint:
     """A state that was just fetched and written, as a checkpoint."""
-    from averaging.training.checkpoint import read
+    from averaging.optim.state.checkpoint import read
 
     try:
         return read(view_path)

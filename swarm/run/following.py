@@ -1,7 +1,9 @@
-"""How an owner's change reaches the members of a running run within seconds: whoever learns of a newer version tells some others, once.
+"""How an owner's change reaches the members of a running run within seconds: whoever learns of a newer
+version tells some others, once.
 
-A version is believed because its owner signed it, whoever brings it, and only if it is higher than the one that is followed: so it travels
-through the swarm like a rumour and then stops. Members that it does not reach find it in the DHT within minutes (`RunDirectory.keep`).
+A version is believed because its owner signed it, whoever brings it, and only if it is higher than the one
+that is followed: so it travels through the swarm like a rumour and then stops. Members that it does not reach
+find it in the DHT within minutes (`RunDirectory.keep`).
 """
 
 from __future__ import annotations
@@ -12,9 +14,9 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from swarm.errors import PeerError, SwarmError, UsageError
-from swarm.identity import Identity
-from swarm.ids import Contact, PeerId
+from swarm.core.errors import PeerError, SwarmError, UsageError
+from swarm.core.identity import Identity
+from swarm.core.ids import Contact, PeerId
 from swarm.net.rpc import Caller, Handlers, Method
 from swarm.run.directory import RunDirectory
 from swarm.run.specification import RunSpecification, SignedSpecification, newest, sign, verified
@@ -23,9 +25,14 @@ from swarm.wire import run_pb2
 _log = logging.getLogger(__name__)
 
 CHANGE = Method(
-    name="/swarm.Run/Change", request=run_pb2.ChangeRequest, reply=run_pb2.ChangeReply, request_bytes_max=64 << 10, reply_bytes_max=256
+    name="/swarm.Run/Change",
+    request=run_pb2.ChangeRequest,
+    reply=run_pb2.ChangeReply,
+    request_bytes_max=64 << 10,
+    reply_bytes_max=256,
 )
-FANOUT = 8  # members told by each who learns of a version: in expectation all of them hear of it, in log8(N) times a call
+# members told by each who learns of a version: in expectation all of them hear of it, in log8(N) times a call
+FANOUT = 8
 _CALL_TIMEOUT_S = 3.0
 
 
@@ -39,7 +46,7 @@ class FollowerServices:
     rng: random.Random
 
 
-class Follower:
+class RunFollower:
     """A member's part, on the network loop. One per node."""
 
     def __init__(
@@ -49,7 +56,9 @@ class Follower:
         members: Callable[[], Sequence[Contact]],
         on_newer: Callable[[SignedSpecification], None],
     ) -> None:
-        """`members`: of the run, as far as they are known here. `on_newer` is told every version that is higher than the last."""
+        """`members`: of the run, as far as they are known here. `on_newer` is told every version that is
+        higher than the last.
+        """
         self.signed = signed
         self._services, self._members, self._on_newer = services, members, on_newer
         services.handlers.unary(CHANGE, self._on_change)
@@ -60,13 +69,19 @@ class Follower:
 
     async def take(self, signed: SignedSpecification) -> None:
         """A genuine version: followed, kept and told on if it is newer."""
-        if signed.run_id != self.signed.run_id or newest([self.signed, signed]) == self.signed or signed.version == self.signed.version:
+        if (
+            signed.run_id != self.signed.run_id
+            or newest([self.signed, signed]) == self.signed
+            or signed.version == self.signed.version
+        ):
             return
         self.signed = signed
         self._on_newer(signed)
         await self._services.directory.save(signed)
         members = list(self._members())
-        await tell(self._services.caller, signed, self._services.rng.sample(members, min(FANOUT, len(members))))
+        await tell(
+            self._services.caller, signed, self._services.rng.sample(members, min(FANOUT, len(members)))
+        )
 
     async def _on_change(self, peer: PeerId, request: run_pb2.ChangeRequest) -> run_pb2.ChangeReply:
         if request.run != self.signed.run_id:
@@ -86,7 +101,13 @@ async def tell(caller: Caller, signed: SignedSpecification, members: Iterable[Co
             reply = await caller.call(contact, CHANGE, request, timeout_s=_CALL_TIMEOUT_S)
             following[contact.peer_id] = reply.version
         except SwarmError as error:
-            _log.info("peer %s was not told of version %d of %s: %s", contact.peer_id, signed.version, signed.full_name, error)
+            _log.info(
+                "peer %s was not told of version %d of %s: %s",
+                contact.peer_id,
+                signed.version,
+                signed.full_name,
+                error,
+            )
 
     async with asyncio.TaskGroup() as group:
         for contact in members:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from swarm.clock import Clock
-from swarm.errors import PeerError
-from swarm.identity import Identity
+from swarm.core.clock import Clock
+from swarm.core.errors import PeerError
+from swarm.core.identity import Identity
 from swarm.run.directory import RunDirectory
 from swarm.run.specification import RunSpecification, SignedSpecification, run_id_of, sign
 
@@ -14,9 +14,9 @@ async def found(
 ) -> tuple[SignedSpecification, bool]:
     """Sign, publish, and return the specification, and whether the run is new.
 
-    Where the swarm knows a run of this owner and name already, an unchanged specification is taken as it is (version, founding time), and
-    a changed one becomes the next version of it. Where the swarm has forgotten it the run is founded anew, with a version above that of the
-    copies that members may still have on disk.
+    Where the swarm knows a run of this owner and name already, an unchanged specification is taken as it is
+    (version, founding time), and a changed one becomes the next version of it. Where the swarm has forgotten
+    it the run is founded anew, with a version above that of the copies that members may still have on disk.
     """
     run_id = run_id_of(owner.peer_id, specification.name)
     try:
@@ -26,7 +26,8 @@ async def found(
         signed, new = sign(specification, owner, version=version, founded_s=clock.swarm_s()), True
     else:
         new = False
-        # what the owner said since by `swarm change` is in no file; it holds until it is taken back in the same way
+        # what the owner said since by `swarm change` is in no file; it holds until it is taken back in the
+        # same way
         told = {key: getattr(known.specification, key) for key in ("paused", "ended", "banned")}
         specification = specification.model_copy(update=told)
         if known.specification == specification:

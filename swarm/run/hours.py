@@ -1,4 +1,6 @@
-"""Hours of the day in which a volunteer may train, as people write them: 22-7, 12:30-13:15. Local time, no dates. Pure."""
+"""Hours of the day in which a volunteer may train, as people write them: 22-7, 12:30-13:15. Local time, no
+dates. Pure.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from swarm.errors import UsageError
+from swarm.core.errors import UsageError
 
 DAY_S = 86_400
 _SPAN = re.compile(r"(\d{1,2})(?::(\d{2}))?\s*-\s*(\d{1,2})(?::(\d{2}))?")
@@ -14,7 +16,9 @@ _SPAN = re.compile(r"(\d{1,2})(?::(\d{2}))?\s*-\s*(\d{1,2})(?::(\d{2}))?")
 
 @dataclass(frozen=True, slots=True)
 class Hours:
-    """Spans of the day, each (first second, second after the last); a span that ends before it begins goes over midnight. None: always."""
+    """Spans of the day, each (first second, second after the last); a span that ends before it begins goes
+    over midnight. None: always.
+    """
 
     spans: tuple[tuple[int, int], ...] = ()
 
@@ -25,7 +29,9 @@ class Hours:
 
     def open_at(self, second: float) -> bool:
         """Whether training is allowed at this second of the day."""
-        return not self.spans or any((second - begin) % DAY_S < (end - begin) % DAY_S or begin == end for begin, end in self.spans)
+        return not self.spans or any(
+            (second - begin) % DAY_S < (end - begin) % DAY_S or begin == end for begin, end in self.spans
+        )
 
     def opens_in_s(self, second: float) -> float:
         """Seconds until it is allowed; 0 while it is."""
@@ -43,7 +49,11 @@ def _span(text: str) -> tuple[int, int]:
     if match is None:
         raise UsageError(f"hours are written like 22-7 or 9:30-12, not {text!r}")
     hour, minute, end_hour, end_minute = (int(part or 0) for part in match.groups())
-    if max(hour, end_hour) > 24 or max(minute, end_minute) > 59 or (24 in (hour, end_hour) and minute + end_minute > 0):
+    if (
+        max(hour, end_hour) > 24
+        or max(minute, end_minute) > 59
+        or (24 in (hour, end_hour) and minute + end_minute > 0)
+    ):
         raise UsageError(f"there are no such hours of the day: {text!r}")
     return (hour % 24) * 3600 + minute * 60, (end_hour % 24) * 3600 + end_minute * 60
 

@@ -1,4 +1,6 @@
-"""The inner optimizer and its schedule, as a specification describes them: the same on every member, so that their states fit."""
+"""The inner optimizer and its schedule, as a specification describes them: the same on every member, so that
+their states fit.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ def build_optimizer(model: torch.nn.Module, choice: OptimizerChoice) -> torch.op
     """The named optimizer over all of the model's parameters. Matrices decay, vectors (norms, biases) do not."""
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": choice.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": choice.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     groups = [group for group in groups if group["params"]]
     optimizer: torch.optim.Optimizer
     if choice.name == "sgd":
@@ -29,10 +34,14 @@ def build_optimizer(model: torch.nn.Module, choice: OptimizerChoice) -> torch.op
 
 
 def _clip(optimizer: torch.optim.Optimizer, norm: float) -> None:
-    """Clip what the optimizer steps on. In a run that is the swarm's average, the same on every member, so they stay equal."""
+    """Clip what the optimizer steps on. In a run that is the swarm's average, the same on every member, so
+    they stay equal.
+    """
 
     def before_step(stepping: torch.optim.Optimizer, arguments: object, options: object) -> None:
-        torch.nn.utils.clip_grad_norm_([parameter for group in stepping.param_groups for parameter in group["params"]], norm)
+        torch.nn.utils.clip_grad_norm_(
+            [parameter for group in stepping.param_groups for parameter in group["params"]], norm
+        )
 
     optimizer.register_step_pre_hook(before_step)
 

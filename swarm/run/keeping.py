@@ -1,7 +1,9 @@
-"""The copy on disk that a member keeps of its run's specification, so that the run outlives both its founder and the swarm's memory.
+"""The copy on disk that a member keeps of its run's specification, so that the run outlives both its founder
+and the swarm's memory.
 
-The DHT forgets a specification an hour after its last member left. Who took part before and comes back has it here, and stores it again.
-What lies on disk is believed no more than what comes from the network: it is the owner's signature that counts.
+The DHT forgets a specification an hour after its last member left. Who took part before and comes back has it
+here, and stores it again. What lies on disk is believed no more than what comes from the network: it is the
+owner's signature that counts.
 """
 
 from __future__ import annotations
@@ -10,8 +12,8 @@ import logging
 import re
 from pathlib import Path
 
-from swarm.errors import PeerError
-from swarm.identity import write_private
+from swarm.core.errors import PeerError
+from swarm.core.identity import write_private
 from swarm.run.specification import SPECIFICATION_BYTES_MAX, SignedSpecification, newest, verified
 
 _log = logging.getLogger(__name__)
@@ -22,7 +24,9 @@ _RUN_ID = re.compile(r"[a-z2-7]{20}")
 
 
 class KeptSpecifications:
-    """A folder with a file per run. It blocks; what goes wrong with the disk is logged, since no run must end by it."""
+    """A folder with a file per run. It blocks; what goes wrong with the disk is logged, since no run must end
+    by it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -37,7 +41,9 @@ class KeptSpecifications:
             for file in sorted(self._files(), key=lambda file: file.stat().st_mtime_ns)[:-KEPT_MAX]:
                 file.unlink(missing_ok=True)
         except OSError as error:
-            _log.warning("the specification of %s cannot be kept in %s: %s", signed.full_name, self._folder, error)
+            _log.warning(
+                "the specification of %s cannot be kept in %s: %s", signed.full_name, self._folder, error
+            )
 
     def load(self, run_id: str) -> SignedSpecification | None:
         """The copy of one run; None when there is none, or none that its owner signed."""

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from swarm.errors import SwarmError, UsageError
+from swarm.core.errors import SwarmError, UsageError
 from swarm.run.hours import ALWAYS, Hours
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
@@ -14,7 +14,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class VolunteerLimits:
     """Set by the volunteer for its machine."""
 
     hours: Hours = ALWAYS  # of the day, local time; outside of them it does not train
@@ -29,7 +29,7 @@ class Limits:
             )
 
 
-class Say(Enum):
+class Decision(Enum):
     """What to do now."""
 
     TRAIN = "train"
@@ -39,7 +39,7 @@ class Say(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class MachineStatus:
     """What is known now."""
 
     second_of_day: float  # local time
@@ -49,22 +49,22 @@ class Moment:
     banned: bool = False  # this peer, by the run's owner
 
 
-def decide(limits: Limits, moment: Moment) -> tuple[Say, str]:
+def decide(limits: VolunteerLimits, moment: MachineStatus) -> tuple[Decision, str]:
     """What to do at this moment, and why, in a sentence for people."""
     if moment.banned:
-        return Say.LEAVE, "the owner of this run has banned this peer"
+        return Decision.LEAVE, "the owner of this run has banned this peer"
     ceiling = limits.memory_bytes_max
     if ceiling is not None and moment.memory_bytes > ceiling:
         text = f"this process takes {moment.memory_bytes / 1e6:,.0f} MB of memory and --memory allows {ceiling / 1e6:,.0f} MB"
-        return Say.LEAVE, text
+        return Decision.LEAVE, text
     if moment.asked_to_pause:
-        return Say.PAUSE, "asked to pause; `swarm resume` goes on"
+        return Decision.PAUSE, "asked to pause; `swarm resume` goes on"
     if not limits.hours.open_at(moment.second_of_day):
         waits_s = limits.hours.opens_in_s(moment.second_of_day)
-        return Say.PAUSE, f"outside of the hours {limits.hours}; going on in {waits_s / 3600:.1f} h"
+        return Decision.PAUSE, f"outside of the hours {limits.hours}; going on in {waits_s / 3600:.1f} h"
     if moment.run_paused:
-        return Say.REST, "the owner of this run has paused it"
-    return Say.TRAIN, ""
+        return Decision.REST, "the owner of this run has paused it"
+    return Decision.TRAIN, ""
 
 
 def parse_size(text: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from swarm.errors import SwarmError, UsageError
+from swarm.core.errors import SwarmError, UsageError
 from swarm.run.specification import RunSpecification
 
 if TYPE_CHECKING:
@@ -16,7 +16,9 @@ PROCESS_BYTES = 350 << 20
 
 
 def choose_device(choice: str, specification: RunSpecification) -> torch.device:
-    """`auto` is CUDA where it works. UsageError when CUDA was asked for, here or by the run, and is not there. Imports torch."""
+    """`auto` is CUDA where it works. UsageError when CUDA was asked for, here or by the run, and is not
+    there. Imports torch.
+    """
     import torch
 
     available = torch.cuda.is_available()
@@ -58,7 +60,9 @@ def check_memory(needed_bytes: int, free: int, run: str, where: str = "this mach
 
 
 def needed_bytes(specification: RunSpecification, task_bytes: int) -> int:
-    """What a volunteer takes in all: the task, the process around it, or what the run's owner says, if that is more."""
+    """What a volunteer takes in all: the task, the process around it, or what the run's owner says, if that
+    is more.
+    """
     return max(task_bytes + PROCESS_BYTES, specification.requirements.memory_mb * 1_000_000)
 
 

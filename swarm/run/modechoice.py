@@ -1,4 +1,6 @@
-"""How a run's members train together, as its specification says it: `mode = "diloco"`, or a table `[mode]` with settings."""
+"""How a run's members train together, as its specification says it: `mode = "diloco"`, or a table `[mode]`
+with settings.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 if TYPE_CHECKING:
-    from averaging.training.modes import ModeSettings
+    from averaging.optim.modes import ModeSettings
 
 _Rate = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
 _Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
@@ -22,7 +24,9 @@ _SETTINGS = {
 
 
 class ModeChoice(BaseModel):
-    """A mode's name and what of its settings differs from the defaults; `averaging.training.modes.settings` explains them."""
+    """A mode's name and what of its settings differs from the defaults; `averaging.optim.modes.settings`
+    explains them.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -53,7 +57,7 @@ class ModeChoice(BaseModel):
 
     def build(self) -> ModeSettings:
         """What `swarm.Optimizer` takes. Imports torch."""
-        from averaging.training.modes.settings import MODES
+        from averaging.optim.modes.settings import MODES
 
         return MODES[self.name](**self.given)
 

@@ -1,4 +1,6 @@
-"""A volunteer's checkpoints: written now and then in a thread of their own, beside training, and gone on from after a restart."""
+"""A volunteer's checkpoints: written now and then in a thread of their own, beside training, and gone on from
+after a restart.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarm.errors import PeerError, SwarmError
+from swarm.core.errors import PeerError, SwarmError
 from swarm.run.events import Emit, Notice, Saved
 
 if TYPE_CHECKING:
-    from averaging.optimizer import Optimizer
-    from averaging.training.view import StateView
+    from averaging.optim.optimizer import Optimizer
+    from averaging.optim.state.view import StateView
 
-_FINAL_S_MAX = 1.0  # a command that leaves waits no longer for the disk: of a large model the last checkpoint stays
+# a command that leaves waits no longer for the disk: of a large model the last checkpoint stays
+_FINAL_S_MAX = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavingConfig:
+class CheckpointConfig:
     """Where checkpoints go, and how often."""
 
     folder: Path  # of this run
@@ -32,9 +35,13 @@ class SavingConfig:
 class Saver:
     """On the trainer's thread, but for the writing."""
 
-    def __init__(self, config: SavingConfig, parameters: Sequence[str], about: dict[str, str], emit: Emit) -> None:
-        """`parameters`: the model's names, in the optimizer's order. `about`: what the files say of their origin."""
-        from averaging.training.checkpoint import Checkpoints
+    def __init__(
+        self, config: CheckpointConfig, parameters: Sequence[str], about: dict[str, str], emit: Emit
+    ) -> None:
+        """`parameters`: the model's names, in the optimizer's order. `about`: what the files say of their
+        origin.
+        """
+        from averaging.optim.state.checkpoint import Checkpoints
 
         self._config, self._parameters, self._about, self._emit = config, parameters, about, emit
         self._kept = Checkpoints(config.folder, kept_max=config.kept_max)
@@ -44,7 +51,9 @@ class Saver:
         self._took_s = 0.0
 
     def resume(self, optimizer: Optimizer) -> bool:
-        """Take over the newest checkpoint that is whole and fits; False when there is none. What is passed over is told."""
+        """Take over the newest checkpoint that is whole and fits; False when there is none. What is passed
+        over is told.
+        """
         checkpoint, wrong = self._kept.newest_good()
         for text in wrong:
             self._emit(Notice(text=f"passed over: {text}"))
@@ -54,16 +63,24 @@ class Saver:
         try:
             optimizer.load_state(checkpoint.blob)
         except PeerError as error:
-            raise SwarmError(f"the checkpoint {checkpoint.path} is not of this run as it is now: {error}") from error
+            raise SwarmError(
+                f"the checkpoint {checkpoint.path} is not of this run as it is now: {error}"
+            ) from error
         self._epoch = checkpoint.epoch
         self._emit(Notice(text=f"going on from epoch {checkpoint.epoch}, as saved in {checkpoint.path}"))
         return True
 
     def begins_anew(self) -> None:
-        """The run starts from its first parameters: checkpoints of an earlier course are not mixed with its own."""
+        """The run starts from its first parameters: checkpoints of an earlier course are not mixed with its
+        own.
+        """
         aside = self._kept.set_aside()
         if aside is not None:
-            self._emit(Notice(text=f"beginning anew; earlier checkpoints are kept in {aside} (--resume would have gone on from them)"))
+            self._emit(
+                Notice(
+                    text=f"beginning anew; earlier checkpoints are kept in {aside} (--resume would have gone on from them)"
+                )
+            )
 
     def after_epoch(self, optimizer: Optimizer) -> None:
         """An epoch is complete: write a checkpoint if it is time for one and the last one is written."""
@@ -75,7 +92,12 @@ class Saver:
         """Training ends: a last checkpoint, if the disk is quick enough for that."""
         if self._writing is not None:
             self._writing.join(_FINAL_S_MAX)
-        if self._config.every_s and optimizer.epoch not in (0, self._epoch) and not self._busy() and self._took_s < _FINAL_S_MAX:
+        if (
+            self._config.every_s
+            and optimizer.epoch not in (0, self._epoch)
+            and not self._busy()
+            and self._took_s < _FINAL_S_MAX
+        ):
             self._start(optimizer)
             if self._writing is not None:
                 self._writing.join(_FINAL_S_MAX)
@@ -86,7 +108,9 @@ class Saver:
     def _start(self, optimizer: Optimizer) -> None:
         view = optimizer.state_view()
         self._epoch = view.epoch
-        self._writing = threading.Thread(target=self._write, args=(view,), name="writes a checkpoint", daemon=True)
+        self._writing = threading.Thread(
+            target=self._write, args=(view,), name="writes a checkpoint", daemon=True
+        )
         self._writing.start()
 
     def _write(self, view: StateView) -> None:

@@ -1,8 +1,10 @@
-"""What a run trains and on what terms: written as TOML by its founder, signed by the run's owner, checked by everybody who joins.
+"""What a run trains and on what terms: written as TOML by its founder, signed by the run's owner, checked by
+everybody who joins.
 
-A specification is declarative: it names a task that is installed on each machine and never carries code. The run's id is a hash over the
-owner's key and the run's name, so that a stranger who knows the id can tell the true specification from a forged one whoever hands it
-over. Of several versions that the owner signed, the highest counts.
+A specification is declarative: it names a task that is installed on each machine and never carries code. The
+run's id is a hash over the owner's key and the run's name, so that a stranger who knows the id can tell the
+true specification from a forged one whoever hands it over. Of several versions that the owner signed, the
+highest counts.
 """
 
 from __future__ import annotations
@@ -17,17 +19,26 @@ from typing import Annotated, Any, Literal
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from swarm.dht.blobs import SIGNATURE_CONTEXT, VERSION_MAX, blob_key, run_id_of
-from swarm.errors import PeerError, UsageError
-from swarm.identity import Identity, verify
-from swarm.ids import Key, PeerId
+from swarm.core.errors import PeerError, UsageError
+from swarm.core.identity import Identity, verify
+from swarm.core.ids import Key, PeerId
+from swarm.dht.logic.blobs import SIGNATURE_CONTEXT, VERSION_MAX, blob_key, run_id_of
 from swarm.run.modechoice import Mode, ModeChoice
 from swarm.run.strategychoice import Strategy
 
 SPECIFICATION_BYTES_MAX = 60 << 10  # signed and packed; a DHT record takes 64 KiB with its envelope
 TOML_BYTES_MAX = 256 << 10
 BANNED_MAX = 500  # each takes 54 bytes of the specification
-__all__ = ["VERSION_MAX", "RunSpecification", "SignedSpecification", "newest", "run_id_of", "sign", "specification_key", "verified"]
+__all__ = [
+    "VERSION_MAX",
+    "RunSpecification",
+    "SignedSpecification",
+    "newest",
+    "run_id_of",
+    "sign",
+    "specification_key",
+    "verified",
+]
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _FORMAT = "swarm.run/1"
@@ -52,11 +63,14 @@ class TaskChoice(_Table):
 
 
 class Schedule(_Table):
-    """The learning rate's course over epochs: a linear warm-up, then constant or a cosine down to `final` times the learning rate."""
+    """The learning rate's course over epochs: a linear warm-up, then constant or a cosine down to `final`
+    times the learning rate.
+    """
 
     name: Literal["constant", "cosine"] = "constant"
     warmup_epochs: int = Field(default=0, ge=0, le=1 << 32)
-    total_epochs: int | None = Field(default=None, ge=1, le=1 << 32)  # where the cosine ends; needed by it alone
+    # where the cosine ends; needed by it alone
+    total_epochs: int | None = Field(default=None, ge=1, le=1 << 32)
     final: float = Field(default=0.1, ge=0, le=1)
 
 
@@ -68,7 +82,8 @@ class OptimizerChoice(_Table):
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     betas: tuple[_Fraction, _Fraction] = (0.9, 0.95)  # of adam and adamw
     momentum: _Fraction = 0.9  # of sgd
-    clip_norm: _Positive | None = None  # the swarm's averaged gradient is scaled down to this norm before the step; none: never
+    # the swarm's averaged gradient is scaled down to this norm before the step; none: never
+    clip_norm: _Positive | None = None
     schedule: Schedule = Schedule()
 
 
@@ -93,9 +108,13 @@ class RunSpecification(_Table):
     name: str
     description: str = Field(default="", max_length=500)
     mode: Mode = ModeChoice()
-    codec: Literal["float32", "float16", "bfloat16", "int8", "int4", "int2", "sign", "topk", "adaptive"] = "float16"
-    error_feedback: bool = False  # what the codec left out goes into the next round; the three coarsest need it
-    strategy: Strategy | None = None  # powersgd: matrices travel as factors, in the codec; with error feedback of its own
+    codec: Literal["float32", "float16", "bfloat16", "int8", "int4", "int2", "sign", "topk", "adaptive"] = (
+        "float16"
+    )
+    # what the codec left out goes into the next round; the three coarsest need it
+    error_feedback: bool = False
+    # powersgd: matrices travel as factors, in the codec; with error feedback of its own
+    strategy: Strategy | None = None
     target_batch_size: _Count  # samples of the whole swarm in one epoch
     batch_size: Annotated[int, Field(ge=1, le=1 << 20)]  # samples of one step of one volunteer
     target_group_size: Annotated[int, Field(ge=2, le=256)] = 64
@@ -122,7 +141,9 @@ class RunSpecification(_Table):
         if self.codec in _COARSE and not self.error_feedback:
             raise ValueError(f"codec {self.codec} needs error_feedback = true")
         if self.mode.role == "parameter" and self.codec not in _FINE:
-            raise ValueError(f"mode {self.mode.name} averages parameters themselves: its codec is one of {', '.join(_FINE)}")
+            raise ValueError(
+                f"mode {self.mode.name} averages parameters themselves: its codec is one of {', '.join(_FINE)}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -130,9 +151,13 @@ class RunSpecification(_Table):
         if self.strategy is None:
             return self
         if self.mode.role == "parameter":
-            raise ValueError(f"mode {self.mode.name} averages parameters themselves: strategy powersgd is for gradients and differences")
+            raise ValueError(
+                f"mode {self.mode.name} averages parameters themselves: strategy powersgd is for gradients and differences"
+            )
         if (self.mode.streaming or 1) > 1:
-            raise ValueError("a mode with streaming averages parts of the model, not matrices: strategy powersgd is not for it")
+            raise ValueError(
+                "a mode with streaming averages parts of the model, not matrices: strategy powersgd is not for it"
+            )
         if self.codec not in _FINE:
             raise ValueError(
                 f"the factors of strategy powersgd are small, and all else hangs on them: its codec is one of {', '.join(_FINE)}"
@@ -153,14 +178,22 @@ class RunSpecification(_Table):
     @classmethod
     def _cosine_knows_its_end(cls, value: OptimizerChoice) -> OptimizerChoice:
         schedule = value.schedule
-        if schedule.name == "cosine" and (schedule.total_epochs is None or schedule.total_epochs <= schedule.warmup_epochs):
-            raise ValueError("schedule.total_epochs must be given for a cosine, and be more than warmup_epochs")
+        if schedule.name == "cosine" and (
+            schedule.total_epochs is None or schedule.total_epochs <= schedule.warmup_epochs
+        ):
+            raise ValueError(
+                "schedule.total_epochs must be given for a cosine, and be more than warmup_epochs"
+            )
         return value
 
     @property
     def travels(self) -> str:
         """How what is averaged travels, for people."""
-        return self.codec if self.strategy is None else f"{self.strategy.name} of rank {self.strategy.rank} in {self.codec}"
+        return (
+            self.codec
+            if self.strategy is None
+            else f"{self.strategy.name} of rank {self.strategy.rank} in {self.codec}"
+        )
 
     @property
     def banned_peers(self) -> frozenset[PeerId]:
@@ -169,7 +202,9 @@ class RunSpecification(_Table):
 
     @classmethod
     def from_toml(cls, text: str, where: str) -> RunSpecification:
-        """Parse and check. UsageError has a line per problem, each naming its key; `where` is what to call the source (a path)."""
+        """Parse and check. UsageError has a line per problem, each naming its key; `where` is what to call
+        the source (a path).
+        """
         try:
             table = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
@@ -185,11 +220,15 @@ class RunSpecification(_Table):
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
         if len(raw) > TOML_BYTES_MAX:
-            raise UsageError(f"{path} is larger than {TOML_BYTES_MAX >> 10} KiB: that is no run specification")
+            raise UsageError(
+                f"{path} is larger than {TOML_BYTES_MAX >> 10} KiB: that is no run specification"
+            )
         try:
             text = raw.decode()
         except UnicodeDecodeError as error:
-            raise UsageError(f"{path} is not a text file in UTF-8 ({error.reason} at byte {error.start})") from error
+            raise UsageError(
+                f"{path} is not a text file in UTF-8 ({error.reason} at byte {error.start})"
+            ) from error
         return cls.from_toml(text, str(path))
 
     @classmethod
@@ -206,7 +245,9 @@ class RunSpecification(_Table):
 
 
 def explain(error: ValidationError, table: str = "") -> list[str]:
-    """A line per problem in plain words, without pydantic's types and links. `table`: the key under which the values stand."""
+    """A line per problem in plain words, without pydantic's types and links. `table`: the key under which the
+    values stand.
+    """
     lines = []
     for problem in error.errors(include_url=False, include_context=True):
         key = ".".join(filter(None, (table, *(str(part) for part in problem["loc"])))) or "the file"
@@ -255,7 +296,9 @@ class SignedSpecification:
         return f"{self.name}@{self.run_id}"
 
 
-def sign(specification: RunSpecification, owner: Identity, *, version: int, founded_s: float) -> SignedSpecification:
+def sign(
+    specification: RunSpecification, owner: Identity, *, version: int, founded_s: float
+) -> SignedSpecification:
     """Sign with the owner's key; UsageError when the result would be too large to store."""
     table = {
         "specification": specification.table(),
@@ -274,9 +317,13 @@ def sign(specification: RunSpecification, owner: Identity, *, version: int, foun
 
 
 def verified(blob: bytes, run_id: str | None = None) -> SignedSpecification:
-    """Decode and check what a stranger handed over. PeerError says what is wrong: size, encoding, signature, another run's."""
+    """Decode and check what a stranger handed over. PeerError says what is wrong: size, encoding, signature,
+    another run's.
+    """
     if len(blob) > SPECIFICATION_BYTES_MAX:
-        raise PeerError(f"a specification of {len(blob):,} bytes was refused: {SPECIFICATION_BYTES_MAX:,} are allowed")
+        raise PeerError(
+            f"a specification of {len(blob):,} bytes was refused: {SPECIFICATION_BYTES_MAX:,} are allowed"
+        )
     try:
         body, signature = msgpack.unpackb(blob, strict_map_key=True, max_map_len=0, max_array_len=2)
         table = msgpack.unpackb(body, strict_map_key=True)
@@ -284,11 +331,19 @@ def verified(blob: bytes, run_id: str | None = None) -> SignedSpecification:
         format_, version, founded_s = table["format"], table["version"], table["founded_s"]
         contents = table["specification"]
     except (ValueError, TypeError, KeyError, UsageError, msgpack.UnpackException) as error:
-        raise PeerError(f"a specification was refused: it cannot be decoded ({type(error).__name__})") from error
-    if not isinstance(signature, bytes) or not isinstance(body, bytes) or not verify(owner, SIGNATURE_CONTEXT + body, signature):
+        raise PeerError(
+            f"a specification was refused: it cannot be decoded ({type(error).__name__})"
+        ) from error
+    if (
+        not isinstance(signature, bytes)
+        or not isinstance(body, bytes)
+        or not verify(owner, SIGNATURE_CONTEXT + body, signature)
+    ):
         raise PeerError("a specification was refused: its signature is not its owner's")
     if format_ != _FORMAT:
-        raise PeerError(f"the run's specification has the format {format_!r:.40}, this swarm reads {_FORMAT!r}: update swarm")
+        raise PeerError(
+            f"the run's specification has the format {format_!r:.40}, this swarm reads {_FORMAT!r}: update swarm"
+        )
     if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= VERSION_MAX:
         raise PeerError("a specification was refused: its version is not a number from 1 up")
     if not isinstance(founded_s, float) or not 0 <= founded_s < 1e12:
@@ -308,7 +363,9 @@ def verified(blob: bytes, run_id: str | None = None) -> SignedSpecification:
 
 
 def newest(signed: list[SignedSpecification]) -> SignedSpecification | None:
-    """The one that counts: the highest version; of two signed with the same version the lower bytes, so that everybody picks the same."""
+    """The one that counts: the highest version; of two signed with the same version the lower bytes, so that
+    everybody picks the same.
+    """
     return min(signed, key=lambda one: (-one.version, one.blob), default=None)
 
 

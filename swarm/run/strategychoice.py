@@ -1,4 +1,6 @@
-"""In what shape a run's averages travel, as its specification says it: `strategy = "powersgd"`, or a table `[strategy]` with settings."""
+"""In what shape a run's averages travel, as its specification says it: `strategy = "powersgd"`, or a table
+`[strategy]` with settings.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What can be trained: a `Task` knows a model, its data and its loss. Tasks are installed, never sent: a specification only names one.
+"""What can be trained: a `Task` knows a model, its data and its loss. Tasks are installed, never sent: a
+specification only names one.
 
-A package adds its own with an entry point of the group `swarm.tasks`, whose value is a callable that takes the settings of the
-specification and returns a `Task`:
+A package adds its own with an entry point of the group `swarm.tasks`, whose value is a callable that takes
+the settings of the specification and returns a `Task`:
 
     [project.entry-points."swarm.tasks"]
     mytask = "mypackage.mytask:MyTask"
@@ -17,12 +18,12 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from swarm.errors import UsageError
+from swarm.core.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
 
-    from swarm.ids import PeerId
+    from swarm.core.ids import PeerId
 
 ENTRY_POINT_GROUP = "swarm.tasks"
 _BUILT_IN = {"bytelm": "swarm.run.tasks.bytelm:ByteLanguageModel"}
@@ -31,19 +32,26 @@ _DRAW_CONTEXT = b"swarm run draw 1\0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDescription:
-    """What a volunteer is told before being asked; computed without building the model, so that it is there before torch is imported."""
+    """What a volunteer is told before being asked; computed without building the model, so that it is there
+    before torch is imported.
+    """
 
     summary: str  # one line: what is trained on what
     parameters: int
     sample: str  # what one sample is: "128 bytes of text"
-    # of the trained parameters, in any order; where a task does not tell, traffic with a strategy is foretold as if no tensor shrank
+    # of the trained parameters, in any order; where a task does not tell, traffic with a strategy is foretold
+    # as if no tensor shrank
     shapes: tuple[tuple[int, ...], ...] = ()
-    memory_bytes: int  # model, gradients, optimizer, activations of one step and data together, beyond what an idle process takes
+    # model, gradients, optimizer, activations of one step and data together, beyond what an idle process
+    # takes
+    memory_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Where a volunteer's samples come from: the same (run, epoch, peer) gives the same samples on every machine that has the same data."""
+    """Where a volunteer's samples come from: the same (run, epoch, peer) gives the same samples on every
+    machine that has the same data.
+    """
 
     run_id: str
     epoch: int
@@ -85,7 +93,9 @@ class Task(Protocol):
         ...
 
     def build_model(self, seed: int) -> torch.nn.Module:
-        """A fresh model on the CPU; the same seed gives the same parameters. It must not depend on the global random state."""
+        """A fresh model on the CPU; the same seed gives the same parameters. It must not depend on the global
+        random state.
+        """
         ...
 
     def load_data(self, folder: Path | None, device: torch.device) -> TaskData:
@@ -112,7 +122,9 @@ def _plugin(name: str) -> object:
     points = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
     if not points:
         known = ", ".join(available_tasks())
-        raise UsageError(f"the task {name!r} is not installed on this machine (installed: {known}): install the package that provides it")
+        raise UsageError(
+            f"the task {name!r} is not installed on this machine (installed: {known}): install the package that provides it"
+        )
     try:
         return points[0].load()
     except (ImportError, AttributeError) as error:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from swarm.run.accounts import Accounts, Pacing
-from swarm.run.events import Contributed, Emit, EpochDone, Progress, Resynchronised, RoundFailed
+from swarm.run.accounts import TrainingStats, ValidationSchedule
+from swarm.run.events import Contributed, Emit, EpochDone, Resynchronised, RoundFailed, TrainingProgress
 from swarm.run.machine import process_age_s
 from swarm.run.specification import SignedSpecification
 from swarm.run.task import Draw, TaskData
@@ -16,8 +16,8 @@ from swarm.run.task import Draw, TaskData
 if TYPE_CHECKING:
     import torch
 
-    from averaging.optimizer import Optimizer, StepReport
-    from swarm.ids import PeerId
+    from averaging.optim.optimizer import Optimizer, StepReport
+    from swarm.core.ids import PeerId
 
 _PROGRESS_S = 1.0
 
@@ -33,8 +33,8 @@ class Training:
     own: PeerId
     emit: Emit
     swarm_s: Callable[[], float]
-    accounts: Accounts
-    pacing: Pacing
+    accounts: TrainingStats
+    pacing: ValidationSchedule
     told_s: float = float("-inf")
     drawn_epoch: int = -1
 
@@ -77,7 +77,9 @@ class Training:
             load = report.resynchronised
             accounts.finish_epoch(0)
             reason = report.reason or load.reason or "the swarm was ahead"
-            self.emit(Resynchronised(epoch=report.epoch, loaded=load.loaded, reason=reason, seconds=load.seconds))
+            self.emit(
+                Resynchronised(epoch=report.epoch, loaded=load.loaded, reason=reason, seconds=load.seconds)
+            )
         elif report.stepped:
             self._epoch_done(report, now_s)
             return True
@@ -92,7 +94,9 @@ class Training:
         if not report.alone:
             accounts.rounds += 1
             digest = averaged.digest if averaged is not None else ""
-            accounts.digest, accounts.digest_epoch = (digest, report.epoch) if digest else (accounts.digest, accounts.digest_epoch)
+            accounts.digest, accounts.digest_epoch = (
+                (digest, report.epoch) if digest else (accounts.digest, accounts.digest_epoch)
+            )
         if accounts.contributing_epoch is None and report.contributed:
             accounts.contributing_epoch = report.epoch
             self.emit(Contributed(epoch=report.epoch, start_s=process_age_s()))
@@ -124,7 +128,7 @@ class Training:
         mine = view.peers.get(self.own)
         self.told_s = now_s
         self.emit(
-            Progress(
+            TrainingProgress(
                 epoch=view.epoch,
                 loss=self.accounts.epoch.loss,
                 samples_per_s=mine.samples_per_s if mine is not None else 0.0,

@@ -1,4 +1,6 @@
-"""A volunteer: builds what the specification names, fetches the state, and trains until the run ends or somebody wants it to stop."""
+"""A volunteer: builds what the specification names, fetches the state, and trains until the run ends or
+somebody wants it to stop.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +13,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarm.errors import NotEnoughPeers
-from swarm.ids import Contact
+from swarm.core.errors import NotEnoughPeers
+from swarm.core.ids import Contact
 from swarm.run import machine, outlook
-from swarm.run.accounts import Accounts, Pacing
+from swarm.run.accounts import TrainingStats, ValidationSchedule
 from swarm.run.directory import RunDirectory
-from swarm.run.events import Emit, Finished, Found, Joined, Notice, Paused, Resumed, RunChanged, StateDownloaded
-from swarm.run.following import FANOUT, Follower, FollowerServices, differences, restart_needed
-from swarm.run.limits import Limits, Moment, Say, decide
-from swarm.run.saving import Saver, SavingConfig
+from swarm.run.events import (
+    Emit,
+    Finished,
+    Joined,
+    Notice,
+    Paused,
+    Resumed,
+    RunChanged,
+    RunFound,
+    StateDownloaded,
+)
+from swarm.run.following import FANOUT, FollowerServices, RunFollower, differences, restart_needed
+from swarm.run.limits import Decision, MachineStatus, VolunteerLimits, decide
+from swarm.run.saving import CheckpointConfig, Saver
 from swarm.run.specification import RunSpecification, SignedSpecification
 from swarm.run.task import make_task
 
 if TYPE_CHECKING:
     import torch
 
-    from averaging.optimizer import Optimizer
+    from averaging.optim.optimizer import Optimizer
     from swarm.node import Node
     from swarm.run.training import Training
 
@@ -43,20 +55,32 @@ class VolunteerConfig:
     data: Path | None = None  # a folder of its own instead of the task's default data
     validation_share: float = 0.05  # of the time may go into measuring the loss on the held-out part
     validation_s_min: float = 2.0  # between two measurements at least
-    limits: Limits = field(default_factory=Limits)
+    limits: VolunteerLimits = field(default_factory=VolunteerLimits)
     asked_to_pause: Callable[[], bool] = lambda: False  # is asked about twice a second
-    saving: SavingConfig | None = None  # None: no checkpoints
+    saving: CheckpointConfig | None = None  # None: no checkpoints
 
 
 class Volunteer:
     """One peer's part in one run. Made and used on the trainer's thread; `stop` may be set from any."""
 
     def __init__(
-        self, node: Node, signed: SignedSpecification, directory: RunDirectory, config: VolunteerConfig, emit: Emit, stop: threading.Event
+        self,
+        node: Node,
+        signed: SignedSpecification,
+        directory: RunDirectory,
+        config: VolunteerConfig,
+        emit: Emit,
+        stop: threading.Event,
     ) -> None:
         """UsageError when the task is not installed here or does not accept the specification's settings."""
         self.signed = signed
-        self._node, self._directory, self._config, self._emit, self._stop = node, directory, config, emit, stop
+        self._node, self._directory, self._config, self._emit, self._stop = (
+            node,
+            directory,
+            config,
+            emit,
+            stop,
+        )
         self._task = make_task(self.specification.task.name, self.specification.task.settings)
         self._description = self._task.describe(self.specification.batch_size)
         self._training: Training | None = None
@@ -71,15 +95,18 @@ class Volunteer:
         residuals = 8 * self._description.parameters if self.specification.strategy is not None else 0
         return self._description.memory_bytes + residuals
 
-    def introduce(self, *, founded: bool) -> Found:
+    def introduce(self, *, founded: bool) -> RunFound:
         """What will be trained, what it takes here, and what traffic to expect."""
         specification, description = self.specification, self._description
-        seen = outlook.Outlook(0, 0.0, 0)
+        seen = outlook.RunEstimate(0, 0.0, 0)
         if not founded:
             seen = self._node.network.run(
-                outlook.look(self._node.dht.service, self.signed.run_id, self._node.peer_id, self._node.clock), 10.0
+                outlook.look(
+                    self._node.dht.service, self.signed.run_id, self._node.peer_id, self._node.clock
+                ),
+                10.0,
             )
-        return Found(
+        return RunFound(
             name=self.signed.name,
             run_id=self.signed.run_id,
             version=self.signed.version,
@@ -97,10 +124,14 @@ class Volunteer:
         )
 
     def choose_device(self) -> torch.device:
-        """The device to train on, with enough memory. UsageError or SwarmError says what is missing. Waits for torch's import."""
+        """The device to train on, with enough memory. UsageError or SwarmError says what is missing. Waits
+        for torch's import.
+        """
         device = machine.choose_device(self._config.device, self.specification)
         if device.type == "cuda":
-            machine.check_memory(self._task_bytes, machine.free_bytes(device), self.signed.name, "the CUDA device")
+            machine.check_memory(
+                self._task_bytes, machine.free_bytes(device), self.signed.name, "the CUDA device"
+            )
         return device
 
     def check_memory(self) -> None:
@@ -110,7 +141,8 @@ class Volunteer:
         self._config.limits.check(needed_bytes, self.signed.name)
 
     def train(self, device: torch.device, *, new: bool = False, why: Callable[[], str] = str) -> Finished:
-        """Build, fetch the state (there is none if the run is `new`), train; returns when the run is over or `stop` is set.
+        """Build, fetch the state (there is none if the run is `new`), train; returns when the run is over or
+        `stop` is set.
 
         `why` says what set it. NotEnoughPeers: there are peers, but none could give the state.
         """
@@ -130,8 +162,8 @@ class Volunteer:
             own=self._node.peer_id,
             emit=self._emit,
             swarm_s=self._node.clock.swarm_s,
-            accounts=Accounts(),
-            pacing=Pacing(self._config.validation_share, self._config.validation_s_min),
+            accounts=TrainingStats(),
+            pacing=ValidationSchedule(self._config.validation_share, self._config.validation_s_min),
         )
         self._training = training
         saver = self._saver(model, inner)
@@ -145,7 +177,9 @@ class Volunteer:
             except KeyboardInterrupt:
                 if not self._stop.is_set():
                     raise
-            finished = self._finished(training, reason or why() or "it was asked to stop", time.monotonic() - started_s)
+            finished = self._finished(
+                training, reason or why() or "it was asked to stop", time.monotonic() - started_s
+            )
             if saver is not None:
                 saver.close(training.optimizer)
             return finished
@@ -154,7 +188,7 @@ class Volunteer:
 
     def _open(self, inner: torch.optim.Optimizer) -> Optimizer:
         """Take part in the run, by the specification as it is now."""
-        from averaging.optimizer import Optimizer, OptimizerConfig
+        from averaging.optim.optimizer import Optimizer, OptimizerConfig
         from swarm.run.inner import schedule_factory
 
         specification = self.specification
@@ -177,7 +211,7 @@ class Volunteer:
 
     def fetch_state(self, path: Path) -> Path:
         """Only download the swarm's present state, into a checkpoint. NotEnoughPeers when nobody can give it."""
-        from averaging.training.checkpoint import names_of, write
+        from averaging.optim.state.checkpoint import names_of, write
         from swarm.run.inner import build_optimizer
 
         model = self._task.build_model(self.specification.seed)
@@ -185,7 +219,9 @@ class Volunteer:
         with contextlib.closing(self._open(inner)) as optimizer:
             result = optimizer.load_state_from_peers(timeout_s=_STATE_TIMEOUT_S)
             if not result.loaded:
-                raise NotEnoughPeers(f"the state of {self.signed.full_name} could not be downloaded: {result.reason}")
+                raise NotEnoughPeers(
+                    f"the state of {self.signed.full_name} could not be downloaded: {result.reason}"
+                )
             view = optimizer.state_view()
             try:
                 write(view, path, names_of(model, inner))
@@ -196,7 +232,7 @@ class Volunteer:
     def _saver(self, model: torch.nn.Module, inner: torch.optim.Optimizer) -> Saver | None:
         if self._config.saving is None:
             return None
-        from averaging.training.checkpoint import names_of
+        from averaging.optim.state.checkpoint import names_of
 
         about = {"run": self.signed.full_name, "task": self.specification.task.name}
         return Saver(self._config.saving, names_of(model, inner), about, self._emit)
@@ -210,15 +246,17 @@ class Volunteer:
             saver.begins_anew()
 
     def _loop(self, training: Training, saver: Saver | None) -> str:
-        """Steps until there is a reason to end; empty when `stop` was it. The end is looked at between epochs, so that all end alike."""
+        """Steps until there is a reason to end; empty when `stop` was it. The end is looked at between
+        epochs, so that all end alike.
+        """
         over = training.over()
         looked_s = float("-inf")
         while not over and not self._stop.is_set():
             if time.monotonic() - looked_s >= _LOOK_S:
                 say, why = self._decide()
-                if say is Say.LEAVE:
+                if say is Decision.LEAVE:
                     return why
-                if say is not Say.TRAIN:
+                if say is not Decision.TRAIN:
                     over = self._pause(training, say, why)
                     continue
                 looked_s = time.monotonic()
@@ -230,10 +268,10 @@ class Volunteer:
                 over = training.over()
         return over
 
-    def _decide(self) -> tuple[Say, str]:
+    def _decide(self) -> tuple[Decision, str]:
         """What the volunteer's limits and the run's owner want at this moment."""
         limits = self._config.limits
-        moment = Moment(
+        moment = MachineStatus(
             second_of_day=machine.second_of_day(),
             memory_bytes=machine.taken_bytes() if limits.memory_bytes_max is not None else 0,
             asked_to_pause=self._config.asked_to_pause(),
@@ -242,13 +280,13 @@ class Volunteer:
         )
         return decide(limits, moment)
 
-    def _pause(self, training: Training, say: Say, why: str) -> str:
+    def _pause(self, training: Training, say: Decision, why: str) -> str:
         """Wait until training goes on; why the run is over, if that comes first.
 
-        Who rests stays a member. Who pauses says goodbye to the others, so that nobody waits for it, and keeps the model in memory: when it
-        comes back, it fetches what the swarm has reached meanwhile.
+        Who rests stays a member. Who pauses says goodbye to the others, so that nobody waits for it, and
+        keeps the model in memory: when it comes back, it fetches what the swarm has reached meanwhile.
         """
-        began_s, member = time.monotonic(), say is Say.REST
+        began_s, member = time.monotonic(), say is Decision.REST
         self._emit(Paused(reason=why, member=member))
         kept = None
         if member:
@@ -262,7 +300,12 @@ class Volunteer:
             if report is not None:  # others were at the end of an epoch when the pause reached them
                 training.after(report)
             now, _ = self._decide()
-            if now is Say.TRAIN or now is Say.LEAVE or (member and now is Say.PAUSE) or (not member and now is Say.REST):
+            if (
+                now is Decision.TRAIN
+                or now is Decision.LEAVE
+                or (member and now is Decision.PAUSE)
+                or (not member and now is Decision.REST)
+            ):
                 break
             over = training.over()
         if over or self._stop.is_set():
@@ -291,10 +334,14 @@ class Volunteer:
             )
         elif result.alone:
             self._emit(
-                Notice(text="nobody has a state to give: beginning with the first parameters, which follow from the specification's seed")
+                Notice(
+                    text="nobody has a state to give: beginning with the first parameters, which follow from the specification's seed"
+                )
             )
         else:
-            raise NotEnoughPeers(f"the state of {self.signed.full_name} could not be downloaded: {result.reason}. Try again in a while")
+            raise NotEnoughPeers(
+                f"the state of {self.signed.full_name} could not be downloaded: {result.reason}. Try again in a while"
+            )
         return result.alone
 
     def _joined(self, device: torch.device, data: str) -> None:
@@ -311,18 +358,31 @@ class Volunteer:
         )
 
     async def _follow(self, training: Training) -> None:
-        """In the background, for as long as the node lives: members keep the specification, and follow the owner's newer versions."""
+        """In the background, for as long as the node lives: members keep the specification, and follow the
+        owner's newer versions.
+        """
         services = FollowerServices(
-            handlers=self._node.handlers, caller=self._node.channels, directory=self._directory, rng=random.Random()
+            handlers=self._node.handlers,
+            caller=self._node.channels,
+            directory=self._directory,
+            rng=random.Random(),
         )
-        follower = Follower(services, self.signed, self._others, self._take_over)
-        self._node.supervisor.spawn(f"keeping the specification of {self.signed.full_name}", follower.run, restart=True)
+        follower = RunFollower(services, self.signed, self._others, self._take_over)
+        self._node.supervisor.spawn(
+            f"keeping the specification of {self.signed.full_name}", follower.run, restart=True
+        )
 
     def _others(self) -> list[Contact]:
         """Members that are known here, and peers that may be members."""
-        contacts = {contact.peer_id: contact for contact in self._training.optimizer.contacts()} if self._training else {}
+        contacts = (
+            {contact.peer_id: contact for contact in self._training.optimizer.contacts()}
+            if self._training
+            else {}
+        )
         if len(contacts) >= FANOUT * 4:  # one shard of a large run: the rumour must leave it
-            contacts |= {known.contact.peer_id: known.contact for known in self._node.peers()[:_STRANGERS_MAX]}
+            contacts |= {
+                known.contact.peer_id: known.contact for known in self._node.peers()[:_STRANGERS_MAX]
+            }
         return list(contacts.values())
 
     def _take_over(self, newer: SignedSpecification) -> None:
@@ -335,7 +395,9 @@ class Volunteer:
             if new.target_batch_size != old.target_batch_size:
                 training.optimizer.set_target(new.target_batch_size)
             training.optimizer.ban(new.banned_peers)
-        self._emit(RunChanged(version=newer.version, changes=differences(old, new), restart=restart_needed(old, new)))
+        self._emit(
+            RunChanged(version=newer.version, changes=differences(old, new), restart=restart_needed(old, new))
+        )
 
     def _finished(self, training: Training, reason: str, seconds: float) -> Finished:
         accounts = training.accounts

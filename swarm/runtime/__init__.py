@@ -1,1 +1,3 @@
-"""What a node runs on: the network thread, the supervisor of its background tasks, and what happens at a fork."""
+"""What a node runs on: the network thread, the supervisor of its background tasks, and what happens at a
+fork.
+"""

@@ -1,8 +1,9 @@
 """What a forked child (a DataLoader worker) must not keep: the node's sockets.
 
-A child inherits them. While it lives, the kernel keeps its parent's connections open even after the parent was killed, and peers would go
-on waiting for a process that is gone. So the child puts /dev/null in their place: it does not close them, because gRPC's objects, which it
-inherited too, still hold those descriptor numbers. The parent's connections are not touched by this.
+A child inherits them. While it lives, the kernel keeps its parent's connections open even after the parent
+was killed, and peers would go on waiting for a process that is gone. So the child puts /dev/null in their
+place: it does not close them, because gRPC's objects, which it inherited too, still hold those descriptor
+numbers. The parent's connections are not touched by this.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """How a node's sockets are told from others: the address it listens on, and the (IP, port) pairs it has dialed."""
+    """How a node's sockets are told from others: the address it listens on, and the (IP, port) pairs it has
+    dialed.
+    """
 
     listening: tuple[str, int] | None
     dialed: frozenset[tuple[str, int]]
@@ -30,8 +33,8 @@ _WILDCARDS = ("0.0.0.0", "::", "")
 
 
 def close_after_fork(owned: Callable[[], Owned]) -> Callable[[], None]:
-    """From now on, forked children drop what `owned()` describes at the time of the fork; returns a function that ends this. `owned` takes
-    no locks.
+    """From now on, forked children drop what `owned()` describes at the time of the fork; returns a function
+    that ends this. `owned` takes no locks.
     """
     global _next_number, _registered
     if not _registered and hasattr(os, "register_at_fork"):

@@ -1,4 +1,6 @@
-"""The parent of every background task of a node: it reports what fails, restarts what should run on, and ends all of it at close."""
+"""The parent of every background task of a node: it reports what fails, restarts what should run on, and ends
+all of it at close.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,21 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    def spawn(self, name: str, function: Callable[[], Awaitable[None]], *, restart: bool = False) -> asyncio.Task[None]:
+    def spawn(
+        self, name: str, function: Callable[[], Awaitable[None]], *, restart: bool = False
+    ) -> asyncio.Task[None]:
         """Run `function()` in the background. Never re-raises: what fails is logged under `name`.
 
-        With `restart`, a function that fails is called again, after 0.5 s, then twice as long each time up to 30 s; one that returns is
-        done. A returned task may be cancelled and awaited; awaiting it never raises what the function raised.
+        With `restart`, a function that fails is called again, after 0.5 s, then twice as long each time up to
+        30 s; one that returns is done. A returned task may be cancelled and awaited; awaiting it never raises
+        what the function raised.
         """
         if self._closed or len(self._tasks) >= _TASKS_MAX:
-            _logger.warning("%s not started: %s", name, "the node is closing" if self._closed else f"{_TASKS_MAX} background tasks already")
+            _logger.warning(
+                "%s not started: %s",
+                name,
+                "the node is closing" if self._closed else f"{_TASKS_MAX} background tasks already",
+            )
             return asyncio.get_running_loop().create_task(_nothing(), name=name)
         task = asyncio.get_running_loop().create_task(_watch(name, function, restart), name=name)
         self._tasks.add(task)
@@ -42,7 +51,9 @@ class Supervisor:
         return sorted(task.get_name() for task in self._tasks)
 
     async def close(self, timeout_s: float = 1.0) -> None:
-        """Cancel every task and wait for them, at most `timeout_s`: what ignores its cancellation is named in the log and left."""
+        """Cancel every task and wait for them, at most `timeout_s`: what ignores its cancellation is named in
+        the log and left.
+        """
         self._closed = True
         current = asyncio.current_task()
         tasks = {task for task in self._tasks if task is not current}
@@ -51,7 +62,9 @@ class Supervisor:
         if tasks:
             _, stuck = await asyncio.wait(tasks, timeout=timeout_s)
             for task in stuck:
-                _logger.warning("%s did not stop within %.1f s of being cancelled", task.get_name(), timeout_s)
+                _logger.warning(
+                    "%s did not stop within %.1f s of being cancelled", task.get_name(), timeout_s
+                )
 
 
 async def _nothing() -> None:

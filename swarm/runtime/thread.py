@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from swarm.errors import DeadlineExceeded, UsageError
+from swarm.core.errors import DeadlineExceeded, UsageError
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -31,8 +31,8 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class NetworkThread:
-    """`run` and `submit` are for other threads; coroutines on the loop simply await. `pool` is for tensor work (torch releases the GIL
-    there).
+    """`run` and `submit` are for other threads; coroutines on the loop simply await. `pool` is for tensor
+    work (torch releases the GIL there).
     """
 
     def __init__(self, name: str = "swarm-network") -> None:
@@ -41,17 +41,21 @@ class NetworkThread:
         self._lock = threading.Lock()
         self.loop = new_event_loop()
         self.loop.set_exception_handler(_report)
-        self.pool = ThreadPoolExecutor(min(POOL_THREADS_MAX, os.cpu_count() or 1), thread_name_prefix=f"{name}-pool")
+        self.pool = ThreadPoolExecutor(
+            min(POOL_THREADS_MAX, os.cpu_count() or 1), thread_name_prefix=f"{name}-pool"
+        )
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run it on the loop and wait. DeadlineExceeded (the coroutine is cancelled), or what it raised; UsageError in a forked child or
-        after `stop`.
+        """Run it on the loop and wait. DeadlineExceeded (the coroutine is cancelled), or what it raised;
+        UsageError in a forked child or after `stop`.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
-            raise UsageError("a blocking call on the network thread would wait for itself: await the coroutine instead")
+            raise UsageError(
+                "a blocking call on the network thread would wait for itself: await the coroutine instead"
+            )
         future = self.submit(coroutine)
         try:
             return future.result(timeout_s)
@@ -94,7 +98,9 @@ class NetworkThread:
         return threading.current_thread() is self._thread
 
     def stop(self, timeout_s: float = _STOP_S_MAX) -> None:
-        """Cancel what still runs, end the loop and the thread, within about `timeout_s`. Idempotent; does nothing in a forked child."""
+        """Cancel what still runs, end the loop and the thread, within about `timeout_s`. Idempotent; does
+        nothing in a forked child.
+        """
         with self._lock:
             if self._stopped or os.getpid() != self._process_id:
                 return
@@ -130,16 +136,16 @@ class NetworkThread:
 
 
 def _belongs_to_grpc(task: asyncio.Task[Any]) -> bool:
-    """gRPC's tasks end with its server, now and then a moment later. One that is cancelled in that moment prints a traceback, and its last
-    event finds the loop closed.
+    """gRPC's tasks end with its server, now and then a moment later. One that is cancelled in that moment
+    prints a traceback, and its last event finds the loop closed.
     """
     code = getattr(task.get_coro(), "cr_code", None)
     return code is not None and "grpc/_cython" in code.co_filename
 
 
 def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """gRPC wakes every event loop of a process for each event, and those that come second find nothing to read: harmless, and constant with
-    two nodes.
+    """gRPC wakes every event loop of a process for each event, and those that come second find nothing to
+    read: harmless, and constant with two nodes.
     """
     if isinstance(context.get("exception"), BlockingIOError) and "PollerCompletionQueue" in str(
         context.get("handle", context.get("message", ""))

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import Message
 
-from swarm.errors import DeadlineExceeded, NetworkError, PeerError, SwarmError, UsageError
-from swarm.ids import Contact
+from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, SwarmError, UsageError
+from swarm.core.ids import Contact
 from swarm.net.rpc import Method, ReplyT, RequestT, Stream, StreamHandler, StreamMethod, UnaryHandler
 from swarm.testing.streams import SimulatedStream, stream_pair
 
@@ -20,11 +20,15 @@ if TYPE_CHECKING:
 
 
 class _Exchange:
-    """One unary call on its way: a request there, perhaps twice, a handler's task each time, and the first answer back."""
+    """One unary call on its way: a request there, perhaps twice, a handler's task each time, and the first
+    answer back.
+    """
 
     __slots__ = ("_handlers", "_method", "_own", "_request", "_target", "answered")
 
-    def __init__(self, own: SimulatedPeer, target: SimulatedPeer, method: Method[Any, Any], request: bytes) -> None:
+    def __init__(
+        self, own: SimulatedPeer, target: SimulatedPeer, method: Method[Any, Any], request: bytes
+    ) -> None:
         self._own = own
         self._target = target
         self._method = method
@@ -36,7 +40,9 @@ class _Exchange:
         self._own.network.send(self._own, self._target, self._method.name, len(self._request), self._arrived)
 
     def close(self) -> None:
-        """The caller has its answer, or wants none any more: what still runs for it ends, as a handler of gRPC does."""
+        """The caller has its answer, or wants none any more: what still runs for it ends, as a handler of
+        gRPC does.
+        """
         for task in self._handlers:
             if not task.done():
                 task.cancel()
@@ -73,7 +79,9 @@ class _Exchange:
         if error is None:
             payload = task.result().SerializeToString()
             if len(payload) > method.reply_bytes_max:
-                error = RuntimeError(f"our reply has {len(payload)} bytes, more than {method.name} allows ({method.reply_bytes_max})")
+                error = RuntimeError(
+                    f"our reply has {len(payload)} bytes, more than {method.name} allows ({method.reply_bytes_max})"
+                )
                 payload = b""
         failure = target.network.outcome(target, method.name, error)
         if not self.answered.cancelled():
@@ -97,17 +105,25 @@ class SimulatedCaller:
     def __init__(self, own: SimulatedPeer) -> None:
         self._own = own
 
-    async def call(self, contact: Contact, method: Method[RequestT, ReplyT], request: RequestT, *, timeout_s: float) -> ReplyT:
+    async def call(
+        self, contact: Contact, method: Method[RequestT, ReplyT], request: RequestT, *, timeout_s: float
+    ) -> ReplyT:
         """One unary call, with the errors of the real one."""
         payload = request.SerializeToString()
         if len(payload) > method.request_bytes_max:
-            raise UsageError(f"{method.name} takes requests of at most {method.request_bytes_max} bytes; this one has {len(payload)}")
+            raise UsageError(
+                f"{method.name} takes requests of at most {method.request_bytes_max} bytes; this one has {len(payload)}"
+            )
         target = self._reach(contact)
         if target is None:
             await asyncio.sleep(timeout_s)
-            raise DeadlineExceeded(f"peer {contact.peer_id} did not answer {method.name} within {timeout_s:.3g} s")
+            raise DeadlineExceeded(
+                f"peer {contact.peer_id} did not answer {method.name} within {timeout_s:.3g} s"
+            )
         exchange = _Exchange(self._own, target, method, payload)
-        timer = asyncio.get_running_loop().call_later(timeout_s, _expire, exchange, contact, method.name, timeout_s)
+        timer = asyncio.get_running_loop().call_later(
+            timeout_s, _expire, exchange, contact, method.name, timeout_s
+        )
         exchange.begin()
         try:
             answer = await exchange.answered
@@ -117,7 +133,9 @@ class SimulatedCaller:
         return method.reply.FromString(answer)
 
     def _reach(self, contact: Contact) -> SimulatedPeer | None:
-        """Who listens at the contact; None: nobody, and nobody says so. NetworkError: nobody, and the machine there says so."""
+        """Who listens at the contact; None: nobody, and nobody says so. NetworkError: nobody, and the machine
+        there says so.
+        """
         if contact.peer_id == self._own.peer_id:
             raise UsageError("a peer does not call itself")
         network = self._own.network
@@ -132,8 +150,8 @@ class SimulatedCaller:
     async def open_stream(
         self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, lane: int = 0
     ) -> AsyncIterator[SimulatedStream]:
-        """A stream to the peer's handler; leaving the context cancels what is unfinished. `timeout_s` bounds its whole life; lanes
-        share a link.
+        """A stream to the peer's handler; leaving the context cancels what is unfinished. `timeout_s` bounds
+        its whole life; lanes share a link.
         """
         try:
             async with asyncio.timeout(timeout_s) as timeout:
@@ -147,7 +165,9 @@ class SimulatedCaller:
                     text = f"peer {target.peer_id} does not serve {method.name}: it runs another version, or not this service"
                     raise PeerError(text)
                 near, far = stream_pair(self._own, target, method)
-                task = target.supervisor.spawn(method.name, functools.partial(self._serve, found.function, far))
+                task = target.supervisor.spawn(
+                    method.name, functools.partial(self._serve, found.function, far)
+                )
                 try:
                     yield near
                 finally:
@@ -156,7 +176,9 @@ class SimulatedCaller:
         except TimeoutError as error:
             if not timeout.expired():
                 raise
-            raise DeadlineExceeded(f"the stream {method.name} with peer {contact.peer_id} did not end within {timeout_s} s") from error
+            raise DeadlineExceeded(
+                f"the stream {method.name} with peer {contact.peer_id} did not end within {timeout_s} s"
+            ) from error
 
     async def _serve(self, handler: Callable[[Stream], Awaitable[None]], stream: SimulatedStream) -> None:
         task = asyncio.get_running_loop().create_task(_coroutine(handler(stream)))

@@ -1,8 +1,9 @@
 """Random numbers that are the same on every Python, whatever PYTHONHASHSEED says.
 
-Of `random.Random` only `random()` and `getrandbits()` are promised to repeat from one Python to the next for the same integer seed; how
-`choice`, `shuffle`, `sample` or `expovariate` use them has changed before and may again. `Chance` defines those here, on `random()` alone,
-and takes its seed from text, through a hash that does not change. It is a `random.Random`, so that services take it as their `rng`.
+Of `random.Random` only `random()` and `getrandbits()` are promised to repeat from one Python to the next for
+the same integer seed; how `choice`, `shuffle`, `sample` or `expovariate` use them has changed before and may
+again. `Chance` defines those here, on `random()` alone, and takes its seed from text, through a hash that
+does not change. It is a `random.Random`, so that services take it as their `rng`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ T = TypeVar("T")
 
 
 class Chance(random.Random):
-    """A source of random numbers named by its parts: `Chance(seed, "faults")` has nothing in common with `Chance(seed, "work")`."""
+    """A source of random numbers named by its parts: `Chance(seed, "faults")` has nothing in common with
+    `Chance(seed, "work")`.
+    """
 
     def __init__(self, *names: object) -> None:
         text = "/".join(str(name) for name in names)
@@ -45,7 +48,9 @@ class Chance(random.Random):
             raise IndexError("cannot choose from an empty sequence")
         return seq[self.below(len(seq))]
 
-    def choices(self, population: Any, weights: Any = None, *, cum_weights: Any = None, k: int = 1) -> list[Any]:
+    def choices(
+        self, population: Any, weights: Any = None, *, cum_weights: Any = None, k: int = 1
+    ) -> list[Any]:
         if weights is not None or cum_weights is not None:
             raise NotImplementedError("weighted choices are not pinned across Python versions")
         return [self.choice(population) for _ in range(k)]

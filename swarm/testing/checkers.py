@@ -1,8 +1,9 @@
 """What must hold in a simulated swarm whatever happens: small classes, one promise each.
 
-A scenario keeps a `Ledger` of what every writer wrote and feeds the checkers while it runs: what was read, what each peer holds and how
-large its tables are. A broken promise becomes a line of `violations`, with the virtual time. The checkers know everything (the ledger,
-every peer's storage, the true time), which no peer does.
+A scenario keeps a `Ledger` of what every writer wrote and feeds the checkers while it runs: what was read,
+what each peer holds and how large its tables are. A broken promise becomes a line of `violations`, with the
+virtual time. The checkers know everything (the ledger, every peer's storage, the true time), which no peer
+does.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarm.dht.records import Entry, decode_value
-from swarm.ids import Key, PeerId
-from swarm.testing.dht_swarm import Member
+from swarm.core.ids import Key, PeerId
+from swarm.dht.logic.records import Entry, decode_value
+from swarm.testing.dht_swarm import SwarmMember
 from swarm.testing.virtual_loop import EPOCH_UNIX_S
 
 _VIOLATIONS_MAX = 50
@@ -22,8 +23,10 @@ _CLOCK_SLACK_S = 1.0  # what a peer leaves uncorrected of its clock (0.5 s), and
 
 
 @dataclass(slots=True, kw_only=True)
-class Write:
-    """One entry that a writer issued. Every value is written once, so that a value names its write. Times are the simulation's."""
+class RecordedWrite:
+    """One entry that a writer issued. Every value is written once, so that a value names its write. Times are
+    the simulation's.
+    """
 
     number: int
     key: Key
@@ -32,7 +35,8 @@ class Write:
     begun_s: float
     expires_s: float
     acknowledged_s: float | None = None  # None: still on its way, or no replica took it
-    replaced_s: float | None = None  # when a later write or a deletion by the same owner began: from then on either may be seen
+    # when a later write or a deletion by the same owner began: from then on either may be seen
+    replaced_s: float | None = None
     last_plenty_s: float | None = None  # when two live peers were last seen to hold it
     lost: bool = False  # found to be held by nobody
 
@@ -49,12 +53,16 @@ class Ledger:
     """All writes, by the number that is their value."""
 
     def __init__(self) -> None:
-        self.writes: dict[int, Write] = {}
-        self._latest: dict[tuple[Key, PeerId, str | None], Write] = {}
+        self.writes: dict[int, RecordedWrite] = {}
+        self._latest: dict[tuple[Key, PeerId, str | None], RecordedWrite] = {}
 
-    def begin(self, key: Key, subkey: str | None, writer: PeerId, now_s: float, expires_s: float) -> Write:
+    def begin(
+        self, key: Key, subkey: str | None, writer: PeerId, now_s: float, expires_s: float
+    ) -> RecordedWrite:
         """A write begins; the value to store is its number."""
-        write = Write(number=len(self.writes), key=key, subkey=subkey, writer=writer, begun_s=now_s, expires_s=expires_s)
+        write = RecordedWrite(
+            number=len(self.writes), key=key, subkey=subkey, writer=writer, begun_s=now_s, expires_s=expires_s
+        )
         self.writes[write.number] = write
         self.replace(write.owner, now_s)
         self._latest[write.owner] = write
@@ -66,11 +74,11 @@ class Ledger:
         if old is not None:
             old.replaced_s = now_s
 
-    def owned(self, writer: PeerId) -> list[Write]:
+    def owned(self, writer: PeerId) -> list[RecordedWrite]:
         """What this writer wrote last under each of its names."""
         return [write for write in self._latest.values() if write.writer == writer]
 
-    def living(self, now_s: float) -> list[Write]:
+    def living(self, now_s: float) -> list[RecordedWrite]:
         """What must be found."""
         for owner in [owner for owner, write in self._latest.items() if write.expires_s < now_s]:
             del self._latest[owner]
@@ -92,38 +100,52 @@ class Violations:
 
 @dataclass(slots=True, eq=False)
 class Authorship:
-    """No entry is one that its writer did not write: nothing is forged, mixed up, or overwritten by somebody else."""
+    """No entry is one that its writer did not write: nothing is forged, mixed up, or overwritten by somebody
+    else.
+    """
 
     ledger: Ledger
     violations: Violations
 
-    def entry(self, where: str, key: Key, writer: PeerId, subkey: str | None, value: Any, now_s: float) -> Write | None:
+    def entry(
+        self, where: str, key: Key, writer: PeerId, subkey: str | None, value: Any, now_s: float
+    ) -> RecordedWrite | None:
         """An entry that a reader was given, or a replica holds: its write, or None when nobody made it."""
         write = self.ledger.writes.get(value) if isinstance(value, int) else None
         if write is None or write.owner != (key, writer, subkey):
-            self.violations.add(now_s, f"{where}: {writer.short} never wrote {value!r} under {key} {subkey or ''}")
+            self.violations.add(
+                now_s, f"{where}: {writer.short} never wrote {value!r} under {key} {subkey or ''}"
+            )
             return None
         return write
 
 
 @dataclass(slots=True, eq=False)
 class Expiry:
-    """No entry outlives its time: readers get none that has expired, by their own clock or (within what clocks may err) by the true one."""
+    """No entry outlives its time: readers get none that has expired, by their own clock or (within what
+    clocks may err) by the true one.
+    """
 
     violations: Violations
 
-    def read(self, reader: Member, entry: Entry, write: Write, begun_s: float, begun_own_s: float) -> None:
+    def read(
+        self, reader: SwarmMember, entry: Entry, write: RecordedWrite, begun_s: float, begun_own_s: float
+    ) -> None:
         if entry.expiration <= begun_own_s:
-            self.violations.add(begun_s, f"{reader.peer.index} read entry {write.number}, which had expired by its own clock")
+            self.violations.add(
+                begun_s, f"{reader.peer.index} read entry {write.number}, which had expired by its own clock"
+            )
         late_s = begun_s - (entry.expiration - EPOCH_UNIX_S)
         if late_s > abs(reader.peer.clock.error_s) + _CLOCK_SLACK_S:
-            self.violations.add(begun_s, f"{reader.peer.index} read entry {write.number} {late_s:.1f} s after its expiration")
+            self.violations.add(
+                begun_s, f"{reader.peer.index} read entry {write.number} {late_s:.1f} s after its expiration"
+            )
 
 
 @dataclass(slots=True, eq=False)
 class Survival:
-    """No record dies before its time: while an acknowledged record lives, somebody live holds it; unless all who did went within
-    `repair_s`, which no protocol can survive (counted in `unlucky`).
+    """No record dies before its time: while an acknowledged record lives, somebody live holds it; unless all
+    who did went within `repair_s`, which no protocol can survive (counted in `unlucky`).
     """
 
     ledger: Ledger
@@ -132,7 +154,7 @@ class Survival:
     repair_s: float
     unlucky: int = 0
 
-    def check(self, members: Sequence[Member], now_s: float) -> None:
+    def check(self, members: Sequence[SwarmMember], now_s: float) -> None:
         """Look into every live peer's storage. To be called often, compared with `repair_s`."""
         holders: collections.Counter[int] = collections.Counter()
         for member in members:
@@ -147,7 +169,7 @@ class Survival:
         for write in self.ledger.living(now_s):
             self._note(write, holders[write.number], now_s)
 
-    def _note(self, write: Write, holders: int, now_s: float) -> None:
+    def _note(self, write: RecordedWrite, holders: int, now_s: float) -> None:
         if holders >= 2 or write.last_plenty_s is None:
             write.last_plenty_s = now_s
         if holders or write.lost or now_s < (write.acknowledged_s or 0.0) + _CLOCK_SLACK_S:
@@ -184,24 +206,30 @@ class Deadlines:
         """Has one been forgotten?"""
         for number, (what, deadline_s) in list(self.pending.items()):
             if now_s > deadline_s + self.slack_s:
-                self.violations.add(now_s, f"{what} has not ended {now_s - deadline_s:.2f} s after its deadline")
+                self.violations.add(
+                    now_s, f"{what} has not ended {now_s - deadline_s:.2f} s after its deadline"
+                )
                 del self.pending[number]
 
 
-class Limits:
-    """Tables, caches and tasks stay under their limits: every collection that can be reached from a service, by attribute name.
+class CheckLimits:
+    """Tables, caches and tasks stay under their limits: every collection that can be reached from a service,
+    by attribute name.
 
-    `limits` names what has a limit of its own; anything else may have `default_max` entries: whatever grows without bound is found in a
-    run that is long enough, whether anybody thought of it or not. `largest` says how far each went.
+    `limits` names what has a limit of its own; anything else may have `default_max` entries: whatever grows
+    without bound is found in a run that is long enough, whether anybody thought of it or not. `largest` says
+    how far each went.
     """
 
-    def __init__(self, violations: Violations, limits: Mapping[str, int] | None = None, default_max: int = 10_000) -> None:
+    def __init__(
+        self, violations: Violations, limits: Mapping[str, int] | None = None, default_max: int = 10_000
+    ) -> None:
         self.largest: dict[str, int] = {}
         self._violations = violations
         self._limits = dict(limits or {})
         self._default_max = default_max
 
-    def check(self, members: Iterable[Member], now_s: float) -> None:
+    def check(self, members: Iterable[SwarmMember], now_s: float) -> None:
         for member in members:
             sizes = dict(sizes_of(member.service))
             sizes["tasks"] = len(member.peer.supervisor.running)
@@ -210,14 +238,18 @@ class Limits:
                 self.largest[name] = max(size, self.largest.get(name, 0))
                 size_max = self._limits.get(name, self._default_max)
                 if size > size_max:
-                    self._violations.add(now_s, f"peer {member.peer.index}: {name} has {size} entries, more than {size_max}")
+                    self._violations.add(
+                        now_s, f"peer {member.peer.index}: {name} has {size} entries, more than {size_max}"
+                    )
             storage = member.service.storage
             if storage.size_bytes > storage.config.bytes_max:
                 self._violations.add(now_s, f"peer {member.peer.index} stores {storage.size_bytes} bytes")
 
 
 def sizes_of(root: object, depth_max: int = 4) -> Iterator[tuple[str, int]]:
-    """(path of attribute names, length) of every collection that belongs to `root`, in objects of this project, as deep as `depth_max`."""
+    """(path of attribute names, length) of every collection that belongs to `root`, in objects of this
+    project, as deep as `depth_max`.
+    """
     pending: list[tuple[str, object, int]] = [("", root, 0)]
     seen: set[int] = set()
     while pending:
@@ -230,7 +262,11 @@ def sizes_of(root: object, depth_max: int = 4) -> Iterator[tuple[str, int]]:
             where = f"{path}.{name}" if path else name
             if isinstance(part, dict | list | set | collections.deque):
                 yield where, len(part)
-            elif depth < depth_max and type(part).__module__.startswith("swarm.") and not type(part).__module__.startswith("swarm.testing"):
+            elif (
+                depth < depth_max
+                and type(part).__module__.startswith("swarm.")
+                and not type(part).__module__.startswith("swarm.testing")
+            ):
                 pending.append((where, part, depth + 1))
 
 
@@ -245,10 +281,13 @@ class OneSwarm:
     def __init__(self, violations: Violations) -> None:
         self._violations = violations
 
-    def parts(self, members: Sequence[Member]) -> int:
+    def parts(self, members: Sequence[SwarmMember]) -> int:
         """Into how many islands the tables fall: 1 is whole. An island: peers that all reach each other."""
         by_id = {member.peer.peer_id: number for number, member in enumerate(members)}
-        known = [[by_id[contact.peer_id] for contact in member.service.overlay.table if contact.peer_id in by_id] for member in members]
+        known = [
+            [by_id[contact.peer_id] for contact in member.service.overlay.table if contact.peer_id in by_id]
+            for member in members
+        ]
         knowing: list[list[int]] = [[] for _ in members]
         for number, others in enumerate(known):
             for other in others:
@@ -260,7 +299,7 @@ class OneSwarm:
             islands += 1
         return islands
 
-    def check(self, members: Sequence[Member], now_s: float) -> None:
+    def check(self, members: Sequence[SwarmMember], now_s: float) -> None:
         islands = self.parts(members)
         if islands > 1:
             self._violations.add(now_s, f"the swarm of {len(members)} has fallen into {islands} parts")

@@ -1,4 +1,5 @@
-"""What every codec must keep to, checked: call `check_codec` from a test of your own codec, as this project does from the tests of its own.
+"""What every codec must keep to, checked: call `check_codec` from a test of your own codec, as this project
+does from the tests of its own.
 
 AssertionError says what does not hold, and for which input.
 """
@@ -15,10 +16,14 @@ _SIZES = (0, 1, 2, 3, 7, 8, 63, 127, 129, 1000, 4095, 4097, 10_001)
 
 
 def check_codec(codec: Codec, *, seed: int = 0) -> None:
-    """Sizes, the error bound, bytes that depend on the values alone, cuts, NaN and infinity, and payloads from a hostile peer."""
+    """Sizes, the error bound, bytes that depend on the values alone, cuts, NaN and infinity, and payloads
+    from a hostile peer.
+    """
     chance = torch.Generator().manual_seed(seed)
     block = codec.block_elements
-    assert block % 32768 == 0 or block >= 1 << 20, f"{codec.name}: sums over a part come out alike only if blocks are multiples of 32768"
+    assert block % 32768 == 0 or block >= 1 << 20, (
+        f"{codec.name}: sums over a part come out alike only if blocks are multiples of 32768"
+    )
     for numel in (*_SIZES, block - 1, block, block + 77):
         for values in inputs(numel, chance)[: None if numel < block - 1 else 2]:
             _check_values(codec, values)
@@ -46,7 +51,17 @@ def inputs(numel: int, chance: torch.Generator) -> list[torch.Tensor]:
     zeros = torch.zeros(numel)
     spike = zeros.clone()
     spike[numel // 2 :][:1] = -3.0
-    return [normal, normal**5, normal * 1e4, normal * 1e-30, normal * 1e-42, torch.full((numel,), 0.1), zeros, -zeros, spike]
+    return [
+        normal,
+        normal**5,
+        normal * 1e4,
+        normal * 1e-30,
+        normal * 1e-42,
+        torch.full((numel,), 0.1),
+        zeros,
+        -zeros,
+        spike,
+    ]
 
 
 def _check_values(codec: Codec, values: torch.Tensor) -> None:
@@ -65,11 +80,15 @@ def _check_values(codec: Codec, values: torch.Tensor) -> None:
     result = decoded(codec, payload, values.numel())
     for offset in (1, 2, 5):  # wherever it lies in a message
         message = memoryview(bytes(offset) + payload)[offset:]
-        assert torch.equal(decoded(codec, message, values.numel()), result), f"{about}: other values at offset {offset}"
+        assert torch.equal(decoded(codec, message, values.numel()), result), (
+            f"{about}: other values at offset {offset}"
+        )
     if values.numel():
         magnitude = float(values.abs().max())
         error = float((result.double() - values.double()).abs().max())
-        assert error <= codec.error_bound(magnitude), f"{about}: an error of {error:g} with magnitudes up to {magnitude:g}"
+        assert error <= codec.error_bound(magnitude), (
+            f"{about}: an error of {error:g} with magnitudes up to {magnitude:g}"
+        )
 
 
 def _check_cuts(codec: Codec, values: torch.Tensor) -> None:
@@ -80,13 +99,17 @@ def _check_cuts(codec: Codec, values: torch.Tensor) -> None:
         pieces.append(encoded(codec, piece))
         cut = payload[codec.encoded_bytes(start) : codec.encoded_bytes(start + piece.numel())]
         assert cut == pieces[-1], f"{codec.name}: elements {start} on are other bytes by themselves"
-        assert torch.equal(decoded(codec, cut, piece.numel()), decoded(codec, payload, values.numel())[start : start + block])
+        assert torch.equal(
+            decoded(codec, cut, piece.numel()), decoded(codec, payload, values.numel())[start : start + block]
+        )
     assert b"".join(pieces) == payload
 
 
 def _check_bits(codec: Codec) -> None:
     numel = 1 << 24
-    assert math.isclose(8 * codec.encoded_bytes(numel) / numel, codec.bits_per_element, rel_tol=1e-6), f"{codec.name}: bits_per_element"
+    assert math.isclose(8 * codec.encoded_bytes(numel) / numel, codec.bits_per_element, rel_tol=1e-6), (
+        f"{codec.name}: bits_per_element"
+    )
     sizes = [codec.encoded_bytes(numel) for numel in range(10_000)]
     assert sizes[0] == 0
     assert sizes == sorted(sizes), f"{codec.name}: more elements, fewer bytes"
@@ -95,11 +118,19 @@ def _check_bits(codec: Codec) -> None:
 def _check_refused(codec: Codec, values: torch.Tensor, place: int) -> None:
     """NaN, infinity and what is too large show in the encoding, so that a sender can be told."""
     too_large = codec.magnitude_max * 1.01
-    for bad in (math.nan, -math.nan, math.inf, -math.inf, *([too_large, -too_large] if too_large < 3.4e38 else [])):
+    for bad in (
+        math.nan,
+        -math.nan,
+        math.inf,
+        -math.inf,
+        *([too_large, -too_large] if too_large < 3.4e38 else []),
+    ):
         spoiled = values.clone()
         spoiled[place] = bad
         payload = encoded(codec, spoiled)
-        assert not codec.is_finite(payload), f"{codec.name}: {bad} among {values.numel()} values, and the encoding is finite"
+        assert not codec.is_finite(payload), (
+            f"{codec.name}: {bad} among {values.numel()} values, and the encoding is finite"
+        )
         assert codec.flaw(payload, values.numel()), f"{codec.name}: nothing is wrong with {bad}"
 
 
@@ -112,6 +143,10 @@ def _check_hostile(codec: Codec, numel: int, chance: torch.Generator) -> None:
     for high in (256, 64):
         payload = torch.randint(0, high, (size,), generator=chance, dtype=torch.uint8).numpy().tobytes()
         finite = bool(torch.isfinite(decoded(codec, payload, numel)).all())
-        assert finite or not codec.is_finite(payload), f"{codec.name}: {numel} elements pass, and decode to NaN or infinity"
+        assert finite or not codec.is_finite(payload), (
+            f"{codec.name}: {numel} elements pass, and decode to NaN or infinity"
+        )
         assert codec.is_finite(payload) == codec.is_finite(view_bytes(payload))
-        assert codec.is_finite(payload) or codec.flaw(payload, numel), f"{codec.name}: not finite, and nothing wrong"
+        assert codec.is_finite(payload) or codec.flaw(payload, numel), (
+            f"{codec.name}: not finite, and nothing wrong"
+        )

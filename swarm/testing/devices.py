@@ -1,4 +1,6 @@
-"""Stands in for an accelerator where there is none: over tensors on the host, with copies that come as late as they may."""
+"""Stands in for an accelerator where there is none: over tensors on the host, with copies that come as late
+as they may.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A simulated swarm of production DHT peers: joined one by one, or put together as a network that has run for long would be."""
+"""A simulated swarm of production DHT peers: joined one by one, or put together as a network that has run for
+long would be.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +8,21 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from swarm.dht.config import DhtConfig
-from swarm.dht.routing import ID_BITS, RoutingConfig
-from swarm.dht.service import DhtService
-from swarm.ids import Contact, PeerId
+from swarm.core.ids import Contact, PeerId
+from swarm.dht.logic.config import DhtConfig
+from swarm.dht.logic.routing import ID_BITS, RoutingConfig
+from swarm.dht.service.dht_service import DhtService
 from swarm.net.rpc import Handlers, StreamHandler, UnaryHandler
 from swarm.testing.chance import Chance
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 
-_KNOWN_S = 7200.0  # in a swarm that has run for long, peers have known each other for so long, and up to twice that
+# in a swarm that has run for long, peers have known each other for so long, and up to twice that
+_KNOWN_S = 7200.0
 _HEARD_S = 10.0  # and have heard of each other so long ago, and up to twice that
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class SwarmMember:
     """One peer with its DHT service, which a restart replaces."""
 
     peer: SimulatedPeer
@@ -47,16 +50,16 @@ class DhtSwarm:
     def __init__(self, network: SimulatedNetwork, config: DhtConfig | None = None) -> None:
         self.network = network
         self.config = config or DhtConfig()
-        self.members: list[Member] = []
+        self.members: list[SwarmMember] = []
 
     @property
-    def live(self) -> list[Member]:
+    def live(self) -> list[SwarmMember]:
         return [member for member in self.members if member.peer.up]
 
-    def add(self, *, skew_s: float = 0.0, drift: float = 0.0) -> Member:
+    def add(self, *, skew_s: float = 0.0, drift: float = 0.0) -> SwarmMember:
         """A new peer that knows nobody yet."""
         peer = self.network.peer(skew_s=skew_s, drift=drift)
-        member = Member(peer, service_of(peer, self.config))
+        member = SwarmMember(peer, service_of(peer, self.config))
         self.members.append(member)
         return member
 
@@ -69,15 +72,21 @@ class DhtSwarm:
                 await member.service.join([self.network.rng.choice(there).peer.contact])
 
     def settle(self, count: int, strangers: Sequence[SimulatedPeer] = ()) -> Overview:
-        """`count` new peers that know each other, and `strangers`, as if the swarm had run for long. No message is sent."""
+        """`count` new peers that know each other, and `strangers`, as if the swarm had run for long. No
+        message is sent.
+        """
         made = [self.add() for _ in range(count)]
-        everybody = Overview([member.peer.contact for member in self.members] + [peer.contact for peer in strangers])
+        everybody = Overview(
+            [member.peer.contact for member in self.members] + [peer.contact for peer in strangers]
+        )
         for member in made:
             acquaint(member.service, everybody, self.network.rng)
         return everybody
 
-    async def restart(self, member: Member, bootstrap: Sequence[Contact] = ()) -> None:
-        """The process starts again, its storage and table empty. Without `bootstrap` it finds its way by its peer book alone."""
+    async def restart(self, member: SwarmMember, bootstrap: Sequence[Contact] = ()) -> None:
+        """The process starts again, its storage and table empty. Without `bootstrap` it finds its way by its
+        peer book alone.
+        """
         self.network.restart(member.peer)
         member.service = service_of(member.peer, self.config)
         if bootstrap:
@@ -85,12 +94,14 @@ class DhtSwarm:
 
 
 def acquaint(service: DhtService, everybody: Overview, chance: Chance) -> None:
-    """Fill a peer's routing table as a long-running network would have it: in every bucket live peers of its range, chosen evenly. The
-    table itself is asked with `met`, as on the wire, and need not be told more contacts than it keeps: known for hours, seen of late.
+    """Fill a peer's routing table as a long-running network would have it: in every bucket live peers of its
+    range, chosen evenly. The table itself is asked with `met`, as on the wire, and need not be told more
+    contacts than it keeps: known for hours, seen of late.
     """
     table, now_s = service.overlay.table, service.clock.monotonic_s()
     contacts = everybody.around(service.peer_id, table.config, chance)
-    heard_s = sorted(now_s - _HEARD_S * (1.0 + chance.random()) for _ in contacts)  # in the order in which the table hears of them
+    # in the order in which the table hears of them
+    heard_s = sorted(now_s - _HEARD_S * (1.0 + chance.random()) for _ in contacts)
     for contact, at_s in zip(contacts, heard_s, strict=True):
         table.met(contact, at_s, since_s=now_s - _KNOWN_S * (1.0 + chance.random()))
 
@@ -110,7 +121,9 @@ class _Sleeper(Handlers):
 
 
 class LazySwarm:
-    """As `DhtSwarm.settle`, for swarms so large that only those services are made which are needed: ten thousand tables are gigabytes."""
+    """As `DhtSwarm.settle`, for swarms so large that only those services are made which are needed: ten
+    thousand tables are gigabytes.
+    """
 
     def __init__(self, network: SimulatedNetwork, count: int, config: DhtConfig | None = None) -> None:
         self.peers = [network.peer() for _ in range(count)]
@@ -133,7 +146,9 @@ class Overview:
     """Everybody's place, sorted: the oracle for who is nearest."""
 
     def __init__(self, contacts: Iterable[Contact]) -> None:
-        self._sorted = sorted(((contact.peer_id.dht_id, contact) for contact in contacts), key=lambda item: item[0])
+        self._sorted = sorted(
+            ((contact.peer_id.dht_id, contact) for contact in contacts), key=lambda item: item[0]
+        )
 
     def nearest(self, dht_id: int, count: int) -> list[Contact]:
         """By brute force."""
@@ -143,7 +158,8 @@ class Overview:
         """Whom the buckets of a full table would hold, given the table's rule for splitting them."""
         own = peer_id.dht_id
         found: list[Contact] = []
-        pending = [(0, len(self._sorted), 0)]  # a range of the sorted places, and how many first bits its members share
+        # a range of the sorted places, and how many first bits its members share
+        pending = [(0, len(self._sorted), 0)]
         while pending:
             low, high, depth = pending.pop()
             if high - low <= config.bucket_max:
@@ -152,7 +168,10 @@ class Overview:
             shift = ID_BITS - depth
             holds_own = self._sorted[low][0] >> shift == own >> shift
             if not holds_own and depth % config.depth_step == 0:
-                found.extend(self._sorted[low + place][1] for place in chance.sample(range(high - low), config.bucket_max))
+                found.extend(
+                    self._sorted[low + place][1]
+                    for place in chance.sample(range(high - low), config.bucket_max)
+                )
                 continue
             middle = self._first_set(low, high, shift - 1)
             pending += [(low, middle, depth + 1), (middle, high, depth + 1)]

@@ -1,4 +1,5 @@
-"""A simulated swarm of expert servers and one trainer: production DHT, declarations, calls, layers and messages in virtual time.
+"""A simulated swarm of expert servers and one trainer: production DHT, declarations, calls, layers and
+messages in virtual time.
 
     with ExpertSwarm(seed=3) as swarm:
         server = swarm.serve({"ffn.0.0": torch.nn.Linear(8, 8), …})
@@ -7,8 +8,9 @@
         loss.backward()
         swarm.sleep(3.0)
 
-The servers are simple ones: what they compute takes no processor time but `compute_s` of virtual time, one request after the other. They
-keep every promise of the wire: schemas are checked, a backward pass is applied once for one request id.
+The servers are simple ones: what they compute takes no processor time but `compute_s` of virtual time, one
+request after the other. They keep every promise of the wire: schemas are checked, a backward pass is applied
+once for one request id.
 """
 
 from __future__ import annotations
@@ -23,20 +25,26 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from moe.declarations import Declarations, DeclaringConfig, Load
-from moe.methods import CALL, DESCRIBE, read_headers, wire_headers
-from moe.replicas.calling import ReplicaCalls
-from moe.schema import Schema, unflatten
-from moe.tensors import check_headers, decode, encode, joined
-from moe.uid import ExpertUid
-from swarm.ids import PeerId
+from moe.client.replicas.calling import ReplicaCalls
+from moe.protocol.declarations import Declarations, DeclaringConfig, ServerLoad
+from moe.protocol.methods import CALL, DESCRIBE, read_headers, wire_headers
+from moe.protocol.names import ExpertUid
+from moe.protocol.schema import ExpertSchema, unflatten
+from moe.protocol.tensors import check_headers, decode, encode, joined
+from swarm.core.ids import PeerId
 from swarm.net.channels import Channels
 from swarm.node import Node
 from swarm.testing.dht_swarm import service_of
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import VirtualLoop
 from swarm.wire import expert_pb2
-from swarm.wire.expert_pb2 import DescribeReply, DescribeRequest, ExpertDescription, ExpertReply, ExpertRequest
+from swarm.wire.expert_pb2 import (
+    DescribeReply,
+    DescribeRequest,
+    ExpertDescription,
+    ExpertReply,
+    ExpertRequest,
+)
 
 T = TypeVar("T")
 
@@ -48,13 +56,20 @@ class SimulatedExperts:
     """One server. Its experts step with plain SGD at `learning_rate` (0: frozen)."""
 
     def __init__(
-        self, peer: SimulatedPeer, modules: Mapping[str, torch.nn.Module], sample: torch.Tensor, learning_rate: float, compute_s: float
+        self,
+        peer: SimulatedPeer,
+        modules: Mapping[str, torch.nn.Module],
+        sample: torch.Tensor,
+        learning_rate: float,
+        compute_s: float,
     ) -> None:
         self.peer = peer
         self.modules = {ExpertUid.parse(name): module for name, module in modules.items()}
         self.learning_rate, self.compute_s = learning_rate, compute_s
         with torch.no_grad():
-            self.schemas = {uid: Schema.of((sample,), module(sample)) for uid, module in self.modules.items()}
+            self.schemas = {
+                uid: ExpertSchema.of((sample,), module(sample)) for uid, module in self.modules.items()
+            }
         self.versions: Counter[ExpertUid] = Counter()
         self.forwards: Counter[str] = Counter()  # per expert
         self.backwards: Counter[str] = Counter()  # as they came, repeated ones too
@@ -72,7 +87,7 @@ class SimulatedExperts:
         peer.handlers.unary(CALL, self._call)
         await service.join([one.contact for one in bootstrap])
         digests = {uid: schema.digest for uid, schema in self.schemas.items()}
-        declarations = Declarations(service, lambda: peer.contact, digests, Load, _QUICK)
+        declarations = Declarations(service, lambda: peer.contact, digests, ServerLoad, _QUICK)
         peer.supervisor.spawn("declaring experts", declarations.renew, restart=True)
         await declarations.declared.wait()
 
@@ -80,7 +95,9 @@ class SimulatedExperts:
         reply = DescribeReply()
         for name in request.uids:
             schema = self.schemas.get(ExpertUid.parse(name))
-            reply.experts.append(ExpertDescription(uid=name, schema=schema.packed if schema else b"", batch_size_max=4096))
+            reply.experts.append(
+                ExpertDescription(uid=name, schema=schema.packed if schema else b"", batch_size_max=4096)
+            )
         return reply
 
     async def _call(self, caller: PeerId, request: ExpertRequest) -> ExpertReply:
@@ -133,7 +150,9 @@ class SimulatedExperts:
 
 
 class _Thread:
-    """Stands where a node's network thread would: the caller's thread runs the virtual loop until the answer is there."""
+    """Stands where a node's network thread would: the caller's thread runs the virtual loop until the answer
+    is there.
+    """
 
     pool = None
 
@@ -153,7 +172,9 @@ async def _within(coroutine: Coroutine[Any, Any, T], timeout_s: float | None) ->
 
 
 class ExpertSwarm:
-    """A context manager; `node` is the trainer's, for layers. Servers of one name that are served twice are replicas."""
+    """A context manager; `node` is the trainer's, for layers. Servers of one name that are served twice are
+    replicas.
+    """
 
     def __init__(self, seed: int, link: LinkConfig | None = None) -> None:
         self._threads = torch.get_num_threads()
@@ -175,7 +196,8 @@ class ExpertSwarm:
             supervisor=peer.supervisor,
             dht=SimpleNamespace(service=service),
         )
-        ReplicaCalls.of(cast(Node, node), random.Random(self.network.seed))  # so that a seed replays whom layers ask
+        # so that a seed replays whom layers ask
+        ReplicaCalls.of(cast(Node, node), random.Random(self.network.seed))
         return node
 
     def serve(
@@ -187,7 +209,11 @@ class ExpertSwarm:
         compute_s: float = 0.002,
     ) -> SimulatedExperts:
         """Start a server with copies of these modules, and wait until it is declared."""
-        sample = torch.zeros(1, next(iter(next(iter(modules.values())).parameters())).shape[-1]) if sample is None else sample
+        sample = (
+            torch.zeros(1, next(iter(next(iter(modules.values())).parameters())).shape[-1])
+            if sample is None
+            else sample
+        )
         copies = {name: copy.deepcopy(module) for name, module in modules.items()}
         server = SimulatedExperts(self.network.peer(), copies, sample, learning_rate, compute_s)
         self.run(server.start([self.trainer, *(one.peer for one in self.servers if one.peer.up)]))
@@ -213,7 +239,9 @@ class ExpertSwarm:
         self.run(self.network.crash(server.peer))
 
     def restart(self, server: SimulatedExperts) -> None:
-        """The same identity and address; its experts are as they were (a checkpoint), what it remembers of requests is gone."""
+        """The same identity and address; its experts are as they were (a checkpoint), what it remembers of
+        requests is gone.
+        """
         self.run(self.restarted(server))
 
     async def restarted(self, server: SimulatedExperts) -> None:
@@ -226,7 +254,9 @@ class ExpertSwarm:
     def __enter__(self) -> ExpertSwarm:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             self.run(self.network.close())
         finally:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from swarm.testing.chance import Chance
-from swarm.testing.dht_swarm import DhtSwarm, Member
+from swarm.testing.dht_swarm import DhtSwarm, SwarmMember
 
 CHURN_S = 600.0
 
@@ -20,20 +20,23 @@ class FaultConfig:
     lasting_s: float = 90.0  # cuts, bursts and frozen peers last up to twice this
     down_s: float = 120.0  # a crashed peer is down for up to twice this
     down_share_max: float = 0.2  # of all peers at a time
-    churn_share: float = 0.0  # of all peers crash in ten minutes, evenly spread, and are replaced by newcomers; beside the other faults
+    # of all peers crash in ten minutes, evenly spread, and are replaced by newcomers; beside the other faults
+    churn_share: float = 0.0
 
 
 class Faults:
     """Begins and ends faults in a swarm. `calm` ends all of them."""
 
-    def __init__(self, swarm: DhtSwarm, chance: Chance, config: FaultConfig, group: asyncio.TaskGroup) -> None:
+    def __init__(
+        self, swarm: DhtSwarm, chance: Chance, config: FaultConfig, group: asyncio.TaskGroup
+    ) -> None:
         self._swarm = swarm
         self._network = swarm.network
         self._chance = chance
         self._config = config
         self._group = group
         self._quiet_link = swarm.network.config
-        self._down: list[Member] = []
+        self._down: list[SwarmMember] = []
         self._endings: dict[asyncio.Task[None], None] = {}
         self.counts: dict[str, int] = {}
 
@@ -65,17 +68,25 @@ class Faults:
             self._later(lasting_s, self._network.partition)
         elif kind == "one-way":
             peers = [member.peer for member in self._swarm.members]
-            sources, targets = self._chance.sample(peers, len(peers) // 3), self._chance.sample(peers, len(peers) // 3)
+            sources, targets = (
+                self._chance.sample(peers, len(peers) // 3),
+                self._chance.sample(peers, len(peers) // 3),
+            )
             cut = self._network.cut(sources, targets)
             self._later(lasting_s, lambda: self._network.heal(cut))
         elif kind == "loss":
             self._network.config = replace(
-                self._quiet_link, loss=0.3 * self._chance.random(), duplication=0.1, reorder=0.2, reorder_s=2.0 * self._chance.random()
+                self._quiet_link,
+                loss=0.3 * self._chance.random(),
+                duplication=0.1,
+                reorder=0.2,
+                reorder_s=2.0 * self._chance.random(),
             )
             self._later(lasting_s, self._quieten)
         elif kind == "clock":
             clock = self._chance.choice(self._swarm.members).peer.clock
-            clock.skew_s += self._chance.uniform(-120.0, 120.0)  # somebody sets it: it is corrected from the others'
+            # somebody sets it: it is corrected from the others'
+            clock.skew_s += self._chance.uniform(-120.0, 120.0)
             clock.drift = self._chance.uniform(-1e-4, 1e-4)
         else:
             raise ValueError(f"no such fault: {kind}")
@@ -117,17 +128,21 @@ class Faults:
         self._endings[task] = None
         task.add_done_callback(lambda done: self._endings.pop(done, None))
 
-    async def _return_later(self, member: Member, wait_s: float) -> None:
+    async def _return_later(self, member: SwarmMember, wait_s: float) -> None:
         await asyncio.sleep(wait_s)
         await self._return(member)
 
-    async def _return(self, member: Member) -> None:
-        """Half of those that come back have a peer book on disk and no other way in; the others are told an address."""
+    async def _return(self, member: SwarmMember) -> None:
+        """Half of those that come back have a peer book on disk and no other way in; the others are told an
+        address.
+        """
         if member in self._down:
             self._down.remove(member)
             live = self._swarm.live
             has_book = self._chance.happens(0.5) and self._network.keeps_books
-            await self._swarm.restart(member, () if has_book or not live else [self._chance.choice(live).peer.contact])
+            await self._swarm.restart(
+                member, () if has_book or not live else [self._chance.choice(live).peer.contact]
+            )
 
     def _later(self, wait_s: float, end: Callable[[], object]) -> None:
         async def wait() -> None:

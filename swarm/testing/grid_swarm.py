@@ -1,7 +1,8 @@
-"""A simulated swarm that averages in the grid, round after round: the messages that form groups are real, an average is one number.
+"""A simulated swarm that averages in the grid, round after round: the messages that form groups are real, an
+average is one number.
 
-`measure` forms groups of 16, 64, 256 peers and says what that costs and how far the values still are from their mean; `Averaging` is the
-same with peers that come, die, fail rounds or are late, for tests.
+`measure` forms groups of 16, 64, 256 peers and says what that costs and how far the values still are from
+their mean; `Averaging` is the same with peers that come, die, fail rounds or are late, for tests.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from averaging.groups.group import Group
-from averaging.groups.seeking import SearchFailed
-from swarm.ids import PeerId
-from swarm.testing.group_swarm import Swarm, Volunteer
+from averaging.matchmaking.logic.group import Group
+from averaging.matchmaking.logic.messages import SearchFailed
+from swarm.core.ids import PeerId
+from swarm.testing.group_swarm import SimulatedVolunteer, Swarm
 from swarm.testing.network import LinkConfig
 from swarm.testing.virtual_loop import run_virtual
 
@@ -35,11 +36,14 @@ class GridFigures:
     bytes_sent: tuple[float, ...]  # per peer, protobuf without TLS and TCP
     looks: tuple[float, ...]  # reads of the presence records, per peer
     forming_s: tuple[float, ...]  # virtual seconds from the aligned start until everybody has its group
-    deviations: tuple[float, ...]  # root mean square distance from the mean, as a share of what it was before the first round
+    # root mean square distance from the mean, as a share of what it was before the first round
+    deviations: tuple[float, ...]
 
 
 class Averaging:
-    """Values that average as `swarm.Averager` would: after a round every member has the group's mean, and its mean weight."""
+    """Values that average as `swarm.Averager` would: after a round every member has the group's mean, and its
+    mean weight.
+    """
 
     def __init__(self, seed: int, link: LinkConfig | None = None, *, target_group_size: int) -> None:
         self.swarm = Swarm(seed, link)
@@ -48,15 +52,15 @@ class Averaging:
         self.weights: dict[PeerId, float] = {}
         self.rounds = 0
 
-    def add(self, value: float, weight: float = 1.0) -> Volunteer:
+    def add(self, value: float, weight: float = 1.0) -> SimulatedVolunteer:
         volunteer = self.swarm.add(target_group_size=self.target_group_size)
         self.values[volunteer.peer.peer_id], self.weights[volunteer.peer.peer_id] = value, weight
         return volunteer
 
-    def live(self) -> list[Volunteer]:
+    def live(self) -> list[SimulatedVolunteer]:
         return [one for one in self.swarm.volunteers if one.peer.up]
 
-    def remove(self, volunteer: Volunteer, *, goodbye: bool) -> None:
+    def remove(self, volunteer: SimulatedVolunteer, *, goodbye: bool) -> None:
         """It dies, or closes its averager; of a dead one the record stays."""
         volunteer.peer.up = False
         if goodbye:
@@ -65,7 +69,9 @@ class Averaging:
     def mean(self) -> float:
         """Of all live peers, by weight."""
         live = [one.peer.peer_id for one in self.live()]
-        return sum(self.values[one] * self.weights[one] for one in live) / sum(self.weights[one] for one in live)
+        return sum(self.values[one] * self.weights[one] for one in live) / sum(
+            self.weights[one] for one in live
+        )
 
     def deviation(self) -> float:
         """Root mean square distance of the live peers' values from their mean."""
@@ -80,13 +86,17 @@ class Averaging:
         late_s: Callable[[], float] = lambda: 0.0,
         breaks: Callable[[Group], bool] = lambda group: False,
     ) -> list[Group | SearchFailed]:
-        """Everybody steps once, under a key of its own, or the one given; `breaks` says which groups' rounds fail."""
+        """Everybody steps once, under a key of its own, or the one given; `breaks` says which groups' rounds
+        fail.
+        """
         key, self.rounds = str(self.rounds) if key is None else key, self.rounds + 1
         live = self.live()
 
-        async def one(volunteer: Volunteer, delay_s: float) -> Group | SearchFailed:
+        async def one(volunteer: SimulatedVolunteer, delay_s: float) -> Group | SearchFailed:
             await asyncio.sleep(delay_s)
-            found = await volunteer.find(key=key, window_s=window_s, weight=self.weights[volunteer.peer.peer_id])
+            found = await volunteer.find(
+                key=key, window_s=window_s, weight=self.weights[volunteer.peer.peer_id]
+            )
             if isinstance(found, Group):
                 await asyncio.sleep(ROUND_S)
                 volunteer.service.round_over(committed=not breaks(found))
@@ -98,19 +108,26 @@ class Averaging:
         averages = self._averages({one.group_id: one for one in found if isinstance(one, Group)})
         for volunteer, group in zip(live, found, strict=True):
             if isinstance(group, Group) and not breaks(group):
-                self.values[volunteer.peer.peer_id], self.weights[volunteer.peer.peer_id] = averages[group.group_id]
+                self.values[volunteer.peer.peer_id], self.weights[volunteer.peer.peer_id] = averages[
+                    group.group_id
+                ]
         return found
 
     def _averages(self, groups: Mapping[bytes, Group]) -> dict[bytes, tuple[float, float]]:
         averages = {}
         for group_id, group in groups.items():
             whole = sum(self.weights[member.peer_id] for member in group.members)
-            value = sum(self.weights[member.peer_id] * self.values[member.peer_id] for member in group.members) / whole
+            value = (
+                sum(self.weights[member.peer_id] * self.values[member.peer_id] for member in group.members)
+                / whole
+            )
             averages[group_id] = (value, whole / len(group.members))
         return averages
 
 
-def measure(peers: int, target_group_size: int, *, rounds: int = 4, seed: int = 1, link: LinkConfig | None = None) -> GridFigures:
+def measure(
+    peers: int, target_group_size: int, *, rounds: int = 4, seed: int = 1, link: LinkConfig | None = None
+) -> GridFigures:
     """Groups of aligned peers, round after round, all known to the presence records before the first."""
 
     async def scenario() -> GridFigures:
@@ -126,12 +143,25 @@ def measure(peers: int, target_group_size: int, *, rounds: int = 4, seed: int = 
             sent = [(peer.messages_sent, peer.bytes_sent) for peer in members]
             found = await averaging.step(late_s=lambda: 0.02 * swarm.rng.random())
             if not all(isinstance(one, Group) for one in found):
-                raise AssertionError(f"not everybody found a group: {[one for one in found if isinstance(one, SearchFailed)]}")
+                raise AssertionError(
+                    f"not everybody found a group: {[one for one in found if isinstance(one, SearchFailed)]}"
+                )
             messages = [peer.messages_sent - before for peer, (before, _) in zip(members, sent, strict=True)]
-            size_bytes = sum(peer.bytes_sent - before for peer, (_, before) in zip(members, sent, strict=True))
+            size_bytes = sum(
+                peer.bytes_sent - before for peer, (_, before) in zip(members, sent, strict=True)
+            )
             formed_s = loop.time() - began_s - ROUND_S
             looked = (swarm.table.looks - looks) / peers
-            rows.append((sum(messages) / peers, max(messages), size_bytes / peers, looked, formed_s, averaging.deviation() / first))
+            rows.append(
+                (
+                    sum(messages) / peers,
+                    max(messages),
+                    size_bytes / peers,
+                    looked,
+                    formed_s,
+                    averaging.deviation() / first,
+                )
+            )
             await asyncio.sleep(1.0)  # the peers compute
         shape = swarm.volunteers[0].service.cells.grid.shape
         await swarm.close()

@@ -1,7 +1,9 @@
-"""A simulated swarm that forms groups: the real service and messages, virtual time, everything random from a seed.
+"""A simulated swarm that forms groups: the real service and messages, virtual time, everything random from a
+seed.
 
-In every search a watcher looks each virtual 5 ms whether peers wait for one another in a circle: whoever holds calls of followers back
-follows nobody itself, and calls in a circle that are on their way (one of their answers was lost, say) are resolved soon.
+In every search a watcher looks each virtual 5 ms whether peers wait for one another in a circle: whoever
+holds calls of followers back follows nobody itself, and calls in a circle that are on their way (one of their
+answers was lost, say) are resolved soon.
 """
 
 from __future__ import annotations
@@ -11,11 +13,11 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from averaging.groups.group import Group, Member
-from averaging.groups.matchmaking import MatchmakingConfig
-from averaging.groups.seeking import AveragerName, Holder, Schema, SearchFailed
-from averaging.groups.service import GroupExchange, GroupService, GroupServiceConfig
-from swarm.ids import PeerId
+from averaging.matchmaking.logic.group import Group, Member
+from averaging.matchmaking.logic.matchmaking import MatchmakingConfig
+from averaging.matchmaking.logic.messages import AveragerName, Holder, SearchFailed, VectorSchema
+from averaging.matchmaking.service.matchmaking_service import GroupExchange, GroupService, GroupServiceConfig
+from swarm.core.ids import PeerId
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 
 WINDOW_S = 10.0
@@ -38,15 +40,21 @@ class Table:
 
 
 @dataclass
-class Volunteer:
+class SimulatedVolunteer:
     peer: SimulatedPeer
     service: GroupService
     exchange: GroupExchange
 
-    async def find(self, *, key: str = "", window_s: float = WINDOW_S, weight: float = 1.0, gathered: bytes = b"") -> Group | SearchFailed:
+    async def find(
+        self, *, key: str = "", window_s: float = WINDOW_S, weight: float = 1.0, gathered: bytes = b""
+    ) -> Group | SearchFailed:
         now_s = asyncio.get_running_loop().time()
-        member = Member(contact=self.peer.contact, weight=weight, bandwidth=1.0 if self.peer.contact.addresses else 0.0)
-        found = await self.service.find(member=member, round_key=key, deadline_s=now_s + window_s, gathered=gathered)
+        member = Member(
+            contact=self.peer.contact, weight=weight, bandwidth=1.0 if self.peer.contact.addresses else 0.0
+        )
+        found = await self.service.find(
+            member=member, round_key=key, deadline_s=now_s + window_s, gathered=gathered
+        )
         ended_s = asyncio.get_running_loop().time()
         assert ended_s <= now_s + window_s + 1e-5, "a search ends by its deadline"
         return found
@@ -55,23 +63,29 @@ class Volunteer:
 class Swarm:
     def __init__(self, seed: int, link: LinkConfig | None = None) -> None:
         self.network, self.table, self.rng = SimulatedNetwork(seed, link), Table(), random.Random(seed)
-        self.volunteers: list[Volunteer] = []
+        self.volunteers: list[SimulatedVolunteer] = []
 
-    def add(self, *, schema: bytes = SCHEMA, dialable: bool = True, known: bool = True, **limits: int) -> Volunteer:
+    def add(
+        self, *, schema: bytes = SCHEMA, dialable: bool = True, known: bool = True, **limits: int
+    ) -> SimulatedVolunteer:
         peer = self.network.peer(dialable=dialable)
-        exchange = GroupExchange(handlers=peer.handlers, caller=peer.caller, own=peer.peer_id, clock=peer.clock)
+        exchange = GroupExchange(
+            handlers=peer.handlers, caller=peer.caller, own=peer.peer_id, clock=peer.clock
+        )
         service = GroupService(
             exchange=exchange,
             presence=self.table,
             name=AveragerName(run="r", averager="a"),
-            schema=Schema(digest=schema, text="a schema", codec="float32"),
+            schema=VectorSchema(digest=schema, text="a schema", codec="float32"),
             rng=random.Random(self.rng.random()),
             background=peer.supervisor,
             config=GroupServiceConfig(matchmaking=MatchmakingConfig(**limits)),  # type: ignore[arg-type]
         )
         if known:
-            self.table.records[peer.peer_id] = Holder(contact=peer.contact, schema=schema, schema_text="a schema")
-        volunteer = Volunteer(peer, service, exchange)
+            self.table.records[peer.peer_id] = Holder(
+                contact=peer.contact, schema=schema, schema_text="a schema"
+            )
+        volunteer = SimulatedVolunteer(peer, service, exchange)
         self.volunteers.append(volunteer)
         return volunteer
 
@@ -96,14 +110,16 @@ class Swarm:
     async def all(self, delays_s: list[float], **search: object) -> list[Group | SearchFailed]:
         """Everybody searches, each after its delay."""
 
-        async def one(volunteer: Volunteer, delay_s: float) -> Group | SearchFailed:
+        async def one(volunteer: SimulatedVolunteer, delay_s: float) -> Group | SearchFailed:
             await asyncio.sleep(delay_s)
             return await volunteer.find(**search)  # type: ignore[arg-type]
 
         async with asyncio.TaskGroup() as tasks:
             watcher = tasks.create_task(self.watch())
             async with asyncio.TaskGroup() as searches:
-                found = [searches.create_task(one(v, d)) for v, d in zip(self.volunteers, delays_s, strict=True)]
+                found = [
+                    searches.create_task(one(v, d)) for v, d in zip(self.volunteers, delays_s, strict=True)
+                ]
             watcher.cancel()
         return [task.result() for task in found]
 

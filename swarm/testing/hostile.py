@@ -1,14 +1,16 @@
-"""Peers that wish the DHT ill. They speak its protocol and answer every call; what they answer is chosen to do harm."""
+"""Peers that wish the DHT ill. They speak its protocol and answer every call; what they answer is chosen to
+do harm.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
 
-from swarm.dht.overlay import FIND, PING, STORE
-from swarm.dht.wire import contact_to_wire, id_from_wire, key_from_wire
-from swarm.errors import SwarmError
-from swarm.ids import Address, Contact, PeerId
+from swarm.core.errors import SwarmError
+from swarm.core.ids import Address, Contact, PeerId
+from swarm.dht.service.overlay import FIND, PING, STORE
+from swarm.dht.service.wire import contact_to_wire, id_from_wire, key_from_wire
 from swarm.testing.chance import Chance
 from swarm.testing.identities import SeededIdentity
 from swarm.testing.network import SimulatedPeer
@@ -30,7 +32,9 @@ _NAMED_MAX = 20
 
 
 class Hostile:
-    """Says that it holds whatever it is given and forgets it, knows no record, and names the contacts that `contacts` chooses."""
+    """Says that it holds whatever it is given and forgets it, knows no record, and names the contacts that
+    `contacts` chooses.
+    """
 
     def __init__(self, peer: SimulatedPeer, contacts: Contacts) -> None:
         self.peer = peer
@@ -44,7 +48,9 @@ class Hostile:
         """Call honest peers, so as to get into their tables."""
         for victim in victims:
             try:
-                await self.peer.caller.call(victim, PING, DhtPingRequest(sender=contact_to_wire(self.peer.contact)), timeout_s=3.0)
+                await self.peer.caller.call(
+                    victim, PING, DhtPingRequest(sender=contact_to_wire(self.peer.contact)), timeout_s=3.0
+                )
             except SwarmError:
                 continue
 
@@ -72,7 +78,9 @@ def fellows(everybody: Sequence[SimulatedPeer]) -> Contacts:
     """An eclipse: only other hostile peers exist, the nearest first."""
 
     def contacts(dht_id: int) -> list[Contact]:
-        return sorted((peer.contact for peer in everybody), key=lambda contact: contact.peer_id.dht_id ^ dht_id)[:_NAMED_MAX]
+        return sorted(
+            (peer.contact for peer in everybody), key=lambda contact: contact.peer_id.dht_id ^ dht_id
+        )[:_NAMED_MAX]
 
     return contacts
 
@@ -82,7 +90,10 @@ def invented(chance: Chance) -> Contacts:
 
     def contacts(dht_id: int) -> list[Contact]:
         return [
-            Contact(PeerId(chance.getrandbits(256).to_bytes(32, "big")), (Address(f"10.200.{chance.below(256)}.{chance.below(256)}", 9),))
+            Contact(
+                PeerId(chance.getrandbits(256).to_bytes(32, "big")),
+                (Address(f"10.200.{chance.below(256)}.{chance.below(256)}", 9),),
+            )
             for _ in range(_NAMED_MAX)
         ]
 
@@ -90,10 +101,18 @@ def invented(chance: Chance) -> Contacts:
 
 
 def near(dht_id: int, count: int, tried: int, seed: int | str) -> list[SeededIdentity]:
-    """The `count` identities nearest to a place of `tried` that an attacker made: 30 µs each here, so that a million are half a minute."""
-    identities = (SeededIdentity(f"near/{seed}/{number}") for number in itertools.islice(itertools.count(), tried))
+    """The `count` identities nearest to a place of `tried` that an attacker made: 30 µs each here, so that a
+    million are half a minute.
+    """
+    identities = (
+        SeededIdentity(f"near/{seed}/{number}") for number in itertools.islice(itertools.count(), tried)
+    )
     return sorted(identities, key=lambda identity: identity.peer_id.dht_id ^ dht_id)[:count]
 
 
 def _place(query: DhtFindQuery) -> int:
-    return id_from_wire(query.target) if query.WhichOneof("what") == "target" else key_from_wire(query.key).dht_id
+    return (
+        id_from_wire(query.target)
+        if query.WhichOneof("what") == "target"
+        else key_from_wire(query.key).dht_id
+    )

@@ -1,4 +1,6 @@
-"""Identities from a seed, so that a simulated swarm has the same PeerIDs, and the same places in the key space, in every run."""
+"""Identities from a seed, so that a simulated swarm has the same PeerIDs, and the same places in the key
+space, in every run.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,18 @@ import hashlib
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from swarm.ids import PeerId
+from swarm.core.ids import PeerId
 
 
 class SeededIdentity:
-    """What `swarm.identity.Identity` offers to services (`peer_id`, `sign`), with a key anyone can compute: for tests only."""
+    """What `swarm.core.identity.Identity` offers to services (`peer_id`, `sign`), with a key anyone can
+    compute: for tests only.
+    """
 
     def __init__(self, seed: int | str) -> None:
-        self._key = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(f"swarm test identity {seed}".encode()).digest())
+        self._key = Ed25519PrivateKey.from_private_bytes(
+            hashlib.sha256(f"swarm test identity {seed}".encode()).digest()
+        )
         self.peer_id = PeerId(self._key.public_key().public_bytes_raw())
 
     def sign(self, message: bytes) -> bytes:

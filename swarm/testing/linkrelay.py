@@ -1,8 +1,10 @@
-"""The process behind `swarm.testing.links`: holds the peers' network namespaces, and carries their packets as slow links would.
+"""The process behind `swarm.testing.links`: holds the peers' network namespaces, and carries their packets as
+slow links would.
 
-Run by file name, standard library only. Every peer has a TUN device in a namespace of its own. The namespaces have no names: they live as
-long as this process (and whoever entered them), so that nothing is left behind however it ends; and it ends when its standard input does.
-TCP's segments come in bundles of up to 64 KiB, as network cards take them, and are counted and charged as the packets that they stand for.
+Run by file name, standard library only. Every peer has a TUN device in a namespace of its own. The namespaces
+have no names: they live as long as this process (and whoever entered them), so that nothing is left behind
+however it ends; and it ends when its standard input does. TCP's segments come in bundles of up to 64 KiB, as
+network cards take them, and are counted and charged as the packets that they stand for.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 _IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 _OFFLOAD_CHECKSUM, _OFFLOAD_TCP4 = 1, 2
 DEVICE = "swarm0"
-_HEADER_BYTES = 10  # struct virtio_net_hdr: flags, kind of bundle, ..., bytes of payload per packet of a bundle
+# struct virtio_net_hdr: flags, kind of bundle, ..., bytes of payload per packet of a bundle
+_HEADER_BYTES = 10
 _PACKET_BYTES_MAX = 1 << 17
 _READS_MAX = 32  # of one device before the others' turn
 _QUEUE_BYTES_MIN = 64 << 10  # one bundle fits
@@ -49,7 +52,9 @@ class Counted:
 
 @dataclass(slots=True)
 class LinkModel:
-    """When packets leave and arrive: per peer a queue and a rate each way, and a delay. Pure; times are seconds of any clock."""
+    """When packets leave and arrive: per peer a queue and a rate each way, and a delay. Pure; times are
+    seconds of any clock.
+    """
 
     up_bytes_per_s: Sequence[float]
     down_bytes_per_s: Sequence[float]
@@ -71,7 +76,9 @@ class LinkModel:
         """When it is delivered; None: the queue of the way down is full."""
         return self._through(self._down_free_s, target, self.down_bytes_per_s[target], now_s, size_bytes)
 
-    def _through(self, free_s: list[float], peer: int, bytes_per_s: float, now_s: float, size_bytes: int) -> float | None:
+    def _through(
+        self, free_s: list[float], peer: int, bytes_per_s: float, now_s: float, size_bytes: int
+    ) -> float | None:
         start_s = max(free_s[peer], now_s)
         if start_s - now_s > max(self.queue_s[peer], _QUEUE_BYTES_MIN / bytes_per_s):
             return None
@@ -93,12 +100,15 @@ def sizes(packet: bytes) -> tuple[int, int, int]:
 
 
 class Relay:
-    """Carries packets between the devices until standard input ends; every line there is answered with what was counted so far."""
+    """Carries packets between the devices until standard input ends; every line there is answered with what
+    was counted so far.
+    """
 
     def __init__(self, devices: Sequence[int], model: LinkModel, loss: Sequence[float], seed: int) -> None:
         self._devices, self._model, self._loss = list(devices), model, list(loss)
         self._rng = random.Random(seed)
-        self._due: list[tuple[float, int, bool, int, int, bytes]] = []  # time, number, whether it only waits for delivery, to, size, packet
+        # time, number, whether it only waits for delivery, to, size, packet
+        self._due: list[tuple[float, int, bool, int, int, bytes]] = []
         self._number = 0
         self.counted = [Counted() for _ in devices]
 
@@ -125,7 +135,11 @@ class Relay:
                 packet = os.read(device, _PACKET_BYTES_MAX)
             except BlockingIOError:
                 return
-            target = packet[_HEADER_BYTES + 19] - 1 if len(packet) > _HEADER_BYTES + 20 and packet[_HEADER_BYTES] >> 4 == 4 else -1
+            target = (
+                packet[_HEADER_BYTES + 19] - 1
+                if len(packet) > _HEADER_BYTES + 20 and packet[_HEADER_BYTES] >> 4 == 4
+                else -1
+            )
             if not 0 <= target < len(self._devices):
                 continue  # nobody's
             count, size, payload = sizes(packet)
@@ -169,14 +183,20 @@ def answer(message: Any) -> None:
     sys.stdout.flush()
 
 
-def make_peer(host: str, mtu: int, congestion: str, up_bytes_per_s: float, *, bundles: bool) -> tuple[int, int]:
+def make_peer(
+    host: str, mtu: int, congestion: str, up_bytes_per_s: float, *, bundles: bool
+) -> tuple[int, int]:
     """(its namespace, its device). This process is in the namespace afterwards."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET):
-        raise OSError(ctypes.get_errno(), f"a network namespace cannot be made: {os.strerror(ctypes.get_errno())}")
+        raise OSError(
+            ctypes.get_errno(), f"a network namespace cannot be made: {os.strerror(ctypes.get_errno())}"
+        )
     namespace = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR))
+    fcntl.ioctl(
+        device, _TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR)
+    )
     fcntl.ioctl(device, _TUNSETOFFLOAD, _OFFLOAD_CHECKSUM | (_OFFLOAD_TCP4 if bundles else 0))
     with contextlib.suppress(OSError):
         Path("/proc/sys/net/ipv6/conf/all/disable_ipv6").write_text("1")
@@ -185,11 +205,14 @@ def make_peer(host: str, mtu: int, congestion: str, up_bytes_per_s: float, *, bu
         f"address add {host}/24 dev {DEVICE}",
         f"link set {DEVICE} mtu {mtu} txqueuelen 4000 up",
     ]
-    # A bundle is as much as the link carries in a millisecond, also where many connections share it: a packet costs this process 20 µs.
+    # A bundle is as much as the link carries in a millisecond, also where many connections share it: a packet
+    # costs this process 20 µs.
     segments = min(max(int(up_bytes_per_s * _BUNDLE_S / mtu), 2), 32)
     Path("/proc/sys/net/ipv4/tcp_min_tso_segs").write_text(str(segments))
     if congestion:  # of the route: a namespace's default may only be what the machine allows everybody
-        commands.append(f"route replace {host.rpartition('.')[0]}.0/24 dev {DEVICE} src {host} congctl {congestion}")
+        commands.append(
+            f"route replace {host.rpartition('.')[0]}.0/24 dev {DEVICE} src {host} congctl {congestion}"
+        )
     for command in commands:
         done = subprocess.run(["ip", *command.split()], capture_output=True, text=True, check=False)
         if done.returncode:
@@ -198,7 +221,9 @@ def make_peer(host: str, mtu: int, congestion: str, up_bytes_per_s: float, *, bu
 
 
 def main() -> None:
-    """The settings are one argument of JSON. The first answer is the namespaces' descriptors, or why there are none."""
+    """The settings are one argument of JSON. The first answer is the namespaces' descriptors, or why there
+    are none.
+    """
     settings = json.loads(sys.argv[1])
     try:  # the link must not wait for those who use it
         os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(1))
@@ -208,12 +233,22 @@ def main() -> None:
     made = []
     try:
         for host, up_bytes_per_s in zip(settings["hosts"], settings["up_bytes_per_s"], strict=True):
-            made.append(make_peer(host, settings["mtu"], settings["congestion"], up_bytes_per_s, bundles=not any(settings["loss"])))
+            made.append(
+                make_peer(
+                    host,
+                    settings["mtu"],
+                    settings["congestion"],
+                    up_bytes_per_s,
+                    bundles=not any(settings["loss"]),
+                )
+            )
     except OSError as error:
         answer({"problem": str(error)})
         return
     answer({"namespaces": [namespace for namespace, _ in made]})
-    model = LinkModel(*(settings[name] for name in ("up_bytes_per_s", "down_bytes_per_s", "delay_s", "queue_s")))
+    model = LinkModel(
+        *(settings[name] for name in ("up_bytes_per_s", "down_bytes_per_s", "delay_s", "queue_s"))
+    )
     Relay([device for _, device in made], model, settings["loss"], settings["seed"]).run()
 
 

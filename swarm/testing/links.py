@@ -1,10 +1,12 @@
-"""Emulated links between processes of one machine: a rate up and a rate down per peer, delay, loss; and what went over them, counted.
+"""Emulated links between processes of one machine: a rate up and a rate down per peer, delay, loss; and what
+went over them, counted.
 
     with Links([Link.of(mbit_per_s=100, round_trip_s=0.05)] * 4) as links:
         subprocess.Popen(links.command(0, ["python", ...]))   # runs where links.host(0) is its only address
 
-Needs root, `ip` and `nsenter`, and TUN devices: `why_not()` says what is missing. Every peer is in a network namespace of its own, and one
-process carries all packets (`swarm.testing.linkrelay`), since not every kernel can delay them.
+Needs root, `ip` and `nsenter`, and TUN devices: `why_not()` says what is missing. Every peer is in a network
+namespace of its own, and one process carries all packets (`swarm.testing.linkrelay`), since not every kernel
+can delay them.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from swarm.errors import SwarmError, UsageError
+from swarm.core.errors import SwarmError, UsageError
 from swarm.testing import linkrelay
 
 PEERS_MAX = 250
@@ -41,18 +43,38 @@ class Link:
     queue_s: float = 0.2  # what queues longer for one of its ways is dropped; 64 KiB always fit
 
     def __post_init__(self) -> None:
-        if not (self.up_bytes_per_s > 0 and self.down_bytes_per_s > 0 and self.delay_s >= 0 and self.queue_s > 0 and 0 <= self.loss < 1):
-            raise UsageError("rates and queue_s are positive, delay_s is not negative, loss is at least 0 and below 1")
+        if not (
+            self.up_bytes_per_s > 0
+            and self.down_bytes_per_s > 0
+            and self.delay_s >= 0
+            and self.queue_s > 0
+            and 0 <= self.loss < 1
+        ):
+            raise UsageError(
+                "rates and queue_s are positive, delay_s is not negative, loss is at least 0 and below 1"
+            )
 
     @classmethod
-    def of(cls, *, mbit_per_s: float, round_trip_s: float = 0.0, up_mbit_per_s: float | None = None, loss: float = 0.0) -> Link:
+    def of(
+        cls,
+        *,
+        mbit_per_s: float,
+        round_trip_s: float = 0.0,
+        up_mbit_per_s: float | None = None,
+        loss: float = 0.0,
+    ) -> Link:
         """The usual units: `round_trip_s` between two such peers; up as fast as down unless it is given."""
         up = mbit_per_s if up_mbit_per_s is None else up_mbit_per_s
-        return cls(up_bytes_per_s=up * 125e3, down_bytes_per_s=mbit_per_s * 125e3, delay_s=round_trip_s / 4, loss=loss)
+        return cls(
+            up_bytes_per_s=up * 125e3,
+            down_bytes_per_s=mbit_per_s * 125e3,
+            delay_s=round_trip_s / 4,
+            loss=loss,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class LinkTraffic:
     """What one peer has sent since the beginning."""
 
     sent_packets: int
@@ -82,13 +104,16 @@ def why_not() -> str | None:
 
 
 class Links:
-    """A context manager. Leaving it ends the emulation; processes that are still inside keep their namespace and reach nobody.
+    """A context manager. Leaving it ends the emulation; processes that are still inside keep their namespace
+    and reach nobody.
 
-    `congestion`: TCP's congestion control ("cubic" is what most machines have; "": this machine's). `mtu`: bytes of an IP packet.
-    LinksFailed when it cannot start.
+    `congestion`: TCP's congestion control ("cubic" is what most machines have; "": this machine's). `mtu`:
+    bytes of an IP packet. LinksFailed when it cannot start.
     """
 
-    def __init__(self, links: Sequence[Link], *, congestion: str = "cubic", mtu: int = 1500, seed: int = 1) -> None:
+    def __init__(
+        self, links: Sequence[Link], *, congestion: str = "cubic", mtu: int = 1500, seed: int = 1
+    ) -> None:
         if not 2 <= len(links) <= PEERS_MAX:
             raise UsageError(f"links are between 2 to {PEERS_MAX} peers, not {len(links)}")
         self.links = tuple(links)
@@ -109,7 +134,7 @@ class Links:
         """`command`, to be run as this peer."""
         return ["nsenter", f"--net=/proc/{self._process.pid}/fd/{self._namespaces[place]}", "--", *command]
 
-    def traffic(self) -> list[Traffic]:
+    def traffic(self) -> list[LinkTraffic]:
         """What every peer has sent so far."""
         assert self._process.stdin is not None
         try:
@@ -117,7 +142,7 @@ class Links:
             self._process.stdin.flush()
         except OSError:
             raise LinksFailed(f"the emulated links broke{self._last_words()}") from None
-        return [Traffic(**counted) for counted in self._hear(_ANSWER_S_MAX)]
+        return [LinkTraffic(**counted) for counted in self._hear(_ANSWER_S_MAX)]
 
     def __enter__(self) -> Self:
         problem = why_not()
@@ -125,7 +150,12 @@ class Links:
             raise LinksFailed(problem)
         command = [sys.executable, "-I", str(Path(linkrelay.__file__)), json.dumps(self._settings)]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
         try:
             heard = self._hear(_START_S_MAX)
@@ -137,7 +167,9 @@ class Links:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._end()
 
     def _hear(self, timeout_s: float) -> Any:

@@ -1,21 +1,24 @@
-"""A simulated network: real services, real protobuf messages, no sockets; every adversity of a real one, from one seed.
+"""A simulated network: real services, real protobuf messages, no sockets; every adversity of a real one, from
+one seed.
 
     network = SimulatedNetwork(seed=7)
     one, two = network.peer(), network.peer()          # each has .identity .contact .caller .handlers .book .clock .supervisor
     two.handlers.unary(PING, handler)
     reply = await one.caller.call(two.contact, PING, request, timeout_s=3)
 
-Use it inside `run_virtual`. A service takes `peer.caller` and `peer.handlers` where it takes `Channels` and `Handlers` on a real
-network; `tests/conformance` holds both to the same behaviour. What travels is serialized and parsed again, and held to the method's
-limits, so that a message that could not be sent in earnest cannot be sent here. Errors are those of the real transport: NetworkError
-(crashed, nobody there), DeadlineExceeded (silence: lost, frozen, cut off), PeerError (the handler refused). What a handler raises
-beside that reaches its caller as PeerError("internal error") and is kept in `network.errors`: a scenario ends with
-`assert not network.errors`, and with `await network.close()`.
+Use it inside `run_virtual`. A service takes `peer.caller` and `peer.handlers` where it takes `Channels` and
+`Handlers` on a real network; `tests/conformance` holds both to the same behaviour. What travels is serialized
+and parsed again, and held to the method's limits, so that a message that could not be sent in earnest cannot
+be sent here. Errors are those of the real transport: NetworkError (crashed, nobody there), DeadlineExceeded
+(silence: lost, frozen, cut off), PeerError (the handler refused). What a handler raises beside that reaches
+its caller as PeerError("internal error") and is kept in `network.errors`: a scenario ends with `assert not
+network.errors`, and with `await network.close()`.
 
-Messages are delayed, reordered, lost and delivered twice as `LinkConfig` says, which may be exchanged while the simulation runs; links
-are cut (`partition`, or `cut` in one direction only) and healed; peers crash, restart, freeze, and have wrong clocks. Every message is
-counted and adds a line to `network.trace`. `network.digest` is over all lines, those of one moment sorted: it is the same for the
-same seed. Each peer draws its chances from a source of its own, so that what happens at the same moment elsewhere changes nothing.
+Messages are delayed, reordered, lost and delivered twice as `LinkConfig` says, which may be exchanged while
+the simulation runs; links are cut (`partition`, or `cut` in one direction only) and healed; peers crash,
+restart, freeze, and have wrong clocks. Every message is counted and adds a line to `network.trace`.
+`network.digest` is over all lines, those of one moment sorted: it is the same for the same seed. Each peer
+draws its chances from a source of its own, so that what happens at the same moment elsewhere changes nothing.
 """
 
 from __future__ import annotations
@@ -28,10 +31,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from swarm.errors import NetworkError, PeerError, SwarmError
-from swarm.ids import Address, Contact, PeerId
+from swarm.core.errors import NetworkError, PeerError, SwarmError
+from swarm.core.ids import Address, Contact, PeerId
+from swarm.net.peerbook import PeerBook
 from swarm.net.rpc import Handlers
-from swarm.peerbook import PeerBook
 from swarm.runtime.supervise import Supervisor
 from swarm.testing.caller import SimulatedCaller
 from swarm.testing.chance import Chance
@@ -46,18 +49,20 @@ _TRACE_MAX = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkConfig:
-    """How messages travel. The default is a quiet link of about 20 ms one way. Loss, duplication and reordering are for unary calls:
-    streams lose, repeat and reorder nothing, as TCP.
+    """How messages travel. The default is a quiet link of about 20 ms one way. Loss, duplication and
+    reordering are for unary calls: streams lose, repeat and reorder nothing, as TCP.
     """
 
     delay_s: float = 0.02  # one way; 0: messages arrive at once, in order
     jitter: float = 0.25  # each message's delay is delay_s times 1 ± this, evenly
     loss: float = 0.0  # chance that a request or reply is lost: its caller hears nothing until its timeout
-    duplication: float = 0.0  # chance that a request or reply arrives twice: the handler runs twice, its first answer counts
+    # chance that a request or reply arrives twice: the handler runs twice, its first answer counts
+    duplication: float = 0.0
     reorder: float = 0.0  # chance that a message is overtaken by others: it takes up to reorder_s longer
     reorder_s: float = 1.0
     bandwidth: float = 0.0  # bytes a second added to the delay by size; 0: no limit
-    dead_are_silent: bool = False  # what calls to a crashed peer, or to an address where nobody is, meet: a refusal at once, or nothing
+    # what calls to a crashed peer, or to an address where nobody is, meet: a refusal at once, or nothing
+    dead_are_silent: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -74,10 +79,12 @@ class SimulatedPeer:
     handlers: Handlers = field(default_factory=Handlers)
     supervisor: Supervisor = field(default_factory=Supervisor)
     up: bool = True  # False: crashed; calls to it fail at once
-    frozen: bool = False  # alive for the kernel, silent for its peers (SIGSTOP, a cut cable): calls to it wait for their timeout
+    # alive for the kernel, silent for its peers (SIGSTOP, a cut cable): calls to it wait for their timeout
+    frozen: bool = False
     slowness: float = 1.0  # everything it sends and is sent takes that many times as long
     uplink: Uplink | None = None  # what all that it sends shares; None: there is room for everything
-    handling: dict[asyncio.Task[object], None] = field(default_factory=dict)  # calls of others in progress here, in order of arrival
+    # calls of others in progress here, in order of arrival
+    handling: dict[asyncio.Task[object], None] = field(default_factory=dict)
     messages_sent: int = 0
     bytes_sent: int = 0
 
@@ -117,17 +124,33 @@ class SimulatedNetwork:
         self._cuts: list[Cut] = []
 
     def peer(
-        self, *, dialable: bool = True, skew_s: float = 0.0, drift: float = 0.0, identity: SeededIdentity | None = None
+        self,
+        *,
+        dialable: bool = True,
+        skew_s: float = 0.0,
+        drift: float = 0.0,
+        identity: SeededIdentity | None = None,
     ) -> SimulatedPeer:
-        """Add a peer. `dialable=False`: it has no address, so that nobody can call it. `skew_s`, `drift`: how wrong its clock is.
-        `identity`: one that was sought out; by default the seed and the number of the peer make it.
+        """Add a peer. `dialable=False`: it has no address, so that nobody can call it. `skew_s`, `drift`: how
+        wrong its clock is. `identity`: one that was sought out; by default the seed and the number of the
+        peer make it.
         """
         index = len(self.peers)
         identity = identity or SeededIdentity(f"{self.seed}/{index}")
-        addresses = (Address(f"10.{index >> 16 & 255}.{index >> 8 & 255}.{index & 255}", 4000),) if dialable else ()
+        addresses = (
+            (Address(f"10.{index >> 16 & 255}.{index >> 8 & 255}.{index & 255}", 4000),) if dialable else ()
+        )
         clock = VirtualClock(skew_s, drift)
         contact = Contact(identity.peer_id, addresses)
-        peer = SimulatedPeer(self, index, identity, contact, clock, self._book(index, contact, clock), Chance(self.seed, "peer", index))
+        peer = SimulatedPeer(
+            self,
+            index,
+            identity,
+            contact,
+            clock,
+            self._book(index, contact, clock),
+            Chance(self.seed, "peer", index),
+        )
         self.peers[peer.peer_id] = peer
         return peer
 
@@ -137,11 +160,13 @@ class SimulatedNetwork:
         return self._disk is not None
 
     def _book(self, index: int, contact: Contact, clock: VirtualClock) -> PeerBook:
-        return PeerBook(contact.peer_id, clock.swarm_s, self._disk / f"peer-{index}.json" if self._disk else None)
+        return PeerBook(
+            contact.peer_id, clock.swarm_s, self._disk / f"peer-{index}.json" if self._disk else None
+        )
 
     async def crash(self, peer: SimulatedPeer) -> None:
-        """The process dies: its background tasks end, its handlers are gone, its calls and the calls to it fail. On `disk` stays its
-        peer book, as last saved; here as of now.
+        """The process dies: its background tasks end, its handlers are gone, its calls and the calls to it
+        fail. On `disk` stays its peer book, as last saved; here as of now.
         """
         if not peer.up:
             return
@@ -153,7 +178,9 @@ class SimulatedNetwork:
         await peer.supervisor.close()
 
     def restart(self, peer: SimulatedPeer) -> None:
-        """The same identity and address, with nothing remembered but the peer book on `disk`: the scenario makes the services again."""
+        """The same identity and address, with nothing remembered but the peer book on `disk`: the scenario
+        makes the services again.
+        """
         peer.up, peer.handlers, peer.supervisor, peer.handling = True, Handlers(), Supervisor(), {}
         peer.clock.offset_s = 0.0
         peer.book = self._book(peer.index, peer.contact, peer.clock)
@@ -171,8 +198,8 @@ class SimulatedNetwork:
         self._sides = {peer.peer_id: number for number, side in enumerate(sides, 1) for peer in side}
 
     def cut(self, sources: Iterable[SimulatedPeer], targets: Iterable[SimulatedPeer]) -> Cut:
-        """Cut one direction: what `sources` send does not reach `targets`, silently. A call in either direction thus times out, but one
-        that `targets` make is handled. `heal(cut)` ends it.
+        """Cut one direction: what `sources` send does not reach `targets`, silently. A call in either
+        direction thus times out, but one that `targets` make is handled. `heal(cut)` ends it.
         """
         made = Cut(frozenset(peer.index for peer in sources), frozenset(peer.index for peer in targets))
         self._cuts.append(made)
@@ -209,7 +236,9 @@ class SimulatedNetwork:
         config = self.config
         spread = 1.0 + config.jitter * (2.0 * source.chance.random() - 1.0)
         slowness = max(source.slowness, target.slowness)
-        return slowness * (config.delay_s * spread + (size_bytes / config.bandwidth if config.bandwidth else 0.0))
+        return slowness * (
+            config.delay_s * spread + (size_bytes / config.bandwidth if config.bandwidth else 0.0)
+        )
 
     def silent_between(self, source: SimulatedPeer, target: SimulatedPeer) -> bool:
         """Whether nothing that `source` sends reaches `target`, and nobody says so."""
@@ -220,10 +249,15 @@ class SimulatedNetwork:
         return any(source.index in cut.sources and target.index in cut.targets for cut in self._cuts)
 
     def send(
-        self, source: SimulatedPeer, target: SimulatedPeer, what: str, size_bytes: int, arrive: Callable[[NetworkError | None], None]
+        self,
+        source: SimulatedPeer,
+        target: SimulatedPeer,
+        what: str,
+        size_bytes: int,
+        arrive: Callable[[NetworkError | None], None],
     ) -> None:
-        """Let a message travel: `arrive(None)` is called when it is there, twice when it is duplicated, never when it is lost, with an
-        error when nobody is there any more.
+        """Let a message travel: `arrive(None)` is called when it is there, twice when it is duplicated, never
+        when it is lost, with an error when nobody is there any more.
         """
         config, random = self.config, source.chance.random
         source.messages_sent += 1
@@ -246,7 +280,12 @@ class SimulatedNetwork:
             arrived()
 
     def _arrived(
-        self, source: SimulatedPeer, target: SimulatedPeer, what: str, size_bytes: int, arrive: Callable[[NetworkError | None], None]
+        self,
+        source: SimulatedPeer,
+        target: SimulatedPeer,
+        what: str,
+        size_bytes: int,
+        arrive: Callable[[NetworkError | None], None],
     ) -> None:
         if not source.up or not target.up:
             self.note(source, target, what, "down")
@@ -260,9 +299,17 @@ class SimulatedNetwork:
             arrive(None)
 
     async def travel(self, source: SimulatedPeer, target: SimulatedPeer, what: str, size_bytes: int) -> None:
-        """`send`, awaited: waits for ever when the message is lost; NetworkError when nobody is there any more."""
+        """`send`, awaited: waits for ever when the message is lost; NetworkError when nobody is there any
+        more.
+        """
         arrived: asyncio.Future[NetworkError | None] = asyncio.get_running_loop().create_future()
-        self.send(source, target, what, size_bytes, lambda error: None if arrived.done() else arrived.set_result(error))
+        self.send(
+            source,
+            target,
+            what,
+            size_bytes,
+            lambda error: None if arrived.done() else arrived.set_result(error),
+        )
         error = await arrived
         if error is not None:
             raise error
@@ -273,7 +320,8 @@ class SimulatedNetwork:
             return None
         if isinstance(error, asyncio.CancelledError):
             return NetworkError(f"peer {target.peer_id} broke off {what}")
-        if isinstance(error, PeerError | ValueError) and isinstance(error, SwarmError):  # PeerError or UsageError
+        # PeerError or UsageError
+        if isinstance(error, PeerError | ValueError) and isinstance(error, SwarmError):
             return PeerError(f"peer {target.peer_id} refused {what}: {error}")
         if isinstance(error, SwarmError):
             return NetworkError(f"peer {target.peer_id} broke off {what}: {error}")

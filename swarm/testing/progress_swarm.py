@@ -1,9 +1,11 @@
-"""A simulated run of any size whose peers tell one another their progress: production trackers, fake trainers, and a table for the DHT.
+"""A simulated run of any size whose peers tell one another their progress: production trackers, fake
+trainers, and a table for the DHT.
 
-A trainer makes a step a second, reports it, and goes on to the next epoch a moment after its tracker has called the present one full. The
-table answers as the DHT would, after a while, and counts who reads and writes what; `operations` measures on production DHT services of
-as many peers what one read and one write of such a dictionary cost in messages. (A thousand production services under this load verify
-twenty thousand signed dictionaries in a virtual minute: a quarter of an hour.)
+A trainer makes a step a second, reports it, and goes on to the next epoch a moment after its tracker has
+called the present one full. The table answers as the DHT would, after a while, and counts who reads and
+writes what; `operations` measures on production DHT services of as many peers what one read and one write of
+such a dictionary cost in messages. (A thousand production services under this load verify twenty thousand
+signed dictionaries in a virtual minute: a quarter of an hour.)
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from averaging.training.progress import ProgressConfig
-from averaging.training.runexchange import REPORT
-from averaging.training.shards import bits_for
-from averaging.training.tracker import Tracker, TrackerServices
-from swarm.dht.service import Entry
-from swarm.ids import Key, PeerId
+from averaging.optim.progress.logic.reports import ProgressConfig
+from averaging.optim.progress.logic.shards import bits_for
+from averaging.optim.progress.tracker import Tracker, TrackerServices
+from averaging.optim.state.exchange import REPORT
+from swarm.core.ids import Key, PeerId
+from swarm.dht.service.dht_service import Entry
 from swarm.testing.chance import Chance
 from swarm.testing.dht_swarm import LazySwarm
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
@@ -82,7 +84,9 @@ class TableDht:
     async def get(self, key: Key, *, timeout_s: float) -> dict[str, Entry]:
         await asyncio.sleep(READ_S * (0.5 + self._peer.chance.random()))
         table, now_s = self._table, self._peer.clock.swarm_s()
-        live = {subkey: entry for subkey, entry in table.records.get(key, {}).items() if entry.expiration > now_s}
+        live = {
+            subkey: entry for subkey, entry in table.records.get(key, {}).items() if entry.expiration > now_s
+        }
         table.records[key] = dict(live)
         table.reads[self._peer.peer_id] += 1
         table.readers[key] += 1
@@ -96,7 +100,9 @@ class TableDht:
 class Trainer:
     """One peer. `lie`: what it claims to have, from what it has."""
 
-    def __init__(self, run: ProgressRun, peer: SimulatedPeer, rate: float, lie: Callable[[int], int] | None = None) -> None:
+    def __init__(
+        self, run: ProgressRun, peer: SimulatedPeer, rate: float, lie: Callable[[int], int] | None = None
+    ) -> None:
         services = TrackerServices(
             own=lambda: peer.contact,
             dht=TableDht(run.table, peer),  # type: ignore[arg-type]
@@ -157,11 +163,17 @@ class ProgressRun:
 
     def start(self, group: asyncio.TaskGroup, trainers: list[Trainer]) -> list[asyncio.Task[None]]:
         """Let trackers and trainers run until their tasks are cancelled."""
-        return [group.create_task(work()) for trainer in trainers for work in (trainer.tracker.run, trainer.train)]
+        return [
+            group.create_task(work()) for trainer in trainers for work in (trainer.tracker.run, trainer.train)
+        ]
 
 
-def measure(peers: int, *, epoch_s: float = 30.0, settle_s: float = 75.0, measured_s: float = 60.0, seed: int = 1) -> ProgressFigures:
-    """A run of so many peers of speeds 1, ½ and ¼, divided as if it had run for long, watched after it has settled."""
+def measure(
+    peers: int, *, epoch_s: float = 30.0, settle_s: float = 75.0, measured_s: float = 60.0, seed: int = 1
+) -> ProgressFigures:
+    """A run of so many peers of speeds 1, ½ and ¼, divided as if it had run for long, watched after it has
+    settled.
+    """
 
     async def scenario() -> ProgressFigures:
         network, chance = SimulatedNetwork(seed, LINK), Chance(seed, "progress")
@@ -191,8 +203,12 @@ def _figures(run: ProgressRun, first: int, sent: list[tuple[int, int]], per_minu
     peers, table = len(run.trainers), run.table
     whole = sorted(epoch for epoch, ends in run.ends.items() if first <= epoch and len(ends) == peers)
     spreads = [max(run.ends[epoch]) - min(run.ends[epoch]) for epoch in whole]
-    messages = sum(trainer.peer.messages_sent - before for trainer, (before, _) in zip(run.trainers, sent, strict=True))
-    size_bytes = sum(trainer.peer.bytes_sent - before for trainer, (_, before) in zip(run.trainers, sent, strict=True))
+    messages = sum(
+        trainer.peer.messages_sent - before for trainer, (before, _) in zip(run.trainers, sent, strict=True)
+    )
+    size_bytes = sum(
+        trainer.peer.bytes_sent - before for trainer, (_, before) in zip(run.trainers, sent, strict=True)
+    )
     return ProgressFigures(
         peers=peers,
         shards=1 << run.trainers[0].tracker.tree.bits,
@@ -224,18 +240,26 @@ def operations(peers: int, entries: int, seed: int = 1) -> OperationCost:
 
     async def scenario() -> OperationCost:
         network = SimulatedNetwork(seed, LINK)
-        swarm, chance, key = LazySwarm(network, peers), Chance(seed, "operations"), Key(f"run.{RUN}", "progress")
+        swarm, chance, key = (
+            LazySwarm(network, peers),
+            Chance(seed, "operations"),
+            Key(f"run.{RUN}", "progress"),
+        )
         claim = {"epoch": 100, "samples": 100_000, "rate": 123.4, "at": 1.8e9, "since": 1.8e9}
 
         async def write(peer: SimulatedPeer) -> None:
             value = {**claim, "at": peer.clock.swarm_s(), "addresses": peer.contact.multiaddrs}
             await swarm.service(peer).store(key, value, ttl_s=15.0, subkey=str(peer.peer_id), timeout_s=5.0)
 
-        async def cost(work: Callable[[SimulatedPeer], object], who: list[SimulatedPeer]) -> tuple[float, float]:
+        async def cost(
+            work: Callable[[SimulatedPeer], object], who: list[SimulatedPeer]
+        ) -> tuple[float, float]:
             before = _all_sent(network)
             for peer in who:
                 await work(peer)  # type: ignore[misc]
-            messages, size_bytes = (later - earlier for later, earlier in zip(_all_sent(network), before, strict=True))
+            messages, size_bytes = (
+                later - earlier for later, earlier in zip(_all_sent(network), before, strict=True)
+            )
             return messages / len(who), size_bytes / len(who)
 
         members = chance.sample(swarm.peers, min(entries, peers))
@@ -245,10 +269,14 @@ def operations(peers: int, entries: int, seed: int = 1) -> OperationCost:
         writes = await cost(write, some)
         reads = await cost(lambda peer: swarm.service(peer).get(key, timeout_s=5.0), some)
         await network.close()
-        return OperationCost(read_messages=reads[0], read_bytes=reads[1], write_messages=writes[0], write_bytes=writes[1])
+        return OperationCost(
+            read_messages=reads[0], read_bytes=reads[1], write_messages=writes[0], write_bytes=writes[1]
+        )
 
     return run_virtual(scenario())
 
 
 def _all_sent(network: SimulatedNetwork) -> tuple[int, int]:
-    return sum(peer.messages_sent for peer in network.peers.values()), sum(peer.bytes_sent for peer in network.peers.values())
+    return sum(peer.messages_sent for peer in network.peers.values()), sum(
+        peer.bytes_sent for peer in network.peers.values()
+    )

@@ -2,9 +2,10 @@
 
     python -m swarm.testing.scenarios --seed 7 --peers 60 --hours 1 --scenario storm
 
-A scenario is a swarm of production DHT peers, a workload of many writers, a schedule of faults, and the checkers; all of it follows from
-the seed. It goes in rounds: faults for ten minutes, then peace, in which the swarm must heal within `settle_s`; then everything that
-was stored and lives must be found. A failure is `ScenarioFailed`, whose text ends with the line that replays it.
+A scenario is a swarm of production DHT peers, a workload of many writers, a schedule of faults, and the
+checkers; all of it follows from the seed. It goes in rounds: faults for ten minutes, then peace, in which the
+swarm must heal within `settle_s`; then everything that was stored and lives must be found. A failure is
+`ScenarioFailed`, whose text ends with the line that replays it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from pathlib import Path
 
 import click
 
-from swarm.dht.config import DhtConfig
+from swarm.dht.logic.config import DhtConfig
 from swarm.testing.chance import Chance
-from swarm.testing.checkers import Ledger, Limits, OneSwarm, Survival, Violations
+from swarm.testing.checkers import CheckLimits, Ledger, OneSwarm, Survival, Violations
 from swarm.testing.dht_swarm import DhtSwarm
 from swarm.testing.faults import FaultConfig, Faults
 from swarm.testing.network import LinkConfig, SimulatedNetwork
@@ -75,7 +76,8 @@ class Report:
     bytes_sent: int = 0
     virtual_s: float = 0.0
     wall_s: float = 0.0
-    heal_s: list[float] = field(default_factory=list)  # of each round: from peace until the tables are one swarm's
+    # of each round: from peace until the tables are one swarm's
+    heal_s: list[float] = field(default_factory=list)
     audited: int = 0
     unlucky: int = 0
     tally: Tally = field(default_factory=Tally)
@@ -84,11 +86,15 @@ class Report:
 
     def lines(self) -> list[str]:
         """For people."""
-        tally, speed = self.tally, f"{self.messages} messages ({self.messages / max(self.wall_s, 1e-9):.0f}/s)"
+        tally, speed = (
+            self.tally,
+            f"{self.messages} messages ({self.messages / max(self.wall_s, 1e-9):.0f}/s)",
+        )
         largest = sorted(self.largest.items(), key=lambda item: -item[1])[:8]
         return [
             f"{self.virtual_s / 3600:.2f} virtual hours in {self.wall_s:.0f} s, {speed}, digest {self.digest}",
-            "faults: " + (", ".join(f"{count} × {kind}" for kind, count in sorted(self.faults.items())) or "none"),
+            "faults: "
+            + (", ".join(f"{count} × {kind}" for kind, count in sorted(self.faults.items())) or "none"),
             f"stores {tally.stores} ({tally.stores_failed} with fewer than two replicas), deletions {tally.deletions}, "
             f"reads of living entries {tally.reads} ({tally.reads_complete} complete, {tally.reads_failed} unanswered)",
             f"keys audited after healing {self.audited}; records lost with all of their holders {self.unlucky}",
@@ -120,14 +126,16 @@ class _Run:
         self._config = config
         self._say = say
         self._started_s = time.monotonic()
-        self._network = SimulatedNetwork(config.seed, LinkConfig(delay_s=0.04, jitter=0.5, loss=0.001), disk=disk)
+        self._network = SimulatedNetwork(
+            config.seed, LinkConfig(delay_s=0.04, jitter=0.5, loss=0.001), disk=disk
+        )
         self._swarm = DhtSwarm(self._network, DhtConfig())
         self._violations = Violations()
         self._ledger = Ledger()
         work = WorkConfig(operations_per_s=config.operations_per_s, ttl_s=(120.0, 1800.0))
         self._work = Workload(self._swarm, self._ledger, self._violations, Chance(config.seed, "work"), work)
         self._survival = Survival(self._ledger, self._work.authorship, self._violations, config.repair_s)
-        self._limits = Limits(self._violations, default_max=_TABLES_MAX)
+        self._limits = CheckLimits(self._violations, default_max=_TABLES_MAX)
         self._one = OneSwarm(self._violations)
         self._report = Report(tally=self._work.tally)
 
@@ -151,7 +159,9 @@ class _Run:
     async def _round(self, number: int, until_s: float) -> None:
         config = self._config
         async with asyncio.TaskGroup() as group:
-            fault_config = FaultConfig(every_s=config.every_s, churn_share=0.2 if config.name == "churn" else 0.0)
+            fault_config = FaultConfig(
+                every_s=config.every_s, churn_share=0.2 if config.name == "churn" else 0.0
+            )
             faults = Faults(self._swarm, Chance(config.seed, "faults", number), fault_config, group)
             watching = group.create_task(self._watch())
             group.create_task(self._work.run(until_s, group))
@@ -169,7 +179,9 @@ class _Run:
         self._progress()
 
     async def _heal(self) -> None:
-        """Peace: until the tables are one swarm's, at most `settle_s`; the rest of that time is for records to find their places."""
+        """Peace: until the tables are one swarm's, at most `settle_s`; the rest of that time is for records
+        to find their places.
+        """
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
         healed_s: float | None = None
@@ -198,7 +210,11 @@ class _Run:
         report.messages = sum(peer.messages_sent for peer in self._network.peers.values())
         report.bytes_sent = sum(peer.bytes_sent for peer in self._network.peers.values())
         report.wall_s = time.monotonic() - self._started_s
-        report.digest, report.largest, report.unlucky = self._network.digest, self._limits.largest, self._survival.unlucky
+        report.digest, report.largest, report.unlucky = (
+            self._network.digest,
+            self._limits.largest,
+            self._survival.unlucky,
+        )
         self._say(
             f"{report.virtual_s / 3600:.2f} h: {report.messages} messages, {self._violations.count} violations, {report.wall_s:.0f} s"
         )
@@ -206,7 +222,11 @@ class _Run:
     def _finish(self) -> Report:
         self._progress()
         if self._violations.count:
-            lines = [f"{self._violations.count} promises broken:", *self._violations.lines, *self._report.lines()]
+            lines = [
+                f"{self._violations.count} promises broken:",
+                *self._violations.lines,
+                *self._report.lines(),
+            ]
             raise ScenarioFailed("\n".join([*lines, f"replay: {self._config.replay}"]))
         return replace(self._report)
 
@@ -216,12 +236,19 @@ class _Run:
 @click.option("--peers", default=200, show_default=True)
 @click.option("--hours", default=2.0, show_default=True, help="Of virtual time.")
 @click.option("--scenario", default="storm", show_default=True, type=click.Choice(sorted(SCENARIOS)))
-@click.option("--rate", "operations_per_s", default=1.0, show_default=True, help="Operations a virtual second.")
+@click.option(
+    "--rate", "operations_per_s", default=1.0, show_default=True, help="Operations a virtual second."
+)
 def main(seed: int, peers: int, hours: float, scenario: str, operations_per_s: float) -> None:
-    """Run a simulated swarm with everything going wrong. Exit code 1 and a line to replay it when a promise is broken."""
-    config = ScenarioConfig(seed=seed, peers=peers, hours=hours, name=scenario, operations_per_s=operations_per_s)
+    """Run a simulated swarm with everything going wrong. Exit code 1 and a line to replay it when a promise
+    is broken.
+    """
+    config = ScenarioConfig(
+        seed=seed, peers=peers, hours=hours, name=scenario, operations_per_s=operations_per_s
+    )
     click.echo(f"replay: {config.replay}")
-    logging.getLogger("swarm.dht").setLevel(logging.ERROR)  # peers warn of clocks that the scenario itself has set wrong
+    # peers warn of clocks that the scenario itself has set wrong
+    logging.getLogger("swarm.dht").setLevel(logging.ERROR)
     try:
         report = run_scenario(config, say=lambda text: click.echo(text, err=True))
     except ScenarioFailed as failure:

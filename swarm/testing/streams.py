@@ -7,8 +7,8 @@ import functools
 from collections import deque
 from typing import TYPE_CHECKING
 
-from swarm.errors import NetworkError, SwarmError, UsageError
-from swarm.ids import PeerId
+from swarm.core.errors import NetworkError, SwarmError, UsageError
+from swarm.core.ids import PeerId
 from swarm.net.rpc import StreamMethod, check_outgoing
 
 if TYPE_CHECKING:
@@ -41,7 +41,15 @@ class _Pipe:
 class SimulatedStream:
     """One end of a stream: the interface of `swarm.net.rpc.Stream`."""
 
-    def __init__(self, own: SimulatedPeer, other: SimulatedPeer, method: StreamMethod, pipes: tuple[_Pipe, _Pipe], *, opened: bool) -> None:
+    def __init__(
+        self,
+        own: SimulatedPeer,
+        other: SimulatedPeer,
+        method: StreamMethod,
+        pipes: tuple[_Pipe, _Pipe],
+        *,
+        opened: bool,
+    ) -> None:
         """`opened`: this is the end of who opened the stream; the other one finishes by its handler's return."""
         self.own = own
         self.peer_id: PeerId = other.peer_id
@@ -52,7 +60,9 @@ class SimulatedStream:
         self._finished = False
 
     async def send(self, message: bytes) -> None:
-        """Send one message; waits while the other end is behind. NetworkError when the stream is broken or cancelled."""
+        """Send one message; waits while the other end is behind. NetworkError when the stream is broken or
+        cancelled.
+        """
         check_outgoing(self.method, message)
         if self._finished:
             raise UsageError("this stream was finished; it takes no more messages")
@@ -92,7 +102,9 @@ class SimulatedStream:
             self._out.arrive(asyncio.get_running_loop().time() + delay_s, message)
 
     async def receive(self) -> bytes | None:
-        """The next message; None when the other end finished. NetworkError when the stream broke, PeerError when the handler refused."""
+        """The next message; None when the other end finished. NetworkError when the stream broke, PeerError
+        when the handler refused.
+        """
         while True:
             now_s = asyncio.get_running_loop().time()
             if not self._in.messages:
@@ -122,12 +134,16 @@ class SimulatedStream:
 
     def _check(self, pipe: _Pipe, *, broken_only: bool = False) -> None:
         if not (self.own.up and self._other.up):
-            raise NetworkError(f"the stream {self.method.name} with peer {self.peer_id.short} broke: crashed in the simulation")
+            raise NetworkError(
+                f"the stream {self.method.name} with peer {self.peer_id.short} broke: crashed in the simulation"
+            )
         if pipe.error is not None and not broken_only:
             raise pipe.error
 
     async def _wait(self, pipe: _Pipe, timeout_s: float | None) -> None:
-        """Wait for a change of the pipe. Looks up once a virtual second at least, so that a crash is noticed without being announced."""
+        """Wait for a change of the pipe. Looks up once a virtual second at least, so that a crash is noticed
+        without being announced.
+        """
         try:
             async with asyncio.timeout(1.0 if timeout_s is None else timeout_s):
                 await pipe.changed.wait()
@@ -135,7 +151,9 @@ class SimulatedStream:
             self._check(pipe, broken_only=True)
 
 
-def stream_pair(caller: SimulatedPeer, target: SimulatedPeer, method: StreamMethod) -> tuple[SimulatedStream, SimulatedStream]:
+def stream_pair(
+    caller: SimulatedPeer, target: SimulatedPeer, method: StreamMethod
+) -> tuple[SimulatedStream, SimulatedStream]:
     """The caller's end and the handler's end of a new stream."""
     forth, back = _Pipe(), _Pipe()
     return (

@@ -1,4 +1,6 @@
-"""A simulated peer's way out, where it is slow: messages on their way share it evenly, slice by slice, as TCP connections share a link."""
+"""A simulated peer's way out, where it is slow: messages on their way share it evenly, slice by slice, as TCP
+connections share a link.
+"""
 
 from __future__ import annotations
 

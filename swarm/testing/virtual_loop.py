@@ -1,18 +1,21 @@
-"""An asyncio event loop in virtual time: services run in it unchanged, hours pass in seconds, nothing ever sleeps.
+"""An asyncio event loop in virtual time: services run in it unchanged, hours pass in seconds, nothing ever
+sleeps.
 
     async def scenario() -> None:
         await asyncio.sleep(3600)          # returns at once; the loop's clock jumps
 
     run_virtual(scenario())
 
-Time stands still while any task can run, and jumps to the next timer when none can. There are no sockets, no threads and no signals;
-`run_in_executor` runs its function on the loop, so that a pool (None will do) costs no virtual time and changes no order. When every
-task waits and no timer is set, nothing can ever happen again: `run_virtual` raises `Deadlock` instead of hanging.
+Time stands still while any task can run, and jumps to the next timer when none can. There are no sockets, no
+threads and no signals; `run_in_executor` runs its function on the loop, so that a pool (None will do) costs
+no virtual time and changes no order. When every task waits and no timer is set, nothing can ever happen
+again: `run_virtual` raises `Deadlock` instead of hanging.
 
-Callbacks run in the order in which they were scheduled, timers of one moment in the order in which they were set, and tasks hash by
-their number, not by their address, so that whoever iterates over a set of tasks (asyncio's TaskGroup, for one) does so in the same
-order in every run. What remains is code under test that iterates over a set of strings or PeerIDs: their hashes differ between
-processes. `tests/sim/test_network.py` runs scenarios under several PYTHONHASHSEEDs and compares.
+Callbacks run in the order in which they were scheduled, timers of one moment in the order in which they were
+set, and tasks hash by their number, not by their address, so that whoever iterates over a set of tasks
+(asyncio's TaskGroup, for one) does so in the same order in every run. What remains is code under test that
+iterates over a set of strings or PeerIDs: their hashes differ between processes. `tests/sim/test_network.py`
+runs scenarios under several PYTHONHASHSEEDs and compares.
 """
 
 from __future__ import annotations
@@ -24,13 +27,15 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from swarm.errors import DeadlineExceeded
+from swarm.core.errors import DeadlineExceeded
 
 T = TypeVar("T")
 
-# Where virtual Unix time begins: any fixed moment does; this one is in 2027, within every certificate's validity.
+# Where virtual Unix time begins: any fixed moment does; this one is in 2027, within every certificate's
+# validity.
 EPOCH_UNIX_S = 1_800_000_000.0
-_CANCELLED_MIN = 256  # cancelled timers are cleared away when they are this many and more than those that are not
+# cancelled timers are cleared away when they are this many and more than those that are not
+_CANCELLED_MIN = 256
 
 
 class Deadlock(RuntimeError):
@@ -80,8 +85,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self._now_s
 
-    def call_at(self, when: float, callback: Callable[..., object], *args: Any, context: Any = None) -> asyncio.TimerHandle:  # type: ignore[override]
-        # As asyncio's, on a heap of plain tuples: it compares timers in Python, a fifth of the time that a simulated message costs.
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:  # type: ignore[override]
+        # As asyncio's, on a heap of plain tuples: it compares timers in Python, a fifth of the time that a
+        # simulated message costs.
         self._check_closed()  # type: ignore[attr-defined]
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._numbers), timer))
@@ -90,7 +98,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         self._cancelled += 1
         if self._cancelled > _CANCELLED_MIN and 2 * self._cancelled > len(self._timers):
-            self._timers = [item for item in self._timers if not item[2].cancelled() and item[2] is not handle]
+            self._timers = [
+                item for item in self._timers if not item[2].cancelled() and item[2] is not handle
+            ]
             heapq.heapify(self._timers)
             self._cancelled = 0
 
@@ -127,7 +137,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
         return self.create_task(run())
 
-    def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any, context: Any = None) -> asyncio.Handle:  # type: ignore[override]
+    def call_soon_threadsafe(
+        self, callback: Callable[..., object], *args: Any, context: Any = None
+    ) -> asyncio.Handle:  # type: ignore[override]
         return self.call_soon(callback, *args, context=context)
 
     def _process_events(self, event_list: list[Any]) -> None:
@@ -138,7 +150,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 def run_virtual(main: Coroutine[Any, Any, T], *, limit_s: float = 7 * 24 * 3600.0) -> T:
-    """Run `main` to its end in virtual time, like `asyncio.run`. `limit_s`: virtual seconds after which the scenario counts as stuck."""
+    """Run `main` to its end in virtual time, like `asyncio.run`. `limit_s`: virtual seconds after which the
+    scenario counts as stuck.
+    """
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(limit_s)) as runner:
         return runner.run(main)
 
@@ -146,8 +160,9 @@ def run_virtual(main: Coroutine[Any, Any, T], *, limit_s: float = 7 * 24 * 3600.
 class VirtualClock:
     """A peer's clock in virtual time.
 
-    `skew_s`: how wrong its machine is when the simulation begins; `drift`: by how much it runs fast (1e-4: 0.36 s an hour), slow when
-    negative; `offset_s`: the correction that the peer itself applies. The loop's own timers do not drift.
+    `skew_s`: how wrong its machine is when the simulation begins; `drift`: by how much it runs fast (1e-4:
+    0.36 s an hour), slow when negative; `offset_s`: the correction that the peer itself applies. The loop's
+    own timers do not drift.
     """
 
     def __init__(self, skew_s: float = 0.0, drift: float = 0.0) -> None:
@@ -159,7 +174,12 @@ class VirtualClock:
         return asyncio.get_running_loop().time() * (1.0 + self.drift)
 
     def swarm_s(self) -> float:
-        return EPOCH_UNIX_S + asyncio.get_running_loop().time() * (1.0 + self.drift) + self.skew_s + self.offset_s
+        return (
+            EPOCH_UNIX_S
+            + asyncio.get_running_loop().time() * (1.0 + self.drift)
+            + self.skew_s
+            + self.offset_s
+        )
 
     @property
     def error_s(self) -> float:

@@ -1,4 +1,6 @@
-"""What a scenario's peers do: many writers store, delete and read, and every answer is held against the ledger."""
+"""What a scenario's peers do: many writers store, delete and read, and every answer is held against the
+ledger.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,12 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swarm.dht.records import encode_value
-from swarm.errors import SwarmError, UsageError
-from swarm.ids import Key
+from swarm.core.errors import SwarmError, UsageError
+from swarm.core.ids import Key
+from swarm.dht.logic.records import encode_value
 from swarm.testing.chance import Chance
-from swarm.testing.checkers import Authorship, Deadlines, Expiry, Ledger, Violations, Write
-from swarm.testing.dht_swarm import DhtSwarm, Member
+from swarm.testing.checkers import Authorship, Deadlines, Expiry, Ledger, RecordedWrite, Violations
+from swarm.testing.dht_swarm import DhtSwarm, SwarmMember
 from swarm.testing.virtual_loop import EPOCH_UNIX_S
 
 _TIMEOUT_S = 10.0
@@ -43,7 +45,9 @@ class Tally:
 class Workload:
     """Operations by peers drawn from the seed."""
 
-    def __init__(self, swarm: DhtSwarm, ledger: Ledger, violations: Violations, chance: Chance, config: WorkConfig) -> None:
+    def __init__(
+        self, swarm: DhtSwarm, ledger: Ledger, violations: Violations, chance: Chance, config: WorkConfig
+    ) -> None:
         self.ledger = ledger
         self.tally = Tally()
         self.authorship = Authorship(ledger, violations)
@@ -54,7 +58,8 @@ class Workload:
         self._chance = chance
         self._config = config
         self._keys = [
-            Key("public", f"thing-{number}") if number % 3 else Key("run.sim", f"thing-{number}") for number in range(config.keys)
+            Key("public", f"thing-{number}") if number % 3 else Key("run.sim", f"thing-{number}")
+            for number in range(config.keys)
         ]
 
     async def run(self, until_s: float, group: asyncio.TaskGroup) -> None:
@@ -70,47 +75,59 @@ class Workload:
                 operation = self.store if drawn < 0.45 else self.delete if drawn < 0.55 else self.read
                 group.create_task(operation(member))
 
-    async def store(self, member: Member) -> None:
+    async def store(self, member: SwarmMember) -> None:
         key = self._chance.choice(self._keys)
         ttl_s = self._chance.uniform(*self._config.ttl_s)
-        subkey = str(member.peer.peer_id) if key.namespace.startswith("run.") else self._chance.choice([None, "a", "b"])
+        subkey = (
+            str(member.peer.peer_id)
+            if key.namespace.startswith("run.")
+            else self._chance.choice([None, "a", "b"])
+        )
         # What the entry says is by the writer's clock: within what that is wrong, it is the true time.
         expires_s = _now_s() + ttl_s + min(member.peer.clock.error_s, 0.0)
         write = self.ledger.begin(key, subkey, member.peer.peer_id, _now_s(), expires_s)
-        number = self.deadlines.begin(f"store of entry {write.number} by {member.peer.index}", _now_s() + _TIMEOUT_S)
+        number = self.deadlines.begin(
+            f"store of entry {write.number} by {member.peer.index}", _now_s() + _TIMEOUT_S
+        )
         self.tally.stores += 1
         try:
-            result = await member.service.store(key, write.number, ttl_s=ttl_s, subkey=subkey, timeout_s=_TIMEOUT_S)
+            result = await member.service.store(
+                key, write.number, ttl_s=ttl_s, subkey=subkey, timeout_s=_TIMEOUT_S
+            )
         except UsageError:  # its clock was ahead when it wrote before, and is not any more
             self.tally.stores_failed += 1
             return
         finally:
             self.deadlines.end(number, _now_s())
-        # One replica alone may die the next moment: what counts as stored is held by two at least, when there are two.
+        # One replica alone may die the next moment: what counts as stored is held by two at least, when there
+        # are two.
         if result.replicas >= min(2, len(self._swarm.live)) and member.peer.up:
             write.acknowledged_s = _now_s()
         else:
             self.tally.stores_failed += 1
 
-    async def delete(self, member: Member) -> None:
+    async def delete(self, member: SwarmMember) -> None:
         owned = self.ledger.owned(member.peer.peer_id)
         if not owned:
             return
         write = self._chance.choice(owned)
         self.ledger.replace(write.owner, _now_s())
-        number = self.deadlines.begin(f"deletion of entry {write.number} by {member.peer.index}", _now_s() + _TIMEOUT_S)
+        number = self.deadlines.begin(
+            f"deletion of entry {write.number} by {member.peer.index}", _now_s() + _TIMEOUT_S
+        )
         self.tally.deletions += 1
-        with contextlib.suppress(SwarmError):  # nobody answered the read that a deletion without memory begins with
+        # nobody answered the read that a deletion without memory begins with
+        with contextlib.suppress(SwarmError):
             await member.service.delete(write.key, subkey=write.subkey, timeout_s=_TIMEOUT_S)
         self.deadlines.end(number, _now_s())
 
-    async def read(self, member: Member) -> None:
+    async def read(self, member: SwarmMember) -> None:
         key = self._chance.choice(self._keys)
         missing = await self.missing(member, key)
         if missing is None:
             self.tally.reads_failed += 1
 
-    async def missing(self, member: Member, key: Key) -> list[Write] | None:
+    async def missing(self, member: SwarmMember, key: Key) -> list[RecordedWrite] | None:
         """Read a key and check every entry. Which living entries were not found; None when nobody answered."""
         begun_s, begun_own_s = _now_s(), member.peer.clock.swarm_s()
         wanted = [write for write in self.ledger.living(begun_s) if write.key == key and not write.lost]
@@ -123,25 +140,33 @@ class Workload:
             self.deadlines.end(number, _now_s())
         found = set()
         for entry in entries:
-            write = self.authorship.entry(f"{member.peer.index} read", key, entry.writer, entry.subkey, entry.value, _now_s())
+            write = self.authorship.entry(
+                f"{member.peer.index} read", key, entry.writer, entry.subkey, entry.value, _now_s()
+            )
             if write is not None:
                 self._expiry.read(member, entry, write, begun_s, begun_own_s)
                 found.add(write.number)
-        missing = [write for write in wanted if write.number not in found and write.lives(_now_s() + _GRACE_S)]
+        missing = [
+            write for write in wanted if write.number not in found and write.lives(_now_s() + _GRACE_S)
+        ]
         if wanted:
             self.tally.reads += 1
             self.tally.reads_complete += not missing
         return missing
 
-    async def audit(self, readers: Sequence[Member]) -> int:
-        """Nothing is wrong any more: every living record must be found, by a peer drawn for each key. How many keys were read."""
+    async def audit(self, readers: Sequence[SwarmMember]) -> int:
+        """Nothing is wrong any more: every living record must be found, by a peer drawn for each key. How
+        many keys were read.
+        """
         asked = 0
         for key in self._keys:
             member = self._chance.choice(readers)
             missing = await self.missing(member, key)
             asked += 1
             if missing is None:
-                self._violations.add(_now_s(), f"nobody answered {member.peer.index}, which reads {key} in a healed swarm")
+                self._violations.add(
+                    _now_s(), f"nobody answered {member.peer.index}, which reads {key} in a healed swarm"
+                )
             for write in missing or []:
                 if not write.lost:
                     text = f"{member.peer.index} does not find entry {write.number} under {key} in a healed swarm"
@@ -149,16 +174,21 @@ class Workload:
                     self._violations.add(_now_s(), f"{text}, {left}; {self._holders(write)}")
         return asked
 
-    def _holders(self, write: Write) -> str:
+    def _holders(self, write: RecordedWrite) -> str:
         """Who holds it, and where they stand among the live peers by distance: the replicas are 0 to 4."""
         live = sorted(self._swarm.live, key=lambda member: member.peer.peer_id.dht_id ^ write.key.dht_id)
         now_us = int((EPOCH_UNIX_S + _now_s()) * 1e6)
         ranks = [
             f"peer {member.peer.index} (nearest but {rank})"
             for rank, member in enumerate(live)
-            if any(record.value == encode_value(write.number) for record in member.service.storage.records(write.key, now_us))
+            if any(
+                record.value == encode_value(write.number)
+                for record in member.service.storage.records(write.key, now_us)
+            )
         ]
-        return f"written by {self._swarm.network.peers[write.writer].index}, held by " + (", ".join(ranks) or "nobody")
+        return f"written by {self._swarm.network.peers[write.writer].index}, held by " + (
+            ", ".join(ranks) or "nobody"
+        )
 
 
 def _now_s() -> float:

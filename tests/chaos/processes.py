@@ -13,7 +13,11 @@ from typing import Any
 class Worker:
     def __init__(self, script: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+            [sys.executable, "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
 
     def tell(self, message: Any) -> None:

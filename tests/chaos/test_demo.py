@@ -33,8 +33,22 @@ def test_the_demo_trains_sums_up_and_ends_by_itself() -> None:
 
 @pytest.mark.chaos
 def test_the_demo_shows_its_page_and_takes_it_down_with_itself() -> None:
-    command = [sys.executable, "-m", "swarm.cli", "demo", "--json", "--seconds", "10", "--volunteers", "2", "--web", "127.0.0.1:0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as child:
+    command = [
+        sys.executable,
+        "-m",
+        "swarm.cli",
+        "demo",
+        "--json",
+        "--seconds",
+        "10",
+        "--volunteers",
+        "2",
+        "--web",
+        "127.0.0.1:0",
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    ) as child:
         assert child.stdout is not None
         told, url = [], ""
         for line in child.stdout:
@@ -59,7 +73,9 @@ def test_the_plain_demo_prints_no_control_characters_and_tells_what_failed() -> 
         "import sys, swarm.cli.demo as demo; demo._LOOPBACK = ('--listen', 'nonsense', '--identity', 'new');"
         "from swarm.cli import main; sys.exit(main(['demo']))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+    )
     assert done.returncode == 1
     assert "problem: bootstrap: " in done.stdout
     assert "nonsense" in done.stdout

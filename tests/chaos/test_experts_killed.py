@@ -1,4 +1,6 @@
-"""A training loop over sixteen experts on four server processes that are killed, frozen and restarted every few seconds goes on."""
+"""A training loop over sixteen experts on four server processes that are killed, frozen and restarted every
+few seconds goes on.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ sys.stdin.readline()
 
 
 class Servers:
-    """One process per row of the grid; a process that is killed starts again from its checkpoints, under another identity and address."""
+    """One process per row of the grid; a process that is killed starts again from its checkpoints, under
+    another identity and address.
+    """
 
     def __init__(self, bootstrap: list[str], folder: Path) -> None:
         self._bootstrap, self._folder = bootstrap, folder
@@ -117,7 +121,9 @@ class Model:
         loss = (self.after(hidden + mixed) - 3.0 * self.truth(x)).square().mean()
         self.optimizer.zero_grad()
         loss.backward()
-        assert all(one.grad is not None and torch.isfinite(one.grad).all() for one in self.before.parameters())
+        assert all(
+            one.grad is not None and torch.isfinite(one.grad).all() for one in self.before.parameters()
+        )
         self.optimizer.step()
         self.losses.append(loss.item())
         self.slowest_s = max(self.slowest_s, time.monotonic() - begun_s)
@@ -129,10 +135,18 @@ class Model:
 
 
 @pytest.mark.parametrize("seconds", [22.0, 150.0], ids=["short", "long"])
-def test_training_outlives_servers_that_are_killed_frozen_and_restarted(trainer: swarm.Node, servers: Servers, seconds: float) -> None:
+def test_training_outlives_servers_that_are_killed_frozen_and_restarted(
+    trainer: swarm.Node, servers: Servers, seconds: float
+) -> None:
     rng = random.Random(7)
     layer = swarm.RemoteMixtureOfExperts(
-        trainer, WIDTH, grid="ffn.[0:4].[0:4]", k_best=4, k_min=1, forward_timeout_s=15.0, timeout_after_k_min_s=0.4
+        trainer,
+        WIDTH,
+        grid="ffn.[0:4].[0:4]",
+        k_best=4,
+        k_min=1,
+        forward_timeout_s=15.0,
+        timeout_after_k_min_s=0.4,
     )
     model = Model(layer)
     model.step()
@@ -163,8 +177,12 @@ def test_training_outlives_servers_that_are_killed_frozen_and_restarted(trainer:
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_with_nobody_left_a_layer_does_what_it_was_told(trainer: swarm.Node, servers: Servers, allowed: bool) -> None:
-    layer = swarm.RemoteMixtureOfExperts(trainer, WIDTH, grid="ffn.[0:4].[0:4]", forward_timeout_s=5.0, allow_zero_outputs=allowed)
+def test_with_nobody_left_a_layer_does_what_it_was_told(
+    trainer: swarm.Node, servers: Servers, allowed: bool
+) -> None:
+    layer = swarm.RemoteMixtureOfExperts(
+        trainer, WIDTH, grid="ffn.[0:4].[0:4]", forward_timeout_s=5.0, allow_zero_outputs=allowed
+    )
     model = Model(layer)
     model.step()
     for row in range(4):

@@ -1,4 +1,6 @@
-"""A trainer is killed while its DataLoader workers live on: they hold none of its connections, so that the others notice at once."""
+"""A trainer is killed while its DataLoader workers live on: they hold none of its connections, so that the
+others notice at once.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def test_dataloader_workers_that_outlive_their_parent_hold_up_nobody() -> None:
                 assert trainer.hear() == "begun"
             if key == "first":
                 results = [trainer.hear() for trainer in trainers]
-                assert all(not failed and mean == 1.5 and peers == RANKS for failed, _, _, mean, peers, *_ in results), results
+                assert all(
+                    not failed and mean == 1.5 and peers == RANKS for failed, _, _, mean, peers, *_ in results
+                ), results
         victim = trainers[VICTIM]
         orphans = psutil.Process(victim.process.pid).children()
         time.sleep(0.4)

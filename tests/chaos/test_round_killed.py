@@ -1,4 +1,6 @@
-"""A round among four processes, one of which is killed or stopped in the middle: the others commit it all the same, and say who it was."""
+"""A round among four processes, one of which is killed or stopped in the middle: the others commit it all the
+same, and say who it was.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from averaging.rounds.allreduce import AllReduce
-from averaging.groups.group import Group, Member
-from swarm.clock import SystemClock
-from swarm.identity import Identity
-from swarm.ids import Address, Contact
+from averaging.allreduce.allreduce import AllReduce
+from averaging.matchmaking.logic.group import Group, Member
+from swarm.core.clock import SystemClock
+from swarm.core.identity import Identity
+from swarm.core.ids import Address, Contact
 from swarm.net.channels import Channels
 from swarm.net.rpc import Handlers
 from swarm.net.server import Server
@@ -73,7 +75,9 @@ def workers(numel: int, victim: int = 2) -> Iterator[list[tuple[Worker, str]]]:
         contacts = [worker.hear() for worker in started]
         for rank, worker in enumerate(started):
             worker.tell({"contacts": contacts, "numel": numel, "rank": rank, "victim": victim})
-        yield [(worker, contact.rpartition("/")[2]) for worker, contact in zip(started, contacts, strict=True)]
+        yield [
+            (worker, contact.rpartition("/")[2]) for worker, contact in zip(started, contacts, strict=True)
+        ]
     finally:
         for worker in started:
             worker.end()
@@ -97,9 +101,11 @@ def committed(results: list[Any]) -> None:
 @pytest.mark.parametrize(("how", "costs_s"), [(signal.SIGKILL, 2.0), (signal.SIGSTOP, 7.0)])
 @pytest.mark.parametrize("after_s", [0.0, 0.1, 0.3])
 def test_one_of_four_is_gone_in_the_middle(how: signal.Signals, costs_s: float, after_s: float) -> None:
-    """The others commit all parts in that same round, at most `costs_s` later than a round takes that nobody disturbs.
+    """The others commit all parts in that same round, at most `costs_s` later than a round takes that nobody
+    disturbs.
 
-    `costs_s` is generous: docs/decisions/0010 has what it takes. A whole round takes 1 s here on a quiet machine, and 3 s on a busy one.
+    `costs_s` is generous: docs/decisions/0010 has what it takes. A whole round takes 1 s here on a quiet
+    machine, and 3 s on a busy one.
     """
     with workers(16_000_000) as four:
         begun_s = time.time()
@@ -133,7 +139,9 @@ def test_one_of_four_stops_and_goes_on() -> None:
             time.sleep(pause_s)
             os.kill(victim.process.pid, signal.SIGCONT)
             results = [worker.hear() for worker, _ in four]
-            committed([result for worker, result in zip(four, results, strict=True) if worker[0] is not victim])
+            committed(
+                [result for worker, result in zip(four, results, strict=True) if worker[0] is not victim]
+            )
             failed, reason, digest, right, *_ = results[1]
             assert right
             assert (failed and reason) or digest == results[0][2]

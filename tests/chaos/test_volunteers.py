@@ -71,7 +71,9 @@ class Swarm:
         return result
 
     def last_words(self) -> dict[str, Any]:
-        return {name: (events[-1] if events else None, name in self.ended) for name, events in self.told.items()}
+        return {
+            name: (events[-1] if events else None, name in self.ended) for name, events in self.told.items()
+        }
 
     def of(self, name: str, kind: str) -> list[Mapping[str, Any]]:
         return [event for event in self.told[name] if event["event"] == kind]
@@ -88,7 +90,10 @@ class Swarm:
         seen = {name: len(self.of(name, "epoch")) for name in names}
 
         def done() -> bool:
-            return all(len([e for e in self.of(name, "epoch")[seen[name] :] if e["peers"] >= peers]) >= more for name in names)
+            return all(
+                len([e for e in self.of(name, "epoch")[seen[name] :] if e["peers"] >= peers]) >= more
+                for name in names
+            )
 
         self.wait(f"{more} more epochs of {names} with {peers} peers", done)
 

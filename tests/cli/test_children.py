@@ -1,4 +1,6 @@
-"""Child processes: listened to, asked to leave, ended for certain. `swarm bootstrap` serves as the child, since it needs no torch."""
+"""Child processes: listened to, asked to leave, ended for certain. `swarm bootstrap` serves as the child,
+since it needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def test_what_a_child_keeps_goes_with_it() -> None:
         child = children.start("entry", "bootstrap", "--listen", "127.0.0.1:0")
         listening(children)
         home = Path(psutil.Process(child.process.pid).environ()["SWARM_HOME"])
-        assert [file.name for file in home.iterdir() if file.suffix == ".identity"], "its identity, in no folder of the user's"
+        assert [file.name for file in home.iterdir() if file.suffix == ".identity"], (
+            "its identity, in no folder of the user's"
+        )
     assert not home.exists()
 
 
@@ -113,7 +117,8 @@ def test_no_end_of_the_demo_leaves_a_process(number: signal.Signals) -> None:
         children = psutil.Process(demo.pid).children(recursive=True)
         assert len(children) == 3
         demo.send_signal(number)
-        # after a kill -9 each child must notice by itself, which it cannot while torch's library is being loaded (the GIL is held)
+        # after a kill -9 each child must notice by itself, which it cannot while torch's library is being
+        # loaded (the GIL is held)
         _, left = psutil.wait_procs(children, timeout=20.0 if number == signal.SIGKILL else 3.0)
         assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
         demo.wait(3.0)

@@ -30,7 +30,19 @@ def run_file(tmp_path: Path) -> Path:
     return path
 
 
-COMMANDS = ("demo", "start", "join", "serve", "monitor", "pause", "resume", "change", "export", "bootstrap", "identity")
+COMMANDS = (
+    "demo",
+    "start",
+    "join",
+    "serve",
+    "monitor",
+    "pause",
+    "resume",
+    "change",
+    "export",
+    "bootstrap",
+    "identity",
+)
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> str:
@@ -46,7 +58,10 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
         (["join", "nonsense"], "swarm: 'nonsense' names no peer: an address ends in /p2p/<PeerID>"),
         (["join", "/ip4/300.1.1.1/tcp/1/p2p/x", "--yes"], "swarm: 'x' is not a PeerID"),
         (["join", NOBODY], "swarm: there is no terminal to ask on: pass --yes"),
-        (["join", NOBODY, "--yes", "--data", "/no/such/folder"], "swarm: --data /no/such/folder: there is no such folder"),
+        (
+            ["join", NOBODY, "--yes", "--data", "/no/such/folder"],
+            "swarm: --data /no/such/folder: there is no such folder",
+        ),
         (["join", NOBODY, "--yes", "--listen", "nowhere"], "nowhere"),
         (["join"], "swarm: Missing argument 'ADDRESS'. See `swarm join --help`."),
         (["start", "absent.toml"], "swarm: cannot read absent.toml: No such file or directory"),
@@ -60,18 +75,32 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
         (["serve", "--experts", "ffn"], "'ffn' has no dimensions: a grid reads like ffn.[0:4].[0:4]"),
         (["serve", "--experts", "ffn.[4:2]"], "is empty"),
         (["serve", "--experts", "a.0", "--experts", "b.0", "--num-experts", "1"], "give --experts once"),
-        (["serve", "--experts", "ffn.0", "--warmup-steps", "9", "--training-steps", "9"], "there are more of them than --warmup-steps"),
+        (
+            ["serve", "--experts", "ffn.0", "--warmup-steps", "9", "--training-steps", "9"],
+            "there are more of them than --warmup-steps",
+        ),
         (
             ["serve", "--experts", "ffn.0", "--listen", "127.0.0.1:0", "--expert-class", "fnn"],
             "there is no expert class 'fnn' on this machine",
         ),
-        (["serve", "--experts", "ffn.0", "--listen", "127.0.0.1:0", "--module", "absent.py"], "no such Python file"),
-        (["serve", "--experts", "ffn.0", "--listen", "127.0.0.1:0", "--device", "nonsense"], "--device nonsense"),
-        (["serve", "--experts", "ffn.[0:4].[0:4]", "--num-experts", "17", "--listen", "127.0.0.1:0"], "has 16 free places of 16"),
+        (
+            ["serve", "--experts", "ffn.0", "--listen", "127.0.0.1:0", "--module", "absent.py"],
+            "no such Python file",
+        ),
+        (
+            ["serve", "--experts", "ffn.0", "--listen", "127.0.0.1:0", "--device", "nonsense"],
+            "--device nonsense",
+        ),
+        (
+            ["serve", "--experts", "ffn.[0:4].[0:4]", "--num-experts", "17", "--listen", "127.0.0.1:0"],
+            "has 16 free places of 16",
+        ),
         (["bootstrap", "--listen", "127.0.0.1:99999", "--identity", "new"], "99999"),
     ],
 )
-def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_one_sentence_and_exit_code_2(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == 2
     text = said(capsys)
     assert sentence in text
@@ -83,7 +112,10 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments: list[str], sente
     [
         (("64", "-1"), "target_batch_size must be greater than or equal to 1, not -1"),
         (('"bytelm"', '"poetry"'), "the task 'poetry' is not installed on this machine"),
-        (('name = "bytelm"', 'name = "bytelm"\n[task.settings]\nwidth = 10\nheads = 3'), "width (10) must be a multiple of heads (3)"),
+        (
+            ('name = "bytelm"', 'name = "bytelm"\n[task.settings]\nwidth = 10\nheads = 3'),
+            "width (10) must be a multiple of heads (3)",
+        ),
         (("name =", "name"), "is not valid TOML"),
     ],
 )
@@ -95,7 +127,9 @@ def test_a_wrong_run_file_is_refused_before_anything_starts(
     assert sentence in said(capsys)
 
 
-def test_a_dead_bootstrap_is_told_with_the_cause_and_the_next_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dead_bootstrap_is_told_with_the_cause_and_the_next_step(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     started_s = time.monotonic()
     assert main(["join", NOBODY, "--yes", "--json"]) == 1
     captured = capsys.readouterr()
@@ -118,8 +152,10 @@ def test_identities_are_made_shown_and_kept(tmp_path: Path, capsys: pytest.Captu
         assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_an_identity_in_use_is_told_with_the_way_out(run_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from swarm.identity import Identity
+def test_an_identity_in_use_is_told_with_the_way_out(
+    run_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from swarm.core.identity import Identity
 
     held = Identity.load(tmp_path / "home" / "identity")
     try:
@@ -136,9 +172,13 @@ def test_help_is_light_and_every_command_has_examples() -> None:
         "import sys; from swarm.cli import main; main(['--help']);"
         "print(sorted({'torch', 'grpc', 'pydantic', 'rich', 'asyncio', 'uvloop', 'cryptography'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert done.stdout.splitlines()[-1] == "[]"
-    assert set(COMMANDS) == {line.split()[0] for line in done.stdout.partition("Commands:")[2].splitlines()[:-1] if line.strip()}
+    assert set(COMMANDS) == {
+        line.split()[0] for line in done.stdout.partition("Commands:")[2].splitlines()[:-1] if line.strip()
+    }
 
 
 @pytest.mark.parametrize("command", COMMANDS)

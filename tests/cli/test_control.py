@@ -32,7 +32,14 @@ def test_a_running_command_is_found_asked_and_forgotten(tmp_path: Path) -> None:
 
 def test_what_dead_commands_left_and_nonsense_are_removed(tmp_path: Path) -> None:
     control = Control(tmp_path)
-    dead = {"pid": os.getpid(), "started_s": 5.0, "name": "tiny", "run_id": "b", "peer_id": "p", "addresses": []}
+    dead = {
+        "pid": os.getpid(),
+        "started_s": 5.0,
+        "name": "tiny",
+        "run_id": "b",
+        "peer_id": "p",
+        "addresses": [],
+    }
     (tmp_path / f"{os.getpid()}.json").write_text(json.dumps(dead))
     (tmp_path / "77.json").write_text("no json")
     (tmp_path / "78.json").write_text("{}")
@@ -40,7 +47,9 @@ def test_what_dead_commands_left_and_nonsense_are_removed(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_pausing_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pausing_nothing_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("SWARM_HOME", str(tmp_path))
     assert main(["pause"]) == 1
     assert "nothing trains on this machine" in capsys.readouterr().err

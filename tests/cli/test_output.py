@@ -1,4 +1,6 @@
-"""What is printed: sentences and JSON lines without anything that could steer a terminal, sums that are right."""
+"""What is printed: sentences and JSON lines without anything that could steer a terminal, sums that are
+right.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ import math
 import pytest
 
 from swarm.cli.demo_state import DemoState
-from swarm.cli.demo_view import closing, headline
-from swarm.cli.live import sparkline
-from swarm.cli.output import JsonOutput, printable
-from swarm.cli.plain import PlainOutput, sentence, size
+from swarm.cli.render.demo import closing, headline
+from swarm.cli.render.live import sparkline
+from swarm.cli.render.output import JsonOutput, printable
+from swarm.cli.render.plain import PlainOutput, sentence, size
 from swarm.run import events
 
 EPOCH = events.EpochDone(
@@ -52,25 +54,41 @@ def test_what_a_stranger_wrote_cannot_steer_the_terminal() -> None:
 def test_plain_lines_have_no_control_characters() -> None:
     stream = io.StringIO()
     output = PlainOutput(stream)
-    for event in (EPOCH, FINISHED, events.Notice(text="evil\x1b]0;title\x07"), events.RoundFailed(epoch=1, reason="alone\x1b[2J")):
+    for event in (
+        EPOCH,
+        FINISHED,
+        events.Notice(text="evil\x1b]0;title\x07"),
+        events.RoundFailed(epoch=1, reason="alone\x1b[2J"),
+    ):
         output.emit(event)
     text = stream.getvalue()
     assert all(character == "\n" or character.isprintable() for character in text)
-    assert "epoch 3: loss 2.500  held out 2.600  50 of 150 samples/s  3 peers  sent 1.2 MB  round 0.10 s" in text
+    assert (
+        "epoch 3: loss 2.500  held out 2.600  50 of 150 samples/s  3 peers  sent 1.2 MB  round 0.10 s" in text
+    )
     assert "Loss 5.500 -> 2.500. Contributed 120 samples in 3 rounds; sent 3.6 MB." in text
 
 
 def test_json_lines_name_their_event_and_hold_only_json_numbers() -> None:
     stream = io.StringIO()
     JsonOutput(stream).emit(
-        events.Progress(epoch=1, loss=math.nan, samples_per_s=1.0, swarm_samples=3, swarm_samples_per_s=math.inf, peers=1)
+        events.TrainingProgress(
+            epoch=1, loss=math.nan, samples_per_s=1.0, swarm_samples=3, swarm_samples_per_s=math.inf, peers=1
+        )
     )
     line = json.loads(stream.getvalue(), parse_constant=pytest.fail)
     assert (line["event"], line["loss"], line["swarm_samples_per_s"]) == ("progress", None, None)
 
 
 def test_every_event_that_is_no_mere_progress_has_a_sentence() -> None:
-    assert sentence(events.Progress(epoch=1, loss=1.0, samples_per_s=1.0, swarm_samples=3, swarm_samples_per_s=1.0, peers=1)) == ""
+    assert (
+        sentence(
+            events.TrainingProgress(
+                epoch=1, loss=1.0, samples_per_s=1.0, swarm_samples=3, swarm_samples_per_s=1.0, peers=1
+            )
+        )
+        == ""
+    )
     assert (
         sentence(events.Resynchronised(epoch=4, loaded=True, reason="fell behind", seconds=0.5))
         == "resynchronised with epoch 4 in 0.50 s: fell behind"
@@ -78,7 +96,15 @@ def test_every_event_that_is_no_mere_progress_has_a_sentence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 bytes"), (999, "999 bytes"), (1500, "1.5 kB"), (123_456, "123 kB"), (2.5e9, "2.5 GB"), (3e12, "3.0 TB")]
+    ("count", "text"),
+    [
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (1500, "1.5 kB"),
+        (123_456, "123 kB"),
+        (2.5e9, "2.5 GB"),
+        (3e12, "3.0 TB"),
+    ],
 )
 def test_sizes(count: float, text: str) -> None:
     assert size(count) == text
@@ -104,7 +130,12 @@ def test_the_demo_sums_up_what_its_peers_said() -> None:
         state.apply(name, {**line(EPOCH), "loss": loss, "digest": digest})
     assert state.loss_course() == [5.5, 2.5]
     summary = state.summary(12.0)
-    assert (summary.loss_first, summary.loss_last, summary.epochs, summary.validation_loss) == (5.5, 2.5, 3, 2.6)
+    assert (summary.loss_first, summary.loss_last, summary.epochs, summary.validation_loss) == (
+        5.5,
+        2.5,
+        3,
+        2.6,
+    )
     assert (summary.digests_compared, summary.digests_equal) == (2, True)
     assert [peer["samples"] for peer in summary.peers] == [80, 80]
     assert "loss 5.500 -> 2.500" in closing(summary)
@@ -126,5 +157,8 @@ def test_a_child_that_fails_is_told_in_its_own_words_once() -> None:
     state.ended("volunteer 2", "swarm: too little memory")
     state.ended("founder", None)
     state.ended("bootstrap", "it ended with exit code -9 and said nothing")
-    assert state.problems == ["volunteer 2: too little memory", "bootstrap: it ended with exit code -9 and said nothing"]
+    assert state.problems == [
+        "volunteer 2: too little memory",
+        "bootstrap: it ended with exit code -9 and said nothing",
+    ]
     assert state.peers["volunteer 2"].doing == "failed"

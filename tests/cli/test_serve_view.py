@@ -1,4 +1,6 @@
-"""What `swarm serve` shows: a snippet that can be copied, loads only when there is something to tell, nothing that steers a terminal."""
+"""What `swarm serve` shows: a snippet that can be copied, loads only when there is something to tell, nothing
+that steers a terminal.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ import json
 
 from rich.console import Console
 
-from swarm.cli.output import JsonOutput
-from swarm.cli.serve_view import ExpertLoad, Served, ServerLoad, _PlainView, _table
+from swarm.cli.render.output import JsonOutput
+from swarm.cli.render.serve import ExpertLoad, Served, ServerLoad, _PlainView, _table
 from swarm.run.events import Listening, Notice
 
 SERVED = Served(
@@ -65,7 +67,13 @@ def test_json_lines() -> None:
 def test_the_live_table() -> None:
     console = Console(width=120, file=io.StringIO(), record=True)
     many = [
-        ExpertLoad(**{**{name: getattr(load(1).experts[0], name) for name in ExpertLoad.__slots__}, "name": f"ffn.{n}"}) for n in range(30)
+        ExpertLoad(
+            **{
+                **{name: getattr(load(1).experts[0], name) for name in ExpertLoad.__slots__},
+                "name": f"ffn.{n}",
+            }
+        )
+        for n in range(30)
     ]
     console.print(_table(ServerLoad(queued=0, wait_s=0.0, experts=many)))
     text = console.export_text()

@@ -1,4 +1,6 @@
-"""The choice by role and size: the same on all peers, and never fewer bits than a small vector is better off with."""
+"""The choice by role and size: the same on all peers, and never fewer bits than a small vector is better off
+with.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import pytest
 
 from swarm.compression import ADAPTIVE, Adaptive, find, names, resolve
 from swarm.compression.adaptive import ROLES
-from swarm.errors import UsageError
+from swarm.core.errors import UsageError
 
 
 def test_by_role() -> None:
@@ -21,7 +23,9 @@ def test_by_role() -> None:
 
 
 def test_by_size() -> None:
-    assert [resolve(ADAPTIVE, "gradient", numel).name for numel in (0, 1, 1 << 14, (1 << 14) + 1)] == ["float16"] * 3 + ["int8"]
+    assert [resolve(ADAPTIVE, "gradient", numel).name for numel in (0, 1, 1 << 14, (1 << 14) + 1)] == [
+        "float16"
+    ] * 3 + ["int8"]
     assert resolve(ADAPTIVE, "statistic", 10).name == "float32"  # never fewer bits than the role's
     assert Adaptive(small_elements_max=0).choose("gradient", 10).name == "int8"
     assert Adaptive(pseudo_gradient="topk", small="int8").choose("pseudo_gradient", 100).name == "int8"

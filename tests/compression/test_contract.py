@@ -10,8 +10,19 @@ import torch
 
 from averaging.reduction.layout import TensorLayout, schema_hash
 from averaging.reduction.partition import plan_parts
-from swarm.compression import PUBLIC_WIRE_ID_MAX, Buffer, Codec, codec, find, find_wire_id, names, register, view_bytes, view_tensor
-from swarm.errors import UsageError
+from swarm.compression import (
+    PUBLIC_WIRE_ID_MAX,
+    Buffer,
+    Codec,
+    codec,
+    find,
+    find_wire_id,
+    names,
+    register,
+    view_bytes,
+    view_tensor,
+)
+from swarm.core.errors import UsageError
 from swarm.testing.codec_contract import check_codec, decoded, encoded
 
 OWN = ("bfloat16", "float16", "float32", "int2", "int4", "int8", "sign", "topk")
@@ -52,7 +63,9 @@ TRANSCRIPT = {
 
 @pytest.mark.parametrize("name", OWN)
 def test_bytes_are_those_of_every_machine(name: str) -> None:
-    """On any processor and any version of torch. The values are made of whole numbers, so that they are everywhere the same."""
+    """On any processor and any version of torch. The values are made of whole numbers, so that they are
+    everywhere the same.
+    """
     whole = (torch.arange(40_000, dtype=torch.int64) * 2_654_435_761) % 1_000_003
     values = (whole.to(torch.float32) - 500_000.0) * 2.0**-19
     payload = encoded(find(name), values * values * values)
@@ -97,7 +110,8 @@ class Eighths:
 
     def write(self, values: torch.Tensor, out: torch.Tensor) -> None:
         bad = ~(values.abs() <= self.magnitude_max)
-        out.copy_(torch.where(bad, 0.0, torch.round(values * 8.0) + 128.0))  # 0 stands for what cannot be carried
+        # 0 stands for what cannot be carried
+        out.copy_(torch.where(bad, 0.0, torch.round(values * 8.0) + 128.0))
 
     def decode(self, payload: Buffer | torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
         raw = payload if isinstance(payload, torch.Tensor) else view_bytes(payload)
@@ -152,7 +166,12 @@ def test_the_contract_sees_what_is_broken() -> None:
 def test_peers_with_other_codecs_never_meet(eighths: Codec) -> None:
     """The schema holds the codec's name, number and version; members compare it before they form a group."""
     layout = TensorLayout.of([torch.zeros(3, 4)])
-    codecs: list[Codec] = [*(find(name) for name in names()), Eighths(version=2), Eighths(name="ninths"), Eighths(wire_id=2000)]
+    codecs: list[Codec] = [
+        *(find(name) for name in names()),
+        Eighths(version=2),
+        Eighths(name="ninths"),
+        Eighths(wire_id=2000),
+    ]
     assert len({schema_hash(layout, codec) for codec in codecs}) == len(codecs)
     plan = plan_parts(5000, [1.0], eighths, 1 << 14)
     assert plan.digest(Eighths()) != plan.digest(Eighths(version=2)) != plan.digest(find("int8"))

@@ -1,4 +1,6 @@
-"""The codecs of a few bits: bytes as a slow description of the format has them, errors as stated, what a hostile peer can make of them."""
+"""The codecs of a few bits: bytes as a slow description of the format has them, errors as stated, what a
+hostile peer can make of them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from swarm.testing.codec_contract import decoded, encoded
 
 Floats = npt.NDArray[np.float32]
 NAMES = ("int8", "int4", "int2", "sign", "topk")
-BITS = {"int8": 8 + 32 / 4096, "int4": 4 + 32 / 128, "int2": 2 + 32 / 128, "sign": 1 + 32 / 4096, "topk": 16 / 64 + 32 / 4096}
+BITS = {
+    "int8": 8 + 32 / 4096,
+    "int4": 4 + 32 / 128,
+    "int2": 2 + 32 / 128,
+    "sign": 1 + 32 / 4096,
+    "topk": 16 / 64 + 32 / 4096,
+}
 
 
 def normal(numel: int, seed: int = 0) -> torch.Tensor:
@@ -31,7 +39,9 @@ def heavy(numel: int, seed: int = 0) -> torch.Tensor:
 
 
 def relative_error(name: str, values: torch.Tensor) -> float:
-    return float((decoded(find(name), encoded(find(name), values), values.numel()) - values).norm() / values.norm())
+    return float(
+        (decoded(find(name), encoded(find(name), values), values.numel()) - values).norm() / values.norm()
+    )
 
 
 # ---- the format, said slowly
@@ -59,7 +69,9 @@ def rounded(levels: int, block: int) -> Callable[[Floats], bytes]:
                 inverse = min(np.float32(1) / step, np.float32(2.0**98))
             codes.append(np.rint(piece * inverse).astype(np.int64))
         whole = np.concatenate(codes)
-        return np.array(scales, "<f4").tobytes() + (whole.astype(np.int8).tobytes() if levels == 127 else planes(whole + 8, 2, 8))
+        return np.array(scales, "<f4").tobytes() + (
+            whole.astype(np.int8).tobytes() if levels == 127 else planes(whole + 8, 2, 8)
+        )
 
     return slow
 
@@ -106,11 +118,20 @@ SLOW = {"int8": rounded(127, 4096), "int4": rounded(7, 128), "int2": ternary, "s
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("numel", [1, 2, 5, 64, 65, 127, 128, 1000, 4096, 4100, SEGMENT_ELEMENTS, 2 * SEGMENT_ELEMENTS + 4099])
+@pytest.mark.parametrize(
+    "numel", [1, 2, 5, 64, 65, 127, 128, 1000, 4096, 4100, SEGMENT_ELEMENTS, 2 * SEGMENT_ELEMENTS + 4099]
+)
 def test_bytes_are_those_of_the_format(name: str, numel: int) -> None:
-    for values in (normal(numel, numel), heavy(numel, numel), normal(numel, numel).round(), torch.full((numel,), -0.3)):
+    for values in (
+        normal(numel, numel),
+        heavy(numel, numel),
+        normal(numel, numel).round(),
+        torch.full((numel,), -0.3),
+    ):
         values[0] = 1.0
-        expected = b"".join(SLOW[name](values[at : at + SEGMENT_ELEMENTS].numpy()) for at in range(0, numel, SEGMENT_ELEMENTS))
+        expected = b"".join(
+            SLOW[name](values[at : at + SEGMENT_ELEMENTS].numpy()) for at in range(0, numel, SEGMENT_ELEMENTS)
+        )
         if name == "topk" and numel % 4096:
             values = values + 0.0  # its slow form knows no padding
         assert encoded(find(name), values) == expected
@@ -127,12 +148,20 @@ def test_bits_per_element(name: str) -> None:
 
 def test_rounds_to_nearest_and_ties_to_even() -> None:
     values = torch.tensor([7.0, 0.5, 1.5, 2.5, -0.5, -1.5, -3.5, 3.4999])
-    assert decoded(find("int4"), encoded(find("int4"), values), 8).tolist() == pytest.approx([7, 0, 2, 2, 0, -2, -4, 3], rel=1e-6)
+    assert decoded(find("int4"), encoded(find("int4"), values), 8).tolist() == pytest.approx(
+        [7, 0, 2, 2, 0, -2, -4, 3], rel=1e-6
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "on_normal", "on_heavy"),
-    [("int8", 0.0095, 0.06), ("int4", 0.12, 0.26), ("int2", 0.45, 0.70), ("sign", 0.61, 0.80), ("topk", 0.945, 0.82)],
+    [
+        ("int8", 0.0095, 0.06),
+        ("int4", 0.12, 0.26),
+        ("int2", 0.45, 0.70),
+        ("sign", 0.61, 0.80),
+        ("topk", 0.945, 0.82),
+    ],
 )
 def test_relative_error(name: str, on_normal: float, on_heavy: float) -> None:
     assert relative_error(name, normal(1 << 18)) < on_normal
@@ -143,7 +172,15 @@ def test_relative_error(name: str, on_normal: float, on_heavy: float) -> None:
 def test_the_error_is_no_longer_than_what_was_given(name: str) -> None:
     """What error feedback needs: residuals cannot grow of themselves."""
     cauchy = normal(50_001, 5) / normal(50_001, 6)
-    for values in (normal(50_001), heavy(50_001), cauchy, torch.full((300,), 0.1), torch.eye(100).flatten(), normal(3), normal(1)):
+    for values in (
+        normal(50_001),
+        heavy(50_001),
+        cauchy,
+        torch.full((300,), 0.1),
+        torch.eye(100).flatten(),
+        normal(3),
+        normal(1),
+    ):
         result = decoded(find(name), encoded(find(name), values), values.numel())
         assert float((result - values).double().norm()) <= float(values.double().norm()) * (1 + 1e-4)
 
@@ -175,7 +212,9 @@ def test_decodes_into_the_callers_memory(name: str) -> None:
 def test_subnormal_blocks_become_zeros() -> None:
     for name in NAMES:
         for magnitude in (1e-45, 1e-40, 2.0**-126, 2.0**-101):
-            assert not decoded(find(name), encoded(find(name), normal(300).clamp(-1, 1) * magnitude), 300).any()
+            assert not decoded(
+                find(name), encoded(find(name), normal(300).clamp(-1, 1) * magnitude), 300
+            ).any()
 
 
 # ---- payloads from a stranger
@@ -191,8 +230,14 @@ def test_flaws_are_named() -> None:
     nan, huge = np.array([math.nan, 1e38], "<f4").tobytes()[:4], np.array([1e38], "<f4").tobytes()
     assert find("int4").flaw(bytes(10), 1000) == "1000 elements in int4 are 532 bytes, not 10"
     assert wrong("int4", 1000, 8, nan) == "the scale of block 2 of segment 0 is nan"
-    assert wrong("int8", 3 * SEGMENT_ELEMENTS, SEGMENT_ELEMENTS + 16, huge) == "the scale of block 0 of segment 1 is 1e+38"
-    assert wrong("sign", 10, 0, np.array([-math.inf], "<f4").tobytes()) == "the scale of block 0 of segment 0 is -inf"
+    assert (
+        wrong("int8", 3 * SEGMENT_ELEMENTS, SEGMENT_ELEMENTS + 16, huge)
+        == "the scale of block 0 of segment 1 is 1e+38"
+    )
+    assert (
+        wrong("sign", 10, 0, np.array([-math.inf], "<f4").tobytes())
+        == "the scale of block 0 of segment 0 is -inf"
+    )
     first = encoded(find("topk"), normal(4096))
     assert "repeated in a chunk" in wrong("topk", 4096, 6, first[4:6])
     assert "out of order in a chunk" in wrong("topk", 4096, 4, b"\xff\xff")
@@ -205,7 +250,8 @@ def test_a_place_beyond_the_end() -> None:
     payload = bytearray(encoded(find("topk"), torch.tensor([1.0, 2.0, 3.0])))
     payload[4:6] = (3 | 15 << 12).to_bytes(2, "little")
     assert find("topk").flaw(payload, 3) == "place 3 in a chunk of 3 elements"
-    assert decoded(find("topk"), bytes(payload), 3).tolist() == [0.0, 0.0, 0.0]  # and no memory beyond is touched
+    # and no memory beyond is touched
+    assert decoded(find("topk"), bytes(payload), 3).tolist() == [0.0, 0.0, 0.0]
     assert not find("topk").flaw(payload, 4)
 
 
@@ -230,7 +276,13 @@ def devices() -> list[str]:
 def test_a_gpu_makes_the_same_bits(name: str) -> None:
     codec = find(name)
     sizes = (0, 1, 1000, SEGMENT_ELEMENTS, 300 * SEGMENT_ELEMENTS + 4099)
-    kinds = (normal, heavy, lambda n: normal(n).round(), lambda n: normal(n) * 1e-30, lambda n: normal(n) * 1e-42)
+    kinds = (
+        normal,
+        heavy,
+        lambda n: normal(n).round(),
+        lambda n: normal(n) * 1e-30,
+        lambda n: normal(n) * 1e-42,
+    )
     for values in (kind(numel) for numel in sizes for kind in kinds):
         numel = values.numel()
         payload = encoded(codec, values)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from swarm.compression import Codec, find, find_wire_id, names, register, view_bytes
 from swarm.compression.plain import BFLOAT16, FLOAT16, FLOAT32, SERIAL_ELEMENTS_MAX, PlainCodec, cast
-from swarm.errors import UsageError
+from swarm.core.errors import UsageError
 
 PLAIN: list[PlainCodec] = [FLOAT32, FLOAT16, BFLOAT16]
 
@@ -33,7 +33,8 @@ def test_size_and_bound(codec: PlainCodec, numel: int) -> None:
     assert codec.encoded_bytes(numel) * 8 == numel * codec.bits_per_element
     if numel:
         assert float((decoded - values).abs().max()) <= codec.error_bound(float(values.abs().max()))
-    assert torch.equal(there_and_back(codec, decoded), decoded)  # what was decoded travels without a further error
+    # what was decoded travels without a further error
+    assert torch.equal(there_and_back(codec, decoded), decoded)
     assert torch.equal(decoded, values.to(codec.dtype).float())
 
 
@@ -52,7 +53,9 @@ def test_error_bound_holds_for_any_values(raw: list[float]) -> None:
 def test_decodes_from_any_place_in_a_message(offset: int) -> None:
     values = torch.randn(40_000, generator=torch.Generator().manual_seed(1))
     for codec in PLAIN:
-        payload = bytes(codec.encode(values, torch.empty(codec.encoded_bytes(values.numel()), dtype=torch.uint8)))
+        payload = bytes(
+            codec.encode(values, torch.empty(codec.encoded_bytes(values.numel()), dtype=torch.uint8))
+        )
         message = memoryview(bytes(offset) + payload)[offset:]
         out = torch.empty(values.numel())
         assert torch.equal(codec.decode(message, out), values.to(codec.dtype).float())
@@ -69,7 +72,9 @@ def test_float32_is_not_copied() -> None:
 @pytest.mark.parametrize("codec", PLAIN, ids=lambda codec: codec.name)
 def test_is_finite(codec: PlainCodec) -> None:
     def encoded(values: torch.Tensor) -> bytes:
-        return bytes(codec.encode(values, torch.empty(codec.encoded_bytes(values.numel()), dtype=torch.uint8)))
+        return bytes(
+            codec.encode(values, torch.empty(codec.encoded_bytes(values.numel()), dtype=torch.uint8))
+        )
 
     tiny = 2.0**-149
     for fine in ([], [0.0, -0.0], [codec.magnitude_max, -codec.magnitude_max], [tiny, -tiny, 1.0], [-1.0]):
@@ -77,9 +82,13 @@ def test_is_finite(codec: PlainCodec) -> None:
         assert codec.is_finite(payload)
         assert codec.is_finite(view_bytes(payload))
     rng = random.Random(codec.name)
-    too_large = [] if codec.dtype == torch.float32 else [1.003 * codec.magnitude_max, -1.003 * codec.magnitude_max]
+    too_large = (
+        [] if codec.dtype == torch.float32 else [1.003 * codec.magnitude_max, -1.003 * codec.magnitude_max]
+    )
     for bad in (float("nan"), float("inf"), -float("inf"), -float("nan"), *too_large):
-        values = torch.full((70_000,), rng.choice([0.0, 1.0, -1.0, codec.magnitude_max, -codec.magnitude_max]))
+        values = torch.full(
+            (70_000,), rng.choice([0.0, 1.0, -1.0, codec.magnitude_max, -codec.magnitude_max])
+        )
         values[rng.randrange(values.numel())] = bad
         assert not codec.is_finite(encoded(values))
 

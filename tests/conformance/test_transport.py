@@ -1,4 +1,6 @@
-"""What services may rely on, held on both transports: gRPC with mutual TLS over loopback, and the simulated network in virtual time."""
+"""What services may rely on, held on both transports: gRPC with mutual TLS over loopback, and the simulated
+network in virtual time.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ from typing import Any, Protocol
 
 import pytest
 
-from swarm.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
-from swarm.identity import Identity
-from swarm.ids import Address, Contact, PeerId
+from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
+from swarm.core.identity import Identity
+from swarm.core.ids import Address, Contact, PeerId
 from swarm.net.channels import Channels
 from swarm.net.rpc import Handlers, Method, Stream, StreamMethod
 from swarm.net.server import Server
@@ -21,14 +23,18 @@ from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.virtual_loop import run_virtual
 from swarm.wire.peer_pb2 import Hello
 
-ECHO = Method(name="/swarm.Test/Echo", request=Hello, reply=Hello, request_bytes_max=1000, reply_bytes_max=2000)
+ECHO = Method(
+    name="/swarm.Test/Echo", request=Hello, reply=Hello, request_bytes_max=1000, reply_bytes_max=2000
+)
 TALK = StreamMethod(name="/swarm.Test/Talk", message_bytes_max=10_000)
 
 
 class Calling(Protocol):
     """What both callers offer."""
 
-    async def call(self, contact: Contact, method: Method[Any, Any], request: Any, *, timeout_s: float) -> Any: ...
+    async def call(
+        self, contact: Contact, method: Method[Any, Any], request: Any, *, timeout_s: float
+    ) -> Any: ...
 
     def open_stream(
         self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, lane: int = 0
@@ -52,7 +58,13 @@ async def real() -> AsyncIterator[Transport]:
     port = await server.start(identity, handlers, "127.0.0.1", 0)
     channels = Channels(own)
     try:
-        yield Transport(channels, own.peer_id, handlers, Contact(identity.peer_id, (Address("127.0.0.1", port),)), lambda: server.stop(0.0))
+        yield Transport(
+            channels,
+            own.peer_id,
+            handlers,
+            Contact(identity.peer_id, (Address("127.0.0.1", port),)),
+            lambda: server.stop(0.0),
+        )
     finally:
         await channels.close()
         await server.stop(0.0)
@@ -107,7 +119,9 @@ def test_a_call_is_answered_and_its_caller_known(run: Run) -> None:
         two.handlers.unary(ECHO, echo)
         reply = await two.caller.call(two.contact, ECHO, Hello(agent="é"), timeout_s=5)
         assert reply.agent == f"{two.own} é"
-        both = [two.caller.call(two.contact, ECHO, Hello(agent=str(number)), timeout_s=5) for number in range(20)]
+        both = [
+            two.caller.call(two.contact, ECHO, Hello(agent=str(number)), timeout_s=5) for number in range(20)
+        ]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(call) for call in both]
         assert [task.result().agent for task in tasks] == [f"{two.own} {number}" for number in range(20)]
@@ -122,7 +136,9 @@ def test_a_refusal_reaches_its_caller_word_by_word(run: Run, kind: type[Exceptio
 
     async def scenario(two: Transport) -> None:
         two.handlers.unary(ECHO, refuse)
-        with pytest.raises(PeerError, match=f"{two.contact.peer_id} refused {ECHO.name}: the schema differs: é"):
+        with pytest.raises(
+            PeerError, match=f"{two.contact.peer_id} refused {ECHO.name}: the schema differs: é"
+        ):
             await two.caller.call(two.contact, ECHO, Hello(), timeout_s=5)
 
     run(scenario)
@@ -145,8 +161,14 @@ def test_a_bug_of_a_handler_is_not_told(run: Run, caplog: pytest.LogCaptureFixtu
         run(scenario)
 
 
-def test_a_handler_that_never_waits_is_answered_for_like_any_other(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    raised = {"refuse": PeerError("the schema differs"), "unreachable": NetworkError("the third is away"), "broken": KeyError("secret")}
+def test_a_handler_that_never_waits_is_answered_for_like_any_other(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    raised = {
+        "refuse": PeerError("the schema differs"),
+        "unreachable": NetworkError("the third is away"),
+        "broken": KeyError("secret"),
+    }
     told = {"refuse": (PeerError, "the schema differs"), "unreachable": (NetworkError, "the third is away")}
 
     def direct(caller: PeerId, request: Hello) -> Hello:
@@ -156,7 +178,9 @@ def test_a_handler_that_never_waits_is_answered_for_like_any_other(run: Run, cap
 
     async def scenario(two: Transport) -> None:
         two.handlers.direct(ECHO, direct)
-        calls = [two.caller.call(two.contact, ECHO, Hello(agent=str(number)), timeout_s=5) for number in range(40)]
+        calls = [
+            two.caller.call(two.contact, ECHO, Hello(agent=str(number)), timeout_s=5) for number in range(40)
+        ]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(call) for call in calls]
         assert [task.result().agent for task in tasks] == [f"{two.own} {number}" for number in range(40)]
@@ -164,7 +188,9 @@ def test_a_handler_that_never_waits_is_answered_for_like_any_other(run: Run, cap
             kind, text = told.get(agent, (PeerError, "internal error"))
             with pytest.raises(kind, match=text):
                 await two.caller.call(two.contact, ECHO, Hello(agent=agent), timeout_s=5)
-        assert (await two.caller.call(two.contact, ECHO, Hello(agent="on"), timeout_s=5)).agent == f"{two.own} on"
+        assert (
+            await two.caller.call(two.contact, ECHO, Hello(agent="on"), timeout_s=5)
+        ).agent == f"{two.own} on"
 
     with caplog.at_level(logging.CRITICAL):
         run(scenario)
@@ -254,7 +280,8 @@ def test_the_dead_and_the_absent_cannot_be_reached(run: Run) -> None:
         two.handlers.unary(ECHO, echo)
         somebody = Contact(Identity.generate().peer_id, two.contact.addresses)
         with pytest.raises(NetworkError):
-            await two.caller.call(somebody, ECHO, Hello(), timeout_s=2)  # another peer listens there: its certificate says so
+            # another peer listens there: its certificate says so
+            await two.caller.call(somebody, ECHO, Hello(), timeout_s=2)
         with pytest.raises(NetworkError):
             await two.caller.call(Contact(two.contact.peer_id), ECHO, Hello(), timeout_s=2)
         with pytest.raises(UsageError, match="does not call itself"):
@@ -303,7 +330,9 @@ def test_a_stream_goes_both_ways_and_ends(run: Run) -> None:
                 await stream.send(bytes([number]))
             await stream.finish()
             await stream.finish()
-            assert [await stream.receive() for _ in range(1, 12)] == [bytes([number]) for number in range(1, 12)]
+            assert [await stream.receive() for _ in range(1, 12)] == [
+                bytes([number]) for number in range(1, 12)
+            ]
             assert await stream.receive() == b"last"
             assert await stream.receive() is None
             assert await stream.receive() is None

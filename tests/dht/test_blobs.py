@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.dht.blobs import blob_key, is_blob_key
-from swarm.dht.namespaces import Namespaces
-from swarm.dht.records import RecordValidator, encode_value, record_of_blob, signed
-from swarm.dht.storage import Storage, latest_by_owner
-from swarm.errors import UsageError
-from swarm.identity import Identity
-from swarm.ids import Key
+from swarm.core.errors import UsageError
+from swarm.core.identity import Identity
+from swarm.core.ids import Key
+from swarm.dht.logic.blobs import blob_key, is_blob_key
+from swarm.dht.logic.namespaces import Namespaces
+from swarm.dht.logic.records import RecordValidator, encode_value, record_of_blob, signed
+from swarm.dht.logic.storage import Storage, latest_by_owner
 from swarm.run.specification import RunSpecification, SignedSpecification, sign, specification_key
 
 NOW_US = 1_800_000_000_000_000
@@ -36,7 +36,9 @@ def test_the_owners_blob_is_taken_from_anybody() -> None:
     record = record_of_blob(KEY, specification().blob, NOW_US + HOUR_US)
     assert (record.writer, record.subkey, record.issued_at_us) == (OWNER.peer_id, None, 1)
     assert VALIDATOR.refusal(record, NOW_US) is None
-    assert "would live longer than 24 hours" in (VALIDATOR.refusal(replace(record, expiration_us=NOW_US + 25 * HOUR_US), NOW_US) or "")
+    assert "would live longer than 24 hours" in (
+        VALIDATOR.refusal(replace(record, expiration_us=NOW_US + 25 * HOUR_US), NOW_US) or ""
+    )
     assert "expired" in (VALIDATOR.refusal(replace(record, expiration_us=NOW_US), NOW_US) or "")
 
 
@@ -59,10 +61,19 @@ def test_anything_else_under_its_key_is_refused() -> None:
         replace(record, key=Key("public", "specification")),
     ):
         assert VALIDATOR.refusal(changed, NOW_US), changed
-    for wrong in (b"", b"garbage", msgpack.packb([b"x", bytes(64)]), msgpack.packb([b"x", b"short"]), specification(owner=other).blob):
+    for wrong in (
+        b"",
+        b"garbage",
+        msgpack.packb([b"x", bytes(64)]),
+        msgpack.packb([b"x", b"short"]),
+        specification(owner=other).blob,
+    ):
         with pytest.raises(UsageError):
             record_of_blob(KEY, wrong, NOW_US + HOUR_US)
-    own = signed(replace(record, lasting=False, writer=other.peer_id, subkey=str(other.peer_id), issued_at_us=NOW_US), other)
+    own = signed(
+        replace(record, lasting=False, writer=other.peer_id, subkey=str(other.peer_id), issued_at_us=NOW_US),
+        other,
+    )
     assert "nothing but the run's signed specification" in (VALIDATOR.refusal(own, NOW_US) or "")
     assert not is_blob_key(Key("run.abc", "specification")), "an id that no run can have is its users' own"
 
@@ -85,7 +96,10 @@ def test_the_highest_version_wins_and_whoever_stores_it_again_prolongs_it() -> N
     assert storage.store(one, NOW_US) is None
     assert storage.records(KEY, NOW_US)[0].expiration_us == NOW_US + 2 * HOUR_US, "nobody shortens its life"
     assert storage.store(two, NOW_US) is None
-    assert storage.store(replace(one, expiration_us=NOW_US + 3 * HOUR_US), NOW_US) == "its writer has issued a later one"
+    assert (
+        storage.store(replace(one, expiration_us=NOW_US + 3 * HOUR_US), NOW_US)
+        == "its writer has issued a later one"
+    )
     assert storage.records(KEY, NOW_US) == [two]
     assert storage.entry_count == 1, "a thousand members keep one copy here"
     late = NOW_US + HOUR_US + 1  # two has expired, its place is held for as long as one would have lived

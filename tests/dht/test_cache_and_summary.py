@@ -1,4 +1,6 @@
-"""What is remembered, what two holders tell one another, and which strangers are worth a call: against plain models."""
+"""What is remembered, what two holders tell one another, and which strangers are worth a call: against plain
+models.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,12 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.dht.cache import Answer, ReadCache
-from swarm.dht.records import Record
-from swarm.dht.storage import Storage, latest_by_owner
-from swarm.dht.strangers import LOST_MAX, PAUSE_MAX_S, TOLD_MAX, Strangers
-from swarm.dht.summary import ENTRY_BYTES, summary, wanted
-from swarm.ids import Address, Contact, Key, PeerId
+from swarm.core.ids import Address, Contact, Key, PeerId
+from swarm.dht.logic.cache import CachedAnswer, ReadCache
+from swarm.dht.logic.records import Record
+from swarm.dht.logic.rejoin import LOST_MAX, PAUSE_MAX_S, TOLD_MAX, RejoinCandidates
+from swarm.dht.logic.storage import Storage, latest_by_owner
+from swarm.dht.logic.summary import ENTRY_BYTES, summary, wanted
 
 KEY = Key("public", "thing")
 
@@ -35,8 +37,8 @@ def record_of(writer: int, issued: int, subkey: str | None = None, size: int = 0
     )
 
 
-def answer_of(taken_s: float, size: int) -> Answer:
-    return Answer(taken_s, int(taken_s * 1e6), 0, latest_by_owner([record_of(1, 0, size=size)]))
+def answer_of(taken_s: float, size: int) -> CachedAnswer:
+    return CachedAnswer(taken_s, int(taken_s * 1e6), 0, latest_by_owner([record_of(1, 0, size=size)]))
 
 
 def is_known(cache: ReadCache, key: Key, now_s: float = 9.0, age_s: float = 9.0) -> bool:
@@ -52,7 +54,9 @@ def test_a_memory_is_bounded_and_as_old_as_the_reader_allows() -> None:
     assert not is_known(cache, keys[0])
     assert is_known(cache, keys[5], 15.0, 10.0)
     assert not is_known(cache, keys[5], 15.1, 10.0)
-    assert cache.get(keys[5], 6.0, 3_600_000_000, 10.0) is None, "a machine that was suspended for an hour: one of its clocks stood still"
+    assert cache.get(keys[5], 6.0, 3_600_000_000, 10.0) is None, (
+        "a machine that was suspended for an hour: one of its clocks stood still"
+    )
     cache.put(keys[1], answer_of(9.0, 9000))
     assert is_known(cache, keys[1])
     assert len(cache) < 3
@@ -64,7 +68,9 @@ def test_a_memory_is_bounded_and_as_old_as_the_reader_allows() -> None:
     assert (len(cache), cache.size_bytes) == (0, 0)
 
 
-_RECORDS = st.lists(st.builds(record_of, st.integers(1, 4), st.integers(0, 5), st.sampled_from([None, "", "x"])), max_size=20)
+_RECORDS = st.lists(
+    st.builds(record_of, st.integers(1, 4), st.integers(0, 5), st.sampled_from([None, "", "x"])), max_size=20
+)
 
 
 @settings(max_examples=200, deadline=None)
@@ -79,17 +85,32 @@ def test_after_a_comparison_both_ways_two_holders_agree(here: list[Record], ther
         numbers = wanted(KEY, summary(KEY, offered), taker.versions(KEY))
         sent = [offered[number] for number in numbers]
         held = {record.owner: record.issued_at_us for record in taker.records(KEY, 10)}
-        assert sent == [record for record in offered if held.get(record.owner, -1) < record.issued_at_us], "what it lacks, no more"
+        assert sent == [record for record in offered if held.get(record.owner, -1) < record.issued_at_us], (
+            "what it lacks, no more"
+        )
         for record in sent:
             assert taker.store(record, 10) is None
-    assert set(stores[0].records(KEY, 10)) == set(stores[1].records(KEY, 10)) == set(latest_by_owner([*here, *there]).values())
+    assert (
+        set(stores[0].records(KEY, 10))
+        == set(stores[1].records(KEY, 10))
+        == set(latest_by_owner([*here, *there]).values())
+    )
 
 
 def test_a_place_that_is_only_held_wants_nothing_old() -> None:
     storage = Storage()
     old = record_of(1, 0)
     storage.store(old, 1)
-    gone = Record(key=KEY, subkey=None, value=b"", issued_at_us=5, expiration_us=50, writer=old.writer, deleted=True, signature=bytes(64))
+    gone = Record(
+        key=KEY,
+        subkey=None,
+        value=b"",
+        issued_at_us=5,
+        expiration_us=50,
+        writer=old.writer,
+        deleted=True,
+        signature=bytes(64),
+    )
     storage.store(gone, 6)
     assert storage.records(KEY, 100) == []
     assert wanted(KEY, summary(KEY, [old]), storage.versions(KEY)) == []
@@ -101,7 +122,7 @@ def test_a_broken_summary_is_read_as_far_as_it_goes(raw: bytes) -> None:
 
 
 def test_strangers_are_few_and_called_ever_more_seldom() -> None:
-    strangers = Strangers(random.Random(1))
+    strangers = RejoinCandidates(random.Random(1))
     table: set[PeerId] = set()
     strangers.told([contact_of(number) for number in range(1, TOLD_MAX + 10)], 0.0)
     for number in range(1000, 3000):
@@ -116,7 +137,11 @@ def test_strangers_are_few_and_called_ever_more_seldom() -> None:
             calls.setdefault(contact.peer_id, []).append(now_s)
             strangers.tried(contact.peer_id, now_s)
     assert all(20 <= len(times) <= 60 for times in calls.values())
-    assert all(later - sooner <= 1.25 * PAUSE_MAX_S + 15 for times in calls.values() for sooner, later in itertools.pairwise(times))
+    assert all(
+        later - sooner <= 1.25 * PAUSE_MAX_S + 15
+        for times in calls.values()
+        for sooner, later in itertools.pairwise(times)
+    )
     back = contact_of(1)
     table.add(back.peer_id)
     strangers.hurry(now_s)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from swarm.dht.clock_offset import AGE_S_MAX, SAMPLES_MAX, ClockOffset
-from swarm.ids import PeerId
+from swarm.core.ids import PeerId
+from swarm.dht.logic.clock_offset import AGE_S_MAX, SAMPLES_MAX, ClockOffset
 
 
 def peer(number: int) -> PeerId:

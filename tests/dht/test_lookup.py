@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.dht.lookup import Lookup, LookupConfig, LookupDone, SendFind
-from swarm.dht.routing import RoutingTable
-from swarm.ids import Address, Contact, PeerId
+from swarm.core.ids import Address, Contact, PeerId
+from swarm.dht.logic.lookup import Lookup, LookupConfig, LookupDone, SendFind
+from swarm.dht.logic.routing import RoutingTable
 
 
 def contact_of(number: int) -> Contact:
@@ -35,12 +35,18 @@ class World:
         return None if peer in self.dead else self.tables[peer].nearest(target, 20)
 
     def textbook(self, target: int, wanted: int) -> list[Contact]:
-        """One call after the other, always to the nearest that was not asked, until the `wanted` nearest live ones have answered."""
+        """One call after the other, always to the nearest that was not asked, until the `wanted` nearest live
+        ones have answered.
+        """
         start = self.contacts[0]
-        known = {contact.peer_id: contact for contact in self.tables[start.peer_id].nearest(target, 20)} | {start.peer_id: start}
+        known = {contact.peer_id: contact for contact in self.tables[start.peer_id].nearest(target, 20)} | {
+            start.peer_id: start
+        }
         answered, failed = {start.peer_id}, set[PeerId]()
         while True:
-            order = sorted((peer for peer in known if peer not in failed), key=lambda peer: peer.dht_id ^ target)[:wanted]
+            order = sorted(
+                (peer for peer in known if peer not in failed), key=lambda peer: peer.dht_id ^ target
+            )[:wanted]
             fresh = [peer for peer in order if peer not in answered]
             if not fresh:
                 return [known[peer] for peer in order]
@@ -52,7 +58,9 @@ class World:
                 known |= {contact.peer_id: contact for contact in closer}
 
 
-def drive(lookup: Lookup, answer: Callable[[PeerId], Sequence[Contact] | None], rng: random.Random) -> tuple[LookupDone, int]:
+def drive(
+    lookup: Lookup, answer: Callable[[PeerId], Sequence[Contact] | None], rng: random.Random
+) -> tuple[LookupDone, int]:
     """Answer in random order; returns the result and the most calls that were in flight at once."""
     waiting: list[PeerId] = []
     peak = 0
@@ -75,20 +83,29 @@ def drive(lookup: Lookup, answer: Callable[[PeerId], Sequence[Contact] | None], 
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10**6), count=st.integers(1, 100), dead=st.sampled_from([0.0, 0.1, 0.3]), wanted=st.sampled_from([1, 5, 20]))
+@given(
+    seed=st.integers(0, 10**6),
+    count=st.integers(1, 100),
+    dead=st.sampled_from([0.0, 0.1, 0.3]),
+    wanted=st.sampled_from([1, 5, 20]),
+)
 def test_it_finds_what_the_textbook_finds(seed: int, count: int, dead: float, wanted: int) -> None:
     world = World(seed, count, dead)
     target = world.rng.getrandbits(256)
     own = world.contacts[0]
     config = LookupConfig(wanted=wanted, parallel=4, queries_max=500, shortlist_max=1000)
-    lookup = Lookup(target, world.tables[own.peer_id].nearest(target, 20), own=own.peer_id, own_contact=own, config=config)
+    lookup = Lookup(
+        target, world.tables[own.peer_id].nearest(target, 20), own=own.peer_id, own_contact=own, config=config
+    )
     done, peak = drive(lookup, lambda peer: world.answer(peer, target), world.rng)
     assert peak <= 4
     expected = world.textbook(target, wanted)
     if dead == 0.0 and wanted == 20:
         assert list(done.nearest) == expected
         assert expected == sorted(world.contacts, key=lambda contact: contact.peer_id.dht_id ^ target)[:20]
-    else:  # answers in another order may lead past a peer that the other version met, but never to worse ones in a connected overlay
+    # answers in another order may lead past a peer that the other version met, but never to worse ones in a
+    # connected overlay
+    else:
         assert [contact for contact in done.nearest if contact.peer_id in world.dead] == []
         overlap = len(set(done.nearest) & set(expected)) / max(len(expected), 1)
         assert overlap >= 0.75 or len(expected) < 4
@@ -100,7 +117,12 @@ def test_hops_stay_logarithmic() -> None:
     queries = []
     for _ in range(20):
         target = world.rng.getrandbits(256)
-        lookup = Lookup(target, world.tables[own.peer_id].nearest(target, 20), own=own.peer_id, config=LookupConfig(wanted=5, parallel=5))
+        lookup = Lookup(
+            target,
+            world.tables[own.peer_id].nearest(target, 20),
+            own=own.peer_id,
+            config=LookupConfig(wanted=5, parallel=5),
+        )
         drive(lookup, lambda peer, target=target: world.answer(peer, target), world.rng)  # type: ignore[misc]
         queries.append(lookup.queries)
     assert max(queries) <= 20
@@ -118,7 +140,12 @@ def test_no_more_are_asked_than_could_be_among_those_wanted() -> None:
 
 def test_of_an_answer_only_so_many_contacts_are_taken() -> None:
     seed, told = contact_of(1), [contact_of(number) for number in range(2, 20)]
-    lookup = Lookup(told[0].peer_id.dht_id, [seed], own=contact_of(99).peer_id, config=LookupConfig(wanted=15, parallel=15, closer_max=3))
+    lookup = Lookup(
+        told[0].peer_id.dht_id,
+        [seed],
+        own=contact_of(99).peer_id,
+        config=LookupConfig(wanted=15, parallel=15, closer_max=3),
+    )
     lookup.poll(0.0)
     lookup.on_reply(seed.peer_id, told)
     assert {effect.contact for effect in lookup.poll(0.0) if isinstance(effect, SendFind)} == set(told[:3])
@@ -136,7 +163,12 @@ def test_hops_count_the_calls_that_led_to_a_peer() -> None:
 
 def test_no_more_calls_than_allowed() -> None:
     seeds = [contact_of(number) for number in range(1, 10)]
-    lookup = Lookup(seeds[0].peer_id.dht_id, seeds, own=contact_of(99).peer_id, config=LookupConfig(parallel=10, queries_max=3))
+    lookup = Lookup(
+        seeds[0].peer_id.dht_id,
+        seeds,
+        own=contact_of(99).peer_id,
+        config=LookupConfig(parallel=10, queries_max=3),
+    )
     asked = [effect.contact for effect in lookup.poll(0.0) if isinstance(effect, SendFind)]
     assert len(asked) == 3
     for contact in asked:
@@ -153,14 +185,18 @@ def test_nobody_to_ask_is_an_answer() -> None:
 
 
 def test_endless_invented_contacts_do_not_keep_it_going() -> None:
-    """Every answer names 20 peers that nobody has heard of, each nearer than the last, and all of them answer."""
+    """Every answer names 20 peers that nobody has heard of, each nearer than the last, and all of them
+    answer.
+    """
     rng = random.Random(3)
     own = contact_of(1)
     config = LookupConfig()
     numbers = iter(range(10**6, 10**9))
 
     def lie(peer: PeerId) -> list[Contact]:
-        return sorted((contact_of(next(numbers)) for _ in range(200)), key=lambda contact: contact.peer_id.dht_id)[:50]
+        return sorted(
+            (contact_of(next(numbers)) for _ in range(200)), key=lambda contact: contact.peer_id.dht_id
+        )[:50]
 
     lookup = Lookup(0, [contact_of(2)], own=own.peer_id, config=config)
     drive(lookup, lie, rng)
@@ -170,10 +206,17 @@ def test_endless_invented_contacts_do_not_keep_it_going() -> None:
 
 def test_invented_contacts_that_never_answer_give_way_to_the_living() -> None:
     target = 0
-    honest = sorted((contact_of(number) for number in range(1, 31)), key=lambda contact: contact.peer_id.dht_id)
-    invented = sorted((contact_of(number) for number in range(10**6, 10**6 + 3000)), key=lambda contact: contact.peer_id.dht_id)[:20]
+    honest = sorted(
+        (contact_of(number) for number in range(1, 31)), key=lambda contact: contact.peer_id.dht_id
+    )
+    invented = sorted(
+        (contact_of(number) for number in range(10**6, 10**6 + 3000)),
+        key=lambda contact: contact.peer_id.dht_id,
+    )[:20]
     assert invented[-1].peer_id.dht_id < honest[0].peer_id.dht_id
-    lookup = Lookup(target, honest[:20], own=contact_of(99).peer_id, config=LookupConfig(wanted=5, parallel=5))
+    lookup = Lookup(
+        target, honest[:20], own=contact_of(99).peer_id, config=LookupConfig(wanted=5, parallel=5)
+    )
     now_s = 0.0
     silent = {contact.peer_id for contact in invented}
     while True:

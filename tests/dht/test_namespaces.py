@@ -1,4 +1,6 @@
-"""Who may write what: schemas, writers, lifetimes, quotas; the rules of a run's own names against what their writers write."""
+"""Who may write what: schemas, writers, lifetimes, quotas; the rules of a run's own names against what their
+writers write.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from averaging.training.progress import Claim
-from swarm.dht.namespaces import Namespaces
-from swarm.dht.records import Record, Value, encode_value
-from swarm.dht.rules import NamespaceRules
-from swarm.dht.run_rules import RUN_RULES
-from swarm.dht.schema import Anything, Binary, Flag, Many, Number, Schema, Table, Text
-from swarm.errors import UsageError
-from swarm.ids import Key, PeerId
+from averaging.optim.progress.logic.reports import ProgressReport
+from swarm.core.errors import UsageError
+from swarm.core.ids import Key, PeerId
+from swarm.dht.logic.namespaces import Namespaces
+from swarm.dht.logic.records import Record, Value, encode_value
+from swarm.dht.logic.rules import NamespaceRules
+from swarm.dht.logic.run_rules import RUN_RULES
+from swarm.dht.logic.schema import Anything, Binary, Flag, Many, Number, RecordSchema, Table, Text
 
 ANN, BOB = PeerId(b"a" * 32), PeerId(b"b" * 32)
 
@@ -24,7 +26,14 @@ ANN, BOB = PeerId(b"a" * 32), PeerId(b"b" * 32)
 def record(key: str, value: Value, writer: PeerId = ANN, ttl_s: float = 60.0, **changes: Any) -> Record:
     found = Key.parse(key)
     subkey = str(writer) if found.namespace.startswith("run.") else None
-    made = Record(key=found, subkey=subkey, value=encode_value(value), issued_at_us=0, expiration_us=int(ttl_s * 1e6), writer=writer)
+    made = Record(
+        key=found,
+        subkey=subkey,
+        value=encode_value(value),
+        issued_at_us=0,
+        expiration_us=int(ttl_s * 1e6),
+        writer=writer,
+    )
     return replace(made, **changes)
 
 
@@ -43,14 +52,22 @@ def record(key: str, value: Value, writer: PeerId = ANN, ttl_s: float = 60.0, **
         (Table({}, keys_max=2), [{}, {1: 1, 2: 2}], [{1: 1, 2: 2, 3: 3}]),
     ],
 )  # fmt: skip
-def test_schemas(schema: Schema, good: list[Value], bad: list[Value]) -> None:
+def test_schemas(schema: RecordSchema, good: list[Value], bad: list[Value]) -> None:
     assert [schema.refusal(value) for value in good] == [None] * len(good)
     assert all(schema.refusal(value) for value in bad)
 
 
 _VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5) | st.integers(0, 9), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=5) | st.integers(0, 9), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
@@ -69,16 +86,26 @@ def test_a_record_must_pass_every_rule_that_fits_and_other_names_are_open() -> N
     namespaces.register("scores", NamespaceRules(writers=frozenset({ANN})))
     namespaces.register("scores", NamespaceRules(name="final.*", schema=Number(0, 1), ttl_s_max=10))
     assert namespaces.refusal(record("scores/x", "anything")) is None
-    assert "is not among those who may write scores/x" in (namespaces.refusal(record("scores/x", 1, BOB)) or "")
-    assert "is not among" in (namespaces.refusal(replace(record("scores/x", 1, BOB), deleted=True, value=b"")) or ""), "tombstones too"
+    assert "is not among those who may write scores/x" in (
+        namespaces.refusal(record("scores/x", 1, BOB)) or ""
+    )
+    assert "is not among" in (
+        namespaces.refusal(replace(record("scores/x", 1, BOB), deleted=True, value=b"")) or ""
+    ), "tombstones too"
     assert namespaces.refusal(record("scores/final.1", 0.5, ttl_s=10)) is None
-    assert "under scores/final.1 the value is not within 0 and 1" in (namespaces.refusal(record("scores/final.1", 2, ttl_s=10)) or "")
+    assert "under scores/final.1 the value is not within 0 and 1" in (
+        namespaces.refusal(record("scores/final.1", 2, ttl_s=10)) or ""
+    )
     assert "lives at most 10 s" in (namespaces.refusal(record("scores/final.1", 1, ttl_s=11)) or "")
-    assert namespaces.refusal(replace(record("scores/final.1", 0, ttl_s=3600), deleted=True, value=b"")) is None
+    assert (
+        namespaces.refusal(replace(record("scores/final.1", 0, ttl_s=3600), deleted=True, value=b"")) is None
+    )
     assert namespaces.refusal(record("scoresheet/final.1", "x", BOB)) is None
     namespaces.register("scores", NamespaceRules())
     assert namespaces.refusal(record("scores/x", 1, BOB)) is None, "the rule of the same pattern is replaced"
-    namespaces.register("own", NamespaceRules(subkey_is_writer=True, value_bytes_max=10, entries_per_writer_max=3))
+    namespaces.register(
+        "own", NamespaceRules(subkey_is_writer=True, value_bytes_max=10, entries_per_writer_max=3)
+    )
     assert "its writer's PeerID" in (namespaces.refusal(record("own/x", 1, subkey="y")) or "")
     assert "at most 10 bytes" in (namespaces.refusal(record("own/x", "x" * 20, subkey=str(ANN))) or "")
     assert namespaces.entries_per_writer_max(Key.parse("own/x")) == 3
@@ -86,7 +113,12 @@ def test_a_record_must_pass_every_rule_that_fits_and_other_names_are_open() -> N
 
 
 def test_mistakes_in_rules_are_named() -> None:
-    for wrong in ({"name": ""}, {"value_bytes_max": 0}, {"ttl_s_max": 90_000.0}, {"entries_per_writer_max": 0}):
+    for wrong in (
+        {"name": ""},
+        {"value_bytes_max": 0},
+        {"ttl_s_max": 90_000.0},
+        {"entries_per_writer_max": 0},
+    ):
         with pytest.raises(UsageError):
             NamespaceRules(**wrong)  # type: ignore[arg-type]
     with pytest.raises(UsageError):
@@ -96,7 +128,7 @@ def test_mistakes_in_rules_are_named() -> None:
 def test_what_members_of_a_run_write_passes_and_what_they_do_not_is_refused() -> None:
     namespaces = Namespaces()
     addresses = ["/ip4/203.0.113.7/tcp/4000/tls/http"]
-    claim = Claim(epoch=3, samples=100, rate=2.5, at_s=1.8e9, since_s=1.8e9)
+    claim = ProgressReport(epoch=3, samples=100, rate=2.5, at_s=1.8e9, since_s=1.8e9)
     good = {
         "progress": {**claim.encode(), "addresses": addresses},
         "holders.gradients": {"addresses": addresses, "schema": b"s" * 32, "text": "3 tensors"},
@@ -117,5 +149,7 @@ def test_what_members_of_a_run_write_passes_and_what_they_do_not_is_refused() ->
     for name, values in bad.items():
         for value in values:
             assert namespaces.refusal(record(f"run.abc/{name}", value)), (name, value)
-        assert "lives at most 3600 s" in (namespaces.refusal(record(f"run.abc/{name}", good[name], ttl_s=7200)) or "")
+        assert "lives at most 3600 s" in (
+            namespaces.refusal(record(f"run.abc/{name}", good[name], ttl_s=7200)) or ""
+        )
         assert namespaces.entries_per_writer_max(Key.parse(f"run.abc/{name}")) == 1

@@ -5,17 +5,26 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from swarm.dht.reading import live, select
-from swarm.dht.records import Entry, Record, encode_value
-from swarm.dht.storage import latest_by_owner
-from swarm.ids import Key, PeerId
+from swarm.core.ids import Key, PeerId
+from swarm.dht.logic.reading import live, select
+from swarm.dht.logic.records import Entry, Record, encode_value
+from swarm.dht.logic.storage import latest_by_owner
 
 ANNE, BERT = PeerId(b"a" * 32), PeerId(b"b" * 32)
 PUBLIC, RUN = Key("public", "thing"), Key("run.abc", "presence")
 
 
-def record_of(writer: PeerId, value: Any, issued: int, subkey: str | None = None, key: Key = PUBLIC) -> Record:
-    return Record(key=key, subkey=subkey, value=encode_value(value), issued_at_us=issued, expiration_us=1000, writer=writer)
+def record_of(
+    writer: PeerId, value: Any, issued: int, subkey: str | None = None, key: Key = PUBLIC
+) -> Record:
+    return Record(
+        key=key,
+        subkey=subkey,
+        value=encode_value(value),
+        issued_at_us=issued,
+        expiration_us=1000,
+        writer=writer,
+    )
 
 
 def get(*records: Record, writer: PeerId | None = None, now_us: int = 100) -> Any:
@@ -33,7 +42,12 @@ def test_the_entry_issued_last_wins() -> None:
 
 
 def test_dictionaries_merge_per_subkey() -> None:
-    records = [record_of(ANNE, 1, 1, "x"), record_of(BERT, 2, 2, "x"), record_of(ANNE, 3, 1, "b"), record_of(BERT, 4, 1, "a")]
+    records = [
+        record_of(ANNE, 1, 1, "x"),
+        record_of(BERT, 2, 2, "x"),
+        record_of(ANNE, 3, 1, "b"),
+        record_of(BERT, 4, 1, "a"),
+    ]
     assert get(*records) == {"a": 4, "b": 3, "x": 2}
     assert list(get(*records)) == ["a", "b", "x"]
     assert get(*records, writer=ANNE) == {"b": 3, "x": 1}

@@ -10,10 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.dht import records
-from swarm.dht.records import FUTURE_MAX_US, TTL_MAX_US, Entry, Record, RecordValidator, decode_value, encode_value, signed, signing_bytes
-from swarm.errors import UsageError
-from swarm.ids import Key
+from swarm.core.errors import UsageError
+from swarm.core.ids import Key
+from swarm.dht.logic import records
+from swarm.dht.logic.records import (
+    FUTURE_MAX_US,
+    TTL_MAX_US,
+    Entry,
+    Record,
+    RecordValidator,
+    decode_value,
+    encode_value,
+    signed,
+    signing_bytes,
+)
 from swarm.testing.identities import SeededIdentity
 
 NOW_US = 1_800_000_000_000_000
@@ -75,7 +85,9 @@ def test_a_record_of_one_run_is_none_of_another() -> None:
 
 
 def test_the_signature_is_for_records_only() -> None:
-    """Domain separation: what is signed cannot be mistaken for, or taken from, anything else that the identity signs."""
+    """Domain separation: what is signed cannot be mistaken for, or taken from, anything else that the
+    identity signs.
+    """
     assert signing_bytes(record_of()).startswith(b"swarm/dht/record/1\0")
     record = record_of()
     bare = signing_bytes(record)[len(b"swarm/dht/record/1\0") :]
@@ -95,7 +107,10 @@ def test_fields_cannot_be_shifted_into_one_another() -> None:
         ({"expiration_us": NOW_US}, "expires before"),
         ({"issued_at_us": -5, "expiration_us": NOW_US}, "expires before"),
         ({"expiration_us": NOW_US + TTL_MAX_US + 1}, "24 hours"),
-        ({"issued_at_us": NOW_US + FUTURE_MAX_US + 1, "expiration_us": NOW_US + FUTURE_MAX_US + 10}, "in the future"),
+        (
+            {"issued_at_us": NOW_US + FUTURE_MAX_US + 1, "expiration_us": NOW_US + FUTURE_MAX_US + 10},
+            "in the future",
+        ),
         ({"issued_at_us": NOW_US - 100, "expiration_us": NOW_US - 1}, "expired"),
         ({"value": b"x" * (64 * 1024 + 1)}, "bytes"),
         ({"subkey": "s" * 257}, "subkey"),
@@ -142,7 +157,10 @@ scalars = (
 )
 values = st.recursive(
     scalars,
-    lambda part: st.lists(part, max_size=4) | st.dictionaries(st.text(max_size=5) | st.integers(0, 9), part, max_size=4),
+    lambda part: (
+        st.lists(part, max_size=4)
+        | st.dictionaries(st.text(max_size=5) | st.integers(0, 9), part, max_size=4)
+    ),
     max_leaves=12,
 )
 
@@ -192,7 +210,9 @@ def test_malicious_values_are_refused(raw: bytes) -> None:
     assert refusal(record_of(value=raw))
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, 2**64, nested(40), bytes(64 * 1024), {(1, 2): 3}, "\ud800"])
+@pytest.mark.parametrize(
+    "value", [object(), {1, 2}, 2**64, nested(40), bytes(64 * 1024), {(1, 2): 3}, "\ud800"]
+)
 def test_users_hear_what_a_value_may_be(value: Any) -> None:
     with pytest.raises(UsageError, match="DHT value"):
         encode_value(value)
@@ -208,5 +228,11 @@ def test_a_cycle_is_refused() -> None:
 
 def test_entries_are_in_seconds() -> None:
     entry = Entry.of(record_of(subkey="s", issued_at_us=NOW_US + 500_000))
-    assert entry == Entry(value={"a": 1}, subkey="s", writer=ANNE.peer_id, issued_at=NOW_US / 1e6 + 0.5, expiration=NOW_US / 1e6 + 60)
+    assert entry == Entry(
+        value={"a": 1},
+        subkey="s",
+        writer=ANNE.peer_id,
+        issued_at=NOW_US / 1e6 + 0.5,
+        expiration=NOW_US / 1e6 + 60,
+    )
     assert msgpack.unpackb(encode_value(entry.value)) == entry.value

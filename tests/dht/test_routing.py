@@ -7,8 +7,8 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.dht.routing import ID_BITS, RoutingConfig, RoutingTable
-from swarm.ids import Address, Contact, PeerId
+from swarm.core.ids import Address, Contact, PeerId
+from swarm.dht.logic.routing import ID_BITS, RoutingConfig, RoutingTable
 
 OWN = PeerId(bytes(32))
 
@@ -33,7 +33,9 @@ def check_invariants(table: RoutingTable) -> None:
         assert len(bucket.nodes) <= table.config.bucket_max
         assert len(bucket.replacements) <= table.config.bucket_max
         assert not set(bucket.nodes) & set(bucket.replacements)
-        assert not bucket.replacements or len(bucket.nodes) == table.config.bucket_max, "nobody waits where there is room"
+        assert not bucket.replacements or len(bucket.nodes) == table.config.bucket_max, (
+            "nobody waits where there is room"
+        )
         for peer_id, node in (bucket.nodes | bucket.replacements).items():
             assert node.dht_id == peer_id.dht_id
             assert node.dht_id >> bucket.width_bits == bucket.lower >> bucket.width_bits
@@ -52,7 +54,9 @@ def check_invariants(table: RoutingTable) -> None:
     target=st.integers(0, (1 << ID_BITS) - 1),
     wanted=st.integers(1, 50),
 )
-def test_nearest_equals_brute_force(count: int, seed: int, bucket_max: int, depth_step: int, target: int, wanted: int) -> None:
+def test_nearest_equals_brute_force(
+    count: int, seed: int, bucket_max: int, depth_step: int, target: int, wanted: int
+) -> None:
     table = filled(count, RoutingConfig(bucket_max=bucket_max, depth_step=depth_step), seed)
     check_invariants(table)
     everybody = list(table)
@@ -76,14 +80,24 @@ def test_the_neighbourhood_is_known_without_gaps() -> None:
 
 
 def test_long_lived_peers_stay() -> None:
-    """Section 2.2: a full bucket keeps its peers for as long as they answer; a newcomer waits, the longest silent is pinged."""
+    """Section 2.2: a full bucket keeps its peers for as long as they answer; a newcomer waits, the longest
+    silent is pinged.
+    """
     config = RoutingConfig(bucket_max=2, depth_step=1, questionable_s=0.0)
     table = RoutingTable(OWN, config)
-    far = [contact_of(number) for number in range(1, 400) if contact_of(number).peer_id.dht_id >> 255 != OWN.dht_id >> 255]
+    far = [
+        contact_of(number)
+        for number in range(1, 400)
+        if contact_of(number).peer_id.dht_id >> 255 != OWN.dht_id >> 255
+    ]
     first, second, third, fourth = far[:4]
     assert table.met(first, 0.0) is None
     assert table.met(second, 1.0) is None
-    near = [contact_of(number) for number in range(1, 40) if contact_of(number).peer_id.dht_id >> 255 == OWN.dht_id >> 255]
+    near = [
+        contact_of(number)
+        for number in range(1, 40)
+        if contact_of(number).peer_id.dht_id >> 255 == OWN.dht_id >> 255
+    ]
     table.met(near[0], 1.5)  # splits off the far half
     assert table.met(third, 2.0) == first
     table.met(first, 3.0)  # it answered
@@ -155,7 +169,9 @@ def test_near_peers_are_pinged_often_and_others_ever_more_seldom() -> None:
     """Section 2.1, figure 1: who has lived for long lives on; with the nearest we share the keys."""
     config = RoutingConfig(near_count=3, near_silent_s=60.0, far_silent_s_min=300.0, far_silent_s_max=3600.0)
     table = RoutingTable(OWN, config)
-    everybody = sorted((contact_of(number) for number in range(1, 16)), key=lambda one: one.peer_id.dht_id ^ OWN.dht_id)
+    everybody = sorted(
+        (contact_of(number) for number in range(1, 16)), key=lambda one: one.peer_id.dht_id ^ OWN.dht_id
+    )
     near, far = everybody[:3], everybody[3:]
     for contact in everybody:
         table.met(contact, 0.0)
@@ -175,10 +191,20 @@ def test_near_peers_are_pinged_often_and_others_ever_more_seldom() -> None:
 
 
 def test_a_caller_is_let_in_by_its_answer_only() -> None:
-    """Section 2.2 takes any message as a sign of life; here only an answer proves that a peer can be reached, so a call leads to a ping."""
+    """Section 2.2 takes any message as a sign of life; here only an answer proves that a peer can be reached,
+    so a call leads to a ping.
+    """
     table = RoutingTable(OWN, RoutingConfig(bucket_max=2, depth_step=1, questionable_s=10.0))
-    far = [contact_of(number) for number in range(1, 400) if contact_of(number).peer_id.dht_id >> 255 != OWN.dht_id >> 255]
-    near = [contact_of(number) for number in range(1, 40) if contact_of(number).peer_id.dht_id >> 255 == OWN.dht_id >> 255]
+    far = [
+        contact_of(number)
+        for number in range(1, 400)
+        if contact_of(number).peer_id.dht_id >> 255 != OWN.dht_id >> 255
+    ]
+    near = [
+        contact_of(number)
+        for number in range(1, 40)
+        if contact_of(number).peer_id.dht_id >> 255 == OWN.dht_id >> 255
+    ]
     assert table.heard(far[0], 0.0) == far[0]
     assert len(table) == 0
     table.met(far[0], 0.0)
@@ -207,9 +233,18 @@ def due_by_brute_force(table: RoutingTable, now_s: float) -> set[PeerId]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(seed=st.integers(0, 10**6), bucket_max=st.integers(1, 8), steps=st.integers(1, 400), pause_s=st.sampled_from([1.0, 20.0, 90.0]))
-def test_who_is_to_be_pinged_equals_brute_force(seed: int, bucket_max: int, steps: int, pause_s: float) -> None:
-    """The table looks at those only that were silent for longest; comings, goings, failures and replacements must hide nobody."""
+@given(
+    seed=st.integers(0, 10**6),
+    bucket_max=st.integers(1, 8),
+    steps=st.integers(1, 400),
+    pause_s=st.sampled_from([1.0, 20.0, 90.0]),
+)
+def test_who_is_to_be_pinged_equals_brute_force(
+    seed: int, bucket_max: int, steps: int, pause_s: float
+) -> None:
+    """The table looks at those only that were silent for longest; comings, goings, failures and replacements
+    must hide nobody.
+    """
     table = RoutingTable(OWN, RoutingConfig(bucket_max=bucket_max, near_count=4, depth_step=2))
     rng, now_s = random.Random(seed), 0.0
     people = [contact_of(rng.getrandbits(200) + 1) for _ in range(60)]
@@ -227,4 +262,6 @@ def test_who_is_to_be_pinged_equals_brute_force(seed: int, bucket_max: int, step
         assert {contact.peer_id for contact in due} == due_by_brute_force(table, now_s)
         assert len(due) == len(set(due))
     check_invariants(table)
-    assert set(table._failing) == {peer_id for bucket in table._buckets for peer_id, node in bucket.nodes.items() if node.failures}
+    assert set(table._failing) == {
+        peer_id for bucket in table._buckets for peer_id, node in bucket.nodes.items() if node.failures
+    }

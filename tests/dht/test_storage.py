@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from swarm.dht.records import Record
-from swarm.dht.storage import Storage, StorageConfig, latest_by_owner
-from swarm.ids import Key, PeerId
+from swarm.core.ids import Key, PeerId
+from swarm.dht.logic.records import Record
+from swarm.dht.logic.storage import Storage, StorageConfig, latest_by_owner
 
 WRITERS = [PeerId(bytes([number]) * 32) for number in range(3)]
 KEYS = [Key("public", name) for name in "ab"]
@@ -59,7 +59,9 @@ class AgainstAModel(RuleBasedStateMachine):
         refused = self.storage.store(record, self.now_us, far=record.issued_at_us % 3 == 0)
         # the place of an owner is held until the last of its accepted records would have expired
         held = story is not None and any(old.expiration_us > self.now_us for old in story.records)
-        newest = max((old.version for old in story.records), default=(-1, b"")) if story and held else (-1, b"")
+        newest = (
+            max((old.version for old in story.records), default=(-1, b"")) if story and held else (-1, b"")
+        )
         if record.expiration_us <= self.now_us or record.version < newest:
             assert refused
         elif record.version == newest:
@@ -84,7 +86,17 @@ class AgainstAModel(RuleBasedStateMachine):
         signature=st.sampled_from([b"a", b"b"]),
         size=st.integers(0, 50),
     )
-    def store(self, key: Key, writer: int, subkey: str | None, age: int, ttl: int, deleted: bool, signature: bytes, size: int) -> None:
+    def store(
+        self,
+        key: Key,
+        writer: int,
+        subkey: str | None,
+        age: int,
+        ttl: int,
+        deleted: bool,
+        signature: bytes,
+        size: int,
+    ) -> None:
         record = record_of(
             self.now_us - age,
             ttl,
@@ -112,8 +124,14 @@ class AgainstAModel(RuleBasedStateMachine):
     @invariant()
     def shows_what_the_model_shows(self) -> None:
         for key in KEYS:
-            expected = [story.shown(self.now_us) for (owner_key, _, _), story in self.stories.items() if owner_key == key]
-            assert set(self.storage.records(key, self.now_us)) == {record for record in expected if record is not None}
+            expected = [
+                story.shown(self.now_us)
+                for (owner_key, _, _), story in self.stories.items()
+                if owner_key == key
+            ]
+            assert set(self.storage.records(key, self.now_us)) == {
+                record for record in expected if record is not None
+            }
 
     @invariant()
     def counts_what_it_holds(self) -> None:
@@ -128,7 +146,12 @@ class AgainstAModel(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.storage.expire(self.now_us + 10_000)
-        assert (self.storage.entry_count, self.storage.size_bytes, self.storage._slots, self.storage._by_key) == (0, 0, {}, {})
+        assert (
+            self.storage.entry_count,
+            self.storage.size_bytes,
+            self.storage._slots,
+            self.storage._by_key,
+        ) == (0, 0, {}, {})
         assert self.storage._by_writer == {}
 
 
@@ -141,11 +164,16 @@ def test_nobody_overwrites_another_writer() -> None:
     assert storage.store(record_of(10, 100, writer=0), 20) is None
     assert storage.store(record_of(15, 200, writer=1), 20) is None
     assert storage.store(record_of(16, 200, writer=1, deleted=True, value=b""), 20) is None
-    assert {(record.writer, record.deleted) for record in storage.records(KEYS[0], 20)} == {(WRITERS[0], False), (WRITERS[1], True)}
+    assert {(record.writer, record.deleted) for record in storage.records(KEYS[0], 20)} == {
+        (WRITERS[0], False),
+        (WRITERS[1], True),
+    }
 
 
 def test_a_rejected_store_does_not_shorten_a_life() -> None:
-    """What hivemind's storage gets wrong: an older record with an earlier expiration must not take the live one with it."""
+    """What hivemind's storage gets wrong: an older record with an earlier expiration must not take the live
+    one with it.
+    """
     storage = Storage()
     assert storage.store(record_of(10, 1000), 20) is None
     assert storage.store(record_of(5, 30), 20) == "its writer has issued a later one"
@@ -192,36 +220,56 @@ def test_equal_issue_times_are_settled_alike_everywhere() -> None:
 )
 def test_quotas_refuse_newcomers_and_keep_what_is_there(config: StorageConfig, reason: str) -> None:
     storage = Storage(config)
-    refusals = [storage.store(record_of(10, 100, subkey=str(number), value=bytes(100)), 20) for number in range(50)]
+    refusals = [
+        storage.store(record_of(10, 100, subkey=str(number), value=bytes(100)), 20) for number in range(50)
+    ]
     held = refusals.count(None)
     assert held == min(5, 2000 // record_of(10, 100, subkey="0", value=bytes(100)).size_bytes)
     assert refusals[:held] == [None] * held
     assert all(reason in (refusal or "") for refusal in refusals[held:])
-    assert storage.store(record_of(11, 100, subkey="0", value=bytes(100)), 20) is None, "a renewal needs no room"
+    assert storage.store(record_of(11, 100, subkey="0", value=bytes(100)), 20) is None, (
+        "a renewal needs no room"
+    )
     grown = storage.store(record_of(12, 100, subkey="0", value=bytes(1500)), 20)
-    assert (grown is None) == (config.bytes_max > 2000 < min(config.bytes_per_key_max, config.bytes_per_writer_max))
+    assert (grown is None) == (
+        config.bytes_max > 2000 < min(config.bytes_per_key_max, config.bytes_per_writer_max)
+    )
     assert len(storage.records(KEYS[0], 20)) == held
-    assert storage.store(record_of(200, 100, subkey="new", value=bytes(100)), 201) is None, "what expired makes room"
+    assert storage.store(record_of(200, 100, subkey="new", value=bytes(100)), 201) is None, (
+        "what expired makes room"
+    )
 
 
 def test_the_limit_per_writer_and_key_is_the_namespaces_if_it_has_one() -> None:
-    storage = Storage(StorageConfig(entries_per_writer_and_key_max=4), lambda key: 2 if key == KEYS[0] else None)
+    storage = Storage(
+        StorageConfig(entries_per_writer_and_key_max=4), lambda key: 2 if key == KEYS[0] else None
+    )
     for key, count in ((KEYS[0], 2), (KEYS[1], 4)):
         for writer in range(3):
-            kept = [storage.store(record_of(10, 100, writer, key=key, subkey=str(number)), 20) is None for number in range(6)]
+            kept = [
+                storage.store(record_of(10, 100, writer, key=key, subkey=str(number)), 20) is None
+                for number in range(6)
+            ]
             assert kept == [True] * count + [False] * (6 - count), "each writer has its own room"
     assert storage.store(record_of(200, 100, 0, subkey="later"), 201) is None, "what expired makes room"
 
 
 def test_a_flood_of_keys_that_are_far_away_leaves_room_for_those_that_are_near() -> None:
     storage = Storage(StorageConfig(bytes_max=20_000, bytes_far_max=5_000))
-    refusals = [storage.store(record_of(10, 100, subkey=str(number), value=bytes(500)), 20, far=True) for number in range(40)]
+    refusals = [
+        storage.store(record_of(10, 100, subkey=str(number), value=bytes(500)), 20, far=True)
+        for number in range(40)
+    ]
     assert 0 < refusals.count(None) < 10
     assert "far from the key" in (refusals[-1] or "")
-    near = [storage.store(record_of(10, 100, 1, subkey=str(number), value=bytes(500)), 20) for number in range(15)]
+    near = [
+        storage.store(record_of(10, 100, 1, subkey=str(number), value=bytes(500)), 20) for number in range(15)
+    ]
     assert near == [None] * 15
     assert storage.far_bytes <= 5_000
-    assert storage.store(record_of(11, 100, 1, subkey="1", value=bytes(500)), 20, far=True) is None, "what was near stays so"
+    assert storage.store(record_of(11, 100, 1, subkey="1", value=bytes(500)), 20, far=True) is None, (
+        "what was near stays so"
+    )
     storage.expire(1000)
     assert (storage.far_bytes, storage.size_bytes) == (0, 0)
 
@@ -242,7 +290,9 @@ def test_what_just_fits_is_kept(limit: str) -> None:
 
 
 def test_what_was_near_once_is_not_counted_as_far() -> None:
-    """Else everybody's renewals could be pushed out by a flood of keys from afar; and what is far stays so when it is renewed."""
+    """Else everybody's renewals could be pushed out by a flood of keys from afar; and what is far stays so
+    when it is renewed.
+    """
     storage = Storage()
     for issued, far, counted in ((1, True, True), (2, True, True), (3, False, False), (4, True, False)):
         record = record_of(issued, 100)

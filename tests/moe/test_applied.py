@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moe.serving.applied import Applied, AppliedConfig
+from moe.server.logic.applied import Applied, AppliedConfig
 
 
 def name(number: int) -> bytes:

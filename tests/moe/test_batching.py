@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe.serving.batching import Batcher, BatchingConfig, Queued
-from swarm.errors import UsageError
+from moe.server.logic.batching import Batcher, BatchingConfig, Queued
+from swarm.core.errors import UsageError
 
 
-def request(number: int, *, queue: str = "a", caller: str = "x", samples: int = 1, size_bytes: int = 10) -> Queued:
+def request(
+    number: int, *, queue: str = "a", caller: str = "x", samples: int = 1, size_bytes: int = 10
+) -> Queued:
     return Queued(number, queue, caller, samples, size_bytes, float(samples))
 
 
@@ -94,7 +96,11 @@ def test_a_caller_with_many_requests_does_not_delay_one_with_few() -> None:
 
 
 def test_impossible_limits_are_refused() -> None:
-    for wrong in ({"batch_samples_max": 0}, {"linger_s": -1.0}, {"batch_samples_min": 9, "batch_samples_max": 8}):
+    for wrong in (
+        {"batch_samples_max": 0},
+        {"linger_s": -1.0},
+        {"batch_samples_min": 9, "batch_samples_max": 8},
+    ):
         with pytest.raises(UsageError):
             BatchingConfig(**wrong)  # type: ignore[arg-type]
 
@@ -112,7 +118,8 @@ def test_callers_that_always_wait_get_equal_shares(seed: int) -> None:
     """However many requests each keeps waiting, and however large they are."""
     rng = random.Random(seed)
     sizes = {name: rng.randint(1, 16) for name in "pqrs"}
-    # requests that each keeps in the queues: more than a batch can take at once, else a caller has less than its share to ask for
+    # requests that each keeps in the queues: more than a batch can take at once, else a caller has less than
+    # its share to ask for
     callers = {name: 128 // size + rng.randint(1, 60) for name, size in sizes.items()}
     batcher = Batcher(BatchingConfig(batch_samples_max=32, queued_requests_per_caller_max=1000))
     served = dict.fromkeys(callers, 0)
@@ -122,7 +129,9 @@ def test_callers_that_always_wait_get_equal_shares(seed: int) -> None:
         for name, many in callers.items():
             while waiting[name] < many:
                 number += 1
-                assert not batcher.offer(request(number, queue=rng.choice("ab"), caller=name, samples=sizes[name]), float(step))
+                assert not batcher.offer(
+                    request(number, queue=rng.choice("ab"), caller=name, samples=sizes[name]), float(step)
+                )
                 waiting[name] += 1
         for one in batcher.take(float(step)):
             served[str(one.caller)] += one.samples
@@ -134,9 +143,16 @@ def test_callers_that_always_wait_get_equal_shares(seed: int) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["offer", "take", "withdraw"]), st.integers(0, 7), st.integers(1, 16)), max_size=120))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["offer", "take", "withdraw"]), st.integers(0, 7), st.integers(1, 16)),
+        max_size=120,
+    )
+)
 def test_nothing_is_lost_twice_served_or_beyond_a_limit(steps: list[tuple[str, int, int]]) -> None:
-    config = BatchingConfig(batch_samples_max=16, batch_requests_max=3, queued_requests_max=12, queued_requests_per_caller_max=5)
+    config = BatchingConfig(
+        batch_samples_max=16, batch_requests_max=3, queued_requests_max=12, queued_requests_per_caller_max=5
+    )
     batcher = Batcher(config)
     waiting: dict[int, Queued] = {}
     for number, (what, pick, samples) in enumerate(steps):

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 import pytest
 import torch
 
-from moe.mixture.beam import BeamConfig, BeamSearch, Chosen, Prefix, compact
-from swarm.errors import UsageError
+from moe.client.logic.beam import BeamConfig, BeamSearch, Prefix, Selection, compact
+from swarm.core.errors import UsageError
 
 
-def run(search: BeamSearch, alive: Iterable[Prefix], depth: int) -> tuple[Chosen, int, int]:
+def run(search: BeamSearch, alive: Iterable[Prefix], depth: int) -> tuple[Selection, int, int]:
     """(result, prefixes opened, steps)."""
     tree: dict[Prefix, set[int]] = {}
     for expert in alive:
@@ -28,33 +28,50 @@ def run(search: BeamSearch, alive: Iterable[Prefix], depth: int) -> tuple[Chosen
     return search.result(), opened, steps
 
 
-def exhaustive(scores: Sequence[torch.Tensor], dimensions: Sequence[range], alive: Sequence[Prefix], k: int) -> list[list[float]]:
+def exhaustive(
+    scores: Sequence[torch.Tensor], dimensions: Sequence[range], alive: Sequence[Prefix], k: int
+) -> list[list[float]]:
     """For each sample the scores of its k best experts."""
     found = []
     for sample in range(len(scores[0])):
-        totals = [sum(float(scores[d][sample, e[d] - dimensions[d].start]) for d in range(len(e))) for e in alive]
+        totals = [
+            sum(float(scores[d][sample, e[d] - dimensions[d].start]) for d in range(len(e))) for e in alive
+        ]
         found.append(sorted(totals, reverse=True)[:k])
     return found
 
 
-def found_scores(chosen: Chosen, scores: Sequence[torch.Tensor], dimensions: Sequence[range]) -> list[list[float]]:
+def found_scores(
+    chosen: Selection, scores: Sequence[torch.Tensor], dimensions: Sequence[range]
+) -> list[list[float]]:
     result = []
     for sample, row in enumerate(chosen.which_BK.tolist()):
         experts = [chosen.experts[place] for place in row if place >= 0]
         assert len(set(experts)) == len(experts)
-        result.append([sum(float(scores[d][sample, e[d] - dimensions[d].start]) for d in range(len(e))) for e in experts])
+        result.append(
+            [
+                sum(float(scores[d][sample, e[d] - dimensions[d].start]) for d in range(len(e)))
+                for e in experts
+            ]
+        )
     return result
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_it_finds_what_exhaustive_search_finds(seed: int) -> None:
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    dimensions = [range(start := rng.randrange(3), start + rng.randint(1, 9)) for _ in range(rng.randint(1, 3))]
+    dimensions = [
+        range(start := rng.randrange(3), start + rng.randint(1, 9)) for _ in range(rng.randint(1, 3))
+    ]
     everything = list(itertools.product(*dimensions))
     alive = rng.sample(everything, rng.randint(0, len(everything)))
     batch, k = rng.randint(1, 12), rng.randint(1, 6)
     scores = [torch.randn(batch, len(dimension), generator=generator) for dimension in dimensions]
-    config = BeamConfig(width=rng.randint(1, 4), prefixes_per_step_max=rng.choice([1, 3, 64]), elements_max=rng.choice([1, 50, 1 << 22]))
+    config = BeamConfig(
+        width=rng.randint(1, 4),
+        prefixes_per_step_max=rng.choice([1, 3, 64]),
+        elements_max=rng.choice([1, 50, 1 << 22]),
+    )
     chosen, _, _ = run(BeamSearch(scores, dimensions, k, config), alive, len(dimensions))
     assert chosen.certain
     assert set(chosen.experts) <= set(alive)
@@ -71,7 +88,9 @@ def test_it_opens_few_prefixes_of_a_large_grid() -> None:
     assert opened < 1 + 8 * 12
     assert steps <= 4
     sums_BE = (scores[0][:, :, None] + scores[1][:, None, :]).flatten(1)
-    assert torch.allclose(torch.tensor(found_scores(chosen, scores, dimensions)), sums_BE.topk(4).values, atol=1e-5)
+    assert torch.allclose(
+        torch.tensor(found_scores(chosen, scores, dimensions)), sums_BE.topk(4).values, atol=1e-5
+    )
 
 
 def test_a_hole_behind_the_best_prefix_is_seen() -> None:
@@ -83,7 +102,8 @@ def test_a_hole_behind_the_best_prefix_is_seen() -> None:
 
 def test_limits_end_a_search_and_it_says_so() -> None:
     dimensions = [range(50), range(2)]
-    scores = [torch.arange(50.0)[None], torch.tensor([[-1000.0, 0.0]])]  # every prefix promises more than it holds
+    # every prefix promises more than it holds
+    scores = [torch.arange(50.0)[None], torch.tensor([[-1000.0, 0.0]])]
     config = BeamConfig(width=2, prefixes_max=5)
     chosen, opened, _ = run(BeamSearch(scores, dimensions, 2, config), [(place, 0) for place in range(50)], 2)
     assert not chosen.certain
@@ -131,7 +151,9 @@ def test_coordinates_beyond_the_grid_are_passed_over() -> None:
 
 
 def test_no_more_prefixes_are_opened_than_allowed() -> None:
-    search = BeamSearch([torch.zeros(1, 4), torch.zeros(1, 2)], [range(4), range(2)], 8, BeamConfig(width=4, prefixes_max=3))
+    search = BeamSearch(
+        [torch.zeros(1, 4), torch.zeros(1, 2)], [range(4), range(2)], 8, BeamConfig(width=4, prefixes_max=3)
+    )
     search.opened({prefix: range(4) for prefix in search.wanted()})
     assert len(search.wanted()) == 2, "one of three is opened already"
     search.opened({prefix: range(2) for prefix in search.wanted()})

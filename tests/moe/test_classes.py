@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe.classes import ExpertSettings, available_classes, expert_class, make
-from moe.expert import Expert
-from swarm.errors import UsageError
+from moe.server.classes import ExpertSettings, available_classes, expert_class, make
+from moe.server.expert import Expert
+from swarm.core.errors import UsageError
 
 
 @pytest.mark.parametrize("name", ["ffn", "transformer", "causal_transformer", "nop"])
@@ -29,7 +29,11 @@ def test_every_built_in_class_learns_or_has_nothing_to_learn(name: str) -> None:
 
 
 def test_no_place_of_a_causal_layer_sees_those_behind_it() -> None:
-    module, _ = make("causal_transformer", expert_class("causal_transformer"), ExpertSettings(hidden_dim=8, sequence_length=6))
+    module, _ = make(
+        "causal_transformer",
+        expert_class("causal_transformer"),
+        ExpertSettings(hidden_dim=8, sequence_length=6),
+    )
     x = torch.randn(1, 6, 8)
     changed = x.clone()
     changed[:, 3:] = 0

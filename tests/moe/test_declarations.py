@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from moe.declarations import NAMESPACE, RULES, Declarations, Load
-from moe.serving.places import choose_places
-from moe.uid import ExpertUid, Grid
-from swarm.dht.namespaces import Namespaces
-from swarm.dht.records import Record, encode_value
-from swarm.dht.rules import NamespaceRules
-from swarm.errors import UsageError
-from swarm.ids import Contact, Key, PeerId
+from moe.protocol.declarations import NAMESPACE, RULES, Declarations, ServerLoad
+from moe.protocol.names import ExpertGrid, ExpertUid
+from moe.server.free_places import choose_places
+from swarm.core.errors import UsageError
+from swarm.core.ids import Contact, Key, PeerId
+from swarm.dht.logic.namespaces import Namespaces
+from swarm.dht.logic.records import Record, encode_value
+from swarm.dht.logic.rules import NamespaceRules
 
 A = bytes(16)  # a schema's digest
 GOOD: dict[str, Any] = {
@@ -75,16 +75,16 @@ class NoDht:
 def test_too_many_schemas_below_one_prefix_are_refused() -> None:
     experts = {ExpertUid("ffn", (number,)): number.to_bytes(16, "big") for number in range(65)}
     with pytest.raises(UsageError, match="64 different schemas"):
-        Declarations(NoDht(), Contact, experts, Load)  # type: ignore[arg-type]
+        Declarations(NoDht(), Contact, experts, ServerLoad)  # type: ignore[arg-type]
 
 
 def test_free_places_are_drawn_and_a_full_grid_says_so() -> None:
-    grid, rng = Grid.parse("ffn.[0:2].[0:3]"), random.Random(1)
+    grid, rng = ExpertGrid.parse("ffn.[0:2].[0:3]"), random.Random(1)
     taken = list(grid.names())[:3]
     chosen = choose_places(grid, taken, 3, rng)
     assert set(chosen) == set(grid.names()) - set(taken)
     with pytest.raises(UsageError, match="has 3 free places of 6"):
         choose_places(grid, taken, 4, rng)
-    huge = Grid.parse("ffn.[0:4096].[0:4096]")
+    huge = ExpertGrid.parse("ffn.[0:4096].[0:4096]")
     assert len(set(choose_places(huge, [], 16, rng))) == 16
     assert choose_places(huge, [], 16, random.Random(2)) != choose_places(huge, [], 16, random.Random(3))

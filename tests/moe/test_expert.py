@@ -1,4 +1,6 @@
-"""An expert computes what its module computes, learns as its optimizer does, and survives what its module raises."""
+"""An expert computes what its module computes, learns as its optimizer does, and survives what its module
+raises.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from moe.expert import ComputationFailed, Expert
-from moe.serving.checkpoints import ExpertCheckpoints, kept_names
-from moe.uid import ExpertUid
-from swarm.errors import UsageError
+from moe.protocol.names import ExpertUid
+from moe.server.checkpoints import ExpertCheckpoints, kept_names
+from moe.server.expert import ComputationFailed, Expert
+from swarm.core.errors import UsageError
 
 
 def network(width: int = 6) -> torch.nn.Module:
@@ -31,7 +33,10 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def passes(count: int, seed: int = 0) -> list[Any]:
     generator = torch.Generator().manual_seed(seed)
-    return [(("x", number), [torch.randn(3, 6, generator=generator)], [torch.randn(3, 6, generator=generator)]) for number in range(count)]
+    return [
+        (("x", number), [torch.randn(3, 6, generator=generator)], [torch.randn(3, 6, generator=generator)])
+        for number in range(count)
+    ]
 
 
 def test_a_frozen_expert_is_its_module_bit_by_bit() -> None:
@@ -47,7 +52,10 @@ def test_a_frozen_expert_is_its_module_bit_by_bit() -> None:
     assert found is not None
     assert torch.equal(found, x.grad)
     assert frozen.version == 0
-    assert all(torch.equal(one, other) for one, other in zip(frozen.module.parameters(), module.parameters(), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(frozen.module.parameters(), module.parameters(), strict=True)
+    )
 
 
 def test_one_step_for_a_batch_of_passes_equals_the_modules_own() -> None:
@@ -63,14 +71,20 @@ def test_one_step_for_a_batch_of_passes_equals_the_modules_own() -> None:
     assert torch.allclose(torch.cat([part for (part,) in found if part is not None]), x.grad, atol=1e-6)
     assert learning.version == 1
     assert learning.samples == 9
-    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(learning.module.parameters(), module.parameters(), strict=True))
+    assert all(
+        torch.allclose(one, other, atol=1e-6)
+        for one, other in zip(learning.module.parameters(), module.parameters(), strict=True)
+    )
 
 
 def test_kept_activations_give_the_same_and_are_bounded() -> None:
     keeping, anew = expert(optimizer=sgd, keep_activations_bytes=4000), expert(optimizer=sgd)
     for name, inputs, gradients in passes(4):
         assert torch.equal(keeping.forward_keeping(name, inputs)[0], anew.forward(inputs)[0])
-        first, second = keeping.backward([(name, inputs, gradients)]), anew.backward([(name, inputs, gradients)])
+        first, second = (
+            keeping.backward([(name, inputs, gradients)]),
+            anew.backward([(name, inputs, gradients)]),
+        )
         assert first[0][0] is not None
         assert second[0][0] is not None
         assert torch.allclose(first[0][0], second[0][0])
@@ -94,7 +108,11 @@ class Nested(torch.nn.Module):
 
 def test_nested_and_integer_tensors() -> None:
     module = Nested()
-    learning = Expert(module, (torch.zeros(1, dtype=torch.int64), {"used": torch.zeros(1, 4), "ignored": torch.zeros(1)}), sgd)
+    learning = Expert(
+        module,
+        (torch.zeros(1, dtype=torch.int64), {"used": torch.zeros(1, 4), "ignored": torch.zeros(1)}),
+        sgd,
+    )
     assert str(learning.schema) == (
         "(int64(batch), {ignored: float32(batch), used: float32(batch, 4)}) -> "
         "{parts: [int64(batch), float32(batch, 4)], sum: float32(batch, 4)}"
@@ -144,14 +162,19 @@ def test_gradients_that_overflow_are_not_applied() -> None:
 
 
 def test_a_schedule_is_stepped() -> None:
-    learning = expert(optimizer=sgd, schedule=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step))
+    learning = expert(
+        optimizer=sgd,
+        schedule=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
+    )
     for one in passes(3):
         learning.backward([one])
     assert learning.optimizer is not None
     assert learning.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**3)
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(1, 6), (), (torch.zeros(0, 6),), (3,), (torch.zeros(1, 6), torch.zeros(2, 6))])
+@pytest.mark.parametrize(
+    "wrong", [torch.zeros(1, 6), (), (torch.zeros(0, 6),), (3,), (torch.zeros(1, 6), torch.zeros(2, 6))]
+)
 def test_wrong_sample_inputs_are_refused(wrong: Any) -> None:
     with pytest.raises((UsageError, TypeError)):
         Expert(network(), wrong)
@@ -171,11 +194,16 @@ def test_a_server_resumes_where_it_was(tmp_path: Path) -> None:
     for learning in (first, second):
         learning.backward(passes(1, seed=5))
     assert second.version == first.version == 2
-    assert all(torch.equal(one, other) for one, other in zip(first.module.parameters(), second.module.parameters(), strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(first.module.parameters(), second.module.parameters(), strict=True)
+    )
     assert kept_names(tmp_path) == [uid]
 
 
-def test_a_write_that_was_cut_short_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_was_cut_short_leaves_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     uid, learning = ExpertUid.parse("ffn.3"), expert(optimizer=sgd)
     checkpoints = ExpertCheckpoints(tmp_path, {uid: learning})
     checkpoints.save()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe.mixture.gathering import Gathering, Patience
-from swarm.errors import UsageError
+from moe.client.logic.gathering import Gathering, GatherTimeouts
+from swarm.core.errors import UsageError
 
-EXACT = Patience(after_k_min_s=0.5)
+EXACT = GatherTimeouts(after_k_min_s=0.5)
 
 
 def rows(*numbers: int) -> torch.Tensor:
@@ -46,7 +46,9 @@ def test_a_sample_that_can_get_no_more_holds_nobody_up() -> None:
     gathering.expect(2, rows(1), 0.0)
     gathering.expect(3, rows(1), 0.0)
     gathering.failed(0, 1.0)
-    assert gathering.short_rows.tolist() == [0], "said before the others have answered, so that a replacement can be asked"
+    assert gathering.short_rows.tolist() == [0], (
+        "said before the others have answered, so that a replacement can be asked"
+    )
     gathering.answered(1, 1.1)
     gathering.answered(2, 1.2)
     assert gathering.over(1.7)
@@ -124,9 +126,9 @@ def test_unknown_and_repeated_events_change_nothing() -> None:
 
 @pytest.mark.parametrize(("took_s", "expected_s"), [(0.01, 0.1), (0.4, 0.4), (60.0, 5.0)])
 def test_patience_follows_what_it_took(took_s: float, expected_s: float) -> None:
-    assert Patience().after_s(took_s) == expected_s
+    assert GatherTimeouts().after_s(took_s) == expected_s
 
 
 def test_wrong_patience() -> None:
     with pytest.raises(UsageError):
-        Patience(after_k_min_s=-1.0)
+        GatherTimeouts(after_k_min_s=-1.0)

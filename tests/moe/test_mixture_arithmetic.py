@@ -8,9 +8,16 @@ import math
 import pytest
 import torch
 
-from moe.mixture.dispatch import add_up, mixed, not_among, places_of, spread
-from moe.mixture.gate import ProductKeyGate, balancing_loss, gate_input, logits_of, softmax_over, switch_weights
-from swarm.errors import UsageError
+from moe.client.logic.dispatch import add_up, mixed, not_among, places_of, spread
+from moe.client.logic.gate import (
+    ProductKeyGate,
+    balancing_loss,
+    gate_input,
+    logits_of,
+    softmax_over,
+    switch_weights,
+)
+from swarm.core.errors import UsageError
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -31,7 +38,9 @@ def test_places_of_nothing() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_spread_mix_and_add_up_equal_the_dense_mixture(seed: int) -> None:
-    """Value and gradients of Σ_s w[b, s] · f_e(b, s)(x[b]), computed by dispatching, equal autograd's of the sum written out."""
+    """Value and gradients of Σ_s w[b, s] · f_e(b, s)(x[b]), computed by dispatching, equal autograd's of the
+    sum written out.
+    """
     generator = torch.Generator().manual_seed(seed)
     batch, width, experts = 7, 3, 5
     which = torch.stack([torch.randperm(experts, generator=generator)[:width] for _ in range(batch)])
@@ -47,11 +56,16 @@ def test_spread_mix_and_add_up_equal_the_dense_mixture(seed: int) -> None:
     expected = torch.zeros(batch, 6)
     for row, column in itertools.product(range(batch), range(width)):
         if which[row, column] >= 0:
-            expected = expected.index_add(0, torch.tensor([row]), (weights[row, column] * (x[row] @ matrices[which[row, column]]))[None])
+            expected = expected.index_add(
+                0, torch.tensor([row]), (weights[row, column] * (x[row] @ matrices[which[row, column]]))[None]
+            )
     assert torch.allclose(total, expected, atol=1e-5)
     direction = torch.randn(batch, 6, generator=generator)
     by_weights, by_outputs = torch.autograd.grad((total * direction).sum(), (weights, outputs))
-    parts = [(place, [by_outputs[place.rows, place.columns] @ matrix.T]) for place, matrix in zip(places, matrices, strict=True)]
+    parts = [
+        (place, [by_outputs[place.rows, place.columns] @ matrix.T])
+        for place, matrix in zip(places, matrices, strict=True)
+    ]
     by_x = add_up([x.detach()], parts)[0]
     wanted_weights, wanted_x = torch.autograd.grad((expected * direction).sum(), (weights, x))
     assert torch.allclose(by_weights, wanted_weights, atol=1e-5)
@@ -68,7 +82,11 @@ def test_not_among_equals_a_loop_over_samples(seed: int) -> None:
     there = torch.rand(7, 3, generator=generator) < 0.7
     found = not_among(which, which.unsqueeze(2), before.unsqueeze(2), there, 2)
     for sample in range(7):
-        held = {place for place, is_there in zip(before[sample].tolist(), there[sample].tolist(), strict=True) if is_there}
+        held = {
+            place
+            for place, is_there in zip(before[sample].tolist(), there[sample].tolist(), strict=True)
+            if is_there
+        }
         left = [place for place in which[sample].tolist() if place >= 0 and place not in held]
         assert found[sample].tolist() == [*left, -1, -1][:2]
 
@@ -114,13 +132,18 @@ def test_switch_weights_are_probabilities_in_the_whole_grid() -> None:
     weights = switch_weights(scores, coordinates, chosen, chosen)
     assert torch.allclose(weights, full[:, [6, 3]], atol=1e-6)
     one_answered = switch_weights(scores, coordinates, chosen, torch.tensor([[True, False]] * 5))
-    assert torch.allclose(one_answered[:, 0], full[:, 6] + full[:, 3], atol=1e-6), "the mass of what failed goes to who answered"
+    assert torch.allclose(one_answered[:, 0], full[:, 6] + full[:, 3], atol=1e-6), (
+        "the mass of what failed goes to who answered"
+    )
     assert not one_answered[:, 1].any()
     assert not switch_weights(scores, coordinates, chosen, ~chosen).any()
 
 
 def test_switch_weights_have_gradients() -> None:
-    scores = (torch.randn(2, 3, dtype=torch.float64, requires_grad=True), torch.randn(2, 4, dtype=torch.float64, requires_grad=True))
+    scores = (
+        torch.randn(2, 3, dtype=torch.float64, requires_grad=True),
+        torch.randn(2, 4, dtype=torch.float64, requires_grad=True),
+    )
     coordinates = torch.tensor([[1, 2], [0, 3]]).expand(2, 2, 2)
     chosen = torch.ones(2, 2, dtype=torch.bool)
     there = torch.tensor([[True, False], [True, True]])
@@ -134,7 +157,10 @@ def test_the_balancing_loss_equals_its_formula() -> None:
     for score, share in zip(scores, used, strict=True):
         size = len(share)
         for place in range(size):
-            mean = sum(math.exp(row[place]) / sum(math.exp(value) for value in row) for row in score.tolist()) / 8
+            mean = (
+                sum(math.exp(row[place]) / sum(math.exp(value) for value in row) for row in score.tolist())
+                / 8
+            )
             by_hand += size * float(share[place]) * mean
     assert float(balancing_loss(scores, used)) == pytest.approx(by_hand, rel=1e-5)
     even = [torch.full((size,), 1.0 / size) for size in (3, 4)]

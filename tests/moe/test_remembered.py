@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from moe.serving.remembered import Remembered, RememberedConfig
+from moe.server.logic.remembered import Remembered, RememberedConfig
 
 
 def test_what_was_put_is_there_until_it_is_dropped() -> None:
@@ -21,7 +21,9 @@ def test_what_was_put_is_there_until_it_is_dropped() -> None:
 
 
 def test_one_caller_pushes_out_its_own() -> None:
-    kept: Remembered[str] = Remembered(RememberedConfig(bytes_max=1000, bytes_per_caller_max=300, entry_overhead_bytes=0))
+    kept: Remembered[str] = Remembered(
+        RememberedConfig(bytes_max=1000, bytes_per_caller_max=300, entry_overhead_bytes=0)
+    )
     kept.put("quiet", 0, "kept", 100)
     for number in range(50):
         assert kept.put("loud", number, "", 100)
@@ -47,7 +49,11 @@ def test_limits_hold_whatever_happens(seed: int) -> None:
             kept.drop(caller, name)
             mirror.pop((caller, name), None)
         assert kept.size_bytes <= 2000
-        assert kept.size_bytes == sum(size for _, size in kept._entries.values()) == sum(kept._caller_bytes.values())
+        assert (
+            kept.size_bytes
+            == sum(size for _, size in kept._entries.values())
+            == sum(kept._caller_bytes.values())
+        )
         assert all(size <= 800 for size in kept._caller_bytes.values())
         for (who, what), _ in kept._entries.items():
             assert kept.get(who, what) == mirror[str(who), int(str(what))]

@@ -7,24 +7,28 @@ from collections import Counter
 
 import pytest
 
-from moe.replicas.avoidance import Avoidance, AvoidanceConfig
-from moe.replicas.fleet import Fleet, FleetConfig
-from moe.replicas.hedging import HedgeBudget, HedgedCall, HedgingConfig
-from swarm.errors import UsageError
-from swarm.ids import PeerId
+from moe.client.logic.avoidance import Avoidance, AvoidanceConfig
+from moe.client.logic.hedging import HedgeBudget, HedgedCall, HedgingConfig
+from moe.client.logic.replica_stats import FleetConfig, ReplicaStats
+from swarm.core.errors import UsageError
+from swarm.core.ids import PeerId
 from swarm.testing.identities import SeededIdentity
 
 PEERS = [SeededIdentity(f"fleet/{number}").peer_id for number in range(3)]
 ONE, TWO, THREE = PEERS
 
 
-def fleet(seed: int = 0, **config: object) -> Fleet:
-    return Fleet(random.Random(seed), FleetConfig(**config))  # type: ignore[arg-type]
+def fleet(seed: int = 0, **config: object) -> ReplicaStats:
+    return ReplicaStats(random.Random(seed), FleetConfig(**config))  # type: ignore[arg-type]
 
 
 class TestAvoidance:
     def test_the_while_grows_with_each_failure_up_to_a_limit(self) -> None:
-        avoidance, now_s, spans_s = Avoidance(AvoidanceConfig(first_s=1.0, growth=2.0, longest_s=10.0)), 100.0, []
+        avoidance, now_s, spans_s = (
+            Avoidance(AvoidanceConfig(first_s=1.0, growth=2.0, longest_s=10.0)),
+            100.0,
+            [],
+        )
         for _ in range(6):
             avoidance.failed("x", now_s)
             until_s = avoidance.until_s("x")
@@ -182,7 +186,9 @@ class TestFleet:
             known.answered("e", ONE, 0.1)
             known.answered("e", TWO, 0.2)
         firsts = Counter(known.order("e", [ONE, TWO], 0.0)[0] for _ in range(2000))
-        assert firsts[ONE] / firsts[TWO] == pytest.approx(4.0, rel=0.2), "in proportion to the square of 1 / time"
+        assert firsts[ONE] / firsts[TWO] == pytest.approx(4.0, rel=0.2), (
+            "in proportion to the square of 1 / time"
+        )
 
     def test_what_is_in_flight_there_counts(self) -> None:
         known = fleet(eagerness=50.0)
@@ -222,7 +228,9 @@ class TestFleet:
         assert known.hedge_after_s("e", ONE) == 0.05
 
     def test_who_dawdled_is_tried_again_only_while_a_second_request_could_save_the_try(self) -> None:
-        """Found with seeds 7 and 8 of the simulated swarm: four slow peers were tried at once, with second requests for two of them."""
+        """Found with seeds 7 and 8 of the simulated swarm: four slow peers were tried at once, with second
+        requests for two of them.
+        """
         known = fleet(eagerness=50.0, hedging=HedgingConfig(saved_max=2.0))
         known.answered("e", THREE, 1.0)
         for peer in (ONE, TWO):

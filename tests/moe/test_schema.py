@@ -6,15 +6,31 @@ import msgpack
 import pytest
 import torch
 
-from moe.schema import LEAVES_MAX, Leaf, Schema, check, flatten, leaves, same_structure, unflatten
-from swarm.errors import PeerError, UsageError
+from moe.protocol.schema import (
+    LEAVES_MAX,
+    ExpertSchema,
+    Leaf,
+    check,
+    flatten,
+    leaves,
+    same_structure,
+    unflatten,
+)
+from swarm.core.errors import PeerError, UsageError
 
-NESTED = (torch.zeros(2, 3), {"b": [torch.zeros(2, dtype=torch.int64)], "a": (torch.zeros(2, 1, 4, dtype=torch.bfloat16),)})
+NESTED = (
+    torch.zeros(2, 3),
+    {"b": [torch.zeros(2, dtype=torch.int64)], "a": (torch.zeros(2, 1, 4, dtype=torch.bfloat16),)},
+)
 
 
 def test_nested_values_are_flattened_and_built_again() -> None:
     tree, tensors = flatten(NESTED)
-    assert [str(leaf) for leaf in leaves(tree)] == ["float32(batch, 3)", "bfloat16(batch, 1, 4)", "int64(batch)"]
+    assert [str(leaf) for leaf in leaves(tree)] == [
+        "float32(batch, 3)",
+        "bfloat16(batch, 1, 4)",
+        "int64(batch)",
+    ]
     again = unflatten(tree, tensors)
     assert again[0] is NESTED[0]
     assert isinstance(again[1]["b"], list)
@@ -23,11 +39,11 @@ def test_nested_values_are_flattened_and_built_again() -> None:
 
 
 def test_a_schema_travels() -> None:
-    schema = Schema.of(NESTED, {"y": torch.zeros(2, 5)})
-    again = Schema.unpack(schema.packed)
+    schema = ExpertSchema.of(NESTED, {"y": torch.zeros(2, 5)})
+    again = ExpertSchema.unpack(schema.packed)
     assert again == schema
     assert again.digest == schema.digest
-    assert Schema.of(NESTED, {"y": torch.zeros(2, 6)}).digest != schema.digest
+    assert ExpertSchema.of(NESTED, {"y": torch.zeros(2, 6)}).digest != schema.digest
     assert [leaf.is_floating for leaf in schema.input_leaves] == [True, True, False]
     assert len(schema.input_gradient_leaves) == 2
 
@@ -51,7 +67,7 @@ def test_a_schema_travels() -> None:
 )
 def test_what_a_peer_sends_instead_is_refused(packed: bytes) -> None:
     with pytest.raises((PeerError, UsageError)):
-        Schema.unpack(packed)
+        ExpertSchema.unpack(packed)
 
 
 def test_nesting_without_end_is_refused() -> None:
@@ -59,11 +75,19 @@ def test_nesting_without_end_is_refused() -> None:
     for _ in range(40):
         packed = ["list", packed]
     with pytest.raises(PeerError):
-        Schema.unpack(msgpack.packb([["tuple", packed], ["float32", [3]]]))
+        ExpertSchema.unpack(msgpack.packb([["tuple", packed], ["float32", [3]]]))
 
 
 @pytest.mark.parametrize(
-    "value", [3, "x", torch.tensor(1.0), [torch.zeros(1), None], {1: torch.zeros(1)}, torch.zeros(1, dtype=torch.complex64)]
+    "value",
+    [
+        3,
+        "x",
+        torch.tensor(1.0),
+        [torch.zeros(1), None],
+        {1: torch.zeros(1)},
+        torch.zeros(1, dtype=torch.complex64),
+    ],
 )
 def test_what_is_no_tree_of_tensors_is_refused(value: object) -> None:
     with pytest.raises(UsageError):

@@ -5,13 +5,33 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe.schema import Leaf
-from moe.tensors import ABSENT, CHUNK_BYTES, Header, check_headers, chunks, decode, encode, expected_bytes, joined, payload_bytes
+from moe.protocol.schema import Leaf
+from moe.protocol.tensors import (
+    ABSENT,
+    CHUNK_BYTES,
+    Header,
+    check_headers,
+    chunks,
+    decode,
+    encode,
+    expected_bytes,
+    joined,
+    payload_bytes,
+)
 from swarm.compression import find
-from swarm.errors import PeerError
+from swarm.core.errors import PeerError
 
 LEAVES = [
-    Leaf(dtype, (3, 5)) for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool)
+    Leaf(dtype, (3, 5))
+    for dtype in (
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.float64,
+        torch.int64,
+        torch.uint8,
+        torch.bool,
+    )
 ]
 
 
@@ -32,7 +52,10 @@ def test_every_dtype_arrives_as_it_was(batch: int) -> None:
     assert len(payload) == payload_bytes(pieces) == expected_bytes(LEAVES, batch, None)
     assert check_headers(headers_of(pieces), LEAVES, batch, absent_from=len(LEAVES)) == len(payload)
     found = decode(headers_of(pieces), LEAVES, batch, payload)
-    assert all(one is not None and torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(found, given, strict=True))
+    assert all(
+        one is not None and torch.equal(one, other) and one.dtype == other.dtype
+        for one, other in zip(found, given, strict=True)
+    )
     assert b"".join(chunks(pieces)) == payload
 
 
@@ -46,7 +69,9 @@ def test_it_is_read_in_place() -> None:
 
 
 def test_large_payloads_are_cut_into_chunks() -> None:
-    pieces = encode([torch.randn(1, CHUNK_BYTES // 4 + 1), torch.ones(1, 3), torch.randn(1, CHUNK_BYTES // 2)], None)
+    pieces = encode(
+        [torch.randn(1, CHUNK_BYTES // 4 + 1), torch.ones(1, 3), torch.randn(1, CHUNK_BYTES // 2)], None
+    )
     cut = list(chunks(pieces))
     assert all(0 < len(one) <= CHUNK_BYTES for one in cut)
     assert b"".join(cut) == joined(pieces)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from moe.uid import ExpertUid, Grid
-from swarm.errors import UsageError
+from moe.protocol.names import ExpertGrid, ExpertUid
+from swarm.core.errors import UsageError
 
 
 def test_a_name_reads_back_and_knows_its_prefixes() -> None:
@@ -17,7 +17,22 @@ def test_a_name_reads_back_and_knows_its_prefixes() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["ffn", "", "ffn.", ".3", "ffn.-1", "ffn.03", "ffn.4096", "ffn.1e3", "3.ffn", "ffn 3", "ffn.٣", "a" * 49 + ".0", "x" + ".1" * 9]
+    "text",
+    [
+        "ffn",
+        "",
+        "ffn.",
+        ".3",
+        "ffn.-1",
+        "ffn.03",
+        "ffn.4096",
+        "ffn.1e3",
+        "3.ffn",
+        "ffn 3",
+        "ffn.٣",
+        "a" * 49 + ".0",
+        "x" + ".1" * 9,
+    ],
 )
 def test_what_is_no_name_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
@@ -25,7 +40,7 @@ def test_what_is_no_name_is_refused(text: str) -> None:
 
 
 def test_a_pattern_stands_for_names() -> None:
-    grid = Grid.parse("ffn.[1:3].7.[0:2]")
+    grid = ExpertGrid.parse("ffn.[1:3].7.[0:2]")
     assert list(map(str, grid.names())) == ["ffn.1.7.0", "ffn.1.7.1", "ffn.2.7.0", "ffn.2.7.1"]
     assert (grid.shape, grid.count, str(grid)) == ((2, 1, 2), 4, "ffn.[1:3].7.[0:2]")
     assert all(uid in grid for uid in grid.names())
@@ -33,14 +48,17 @@ def test_a_pattern_stands_for_names() -> None:
     assert ExpertUid.parse("ffn.1.7") not in grid
 
 
-@pytest.mark.parametrize("text", ["ffn", "ffn.[0:0]", "ffn.[4:2]", "ffn.[0:4097]", "ffn.[a:b]", "ffn.[0:4", "ffn.[]", "ffn.[0:2].x"])
+@pytest.mark.parametrize(
+    "text",
+    ["ffn", "ffn.[0:0]", "ffn.[4:2]", "ffn.[0:4097]", "ffn.[a:b]", "ffn.[0:4", "ffn.[]", "ffn.[0:2].x"],
+)
 def test_what_is_no_pattern_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
-        Grid.parse(text)
+        ExpertGrid.parse(text)
 
 
 def test_a_large_grid_is_counted_and_not_written_out() -> None:
-    grid = Grid.parse("ffn.[0:4096].[0:4096].[0:4096]")
+    grid = ExpertGrid.parse("ffn.[0:4096].[0:4096].[0:4096]")
     assert grid.count == 4096**3
     with pytest.raises(UsageError, match="at most"):
         grid.names()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from averaging.training.progress import Claim
-from swarm.ids import PeerId
+from averaging.optim.progress.logic.reports import ProgressReport
+from swarm.core.ids import PeerId
 from swarm.metrics.record import Metrics, RoundTold
-from swarm.monitor.model import Look, Model
-from swarm.monitor.tracked import Heard
-from swarm.monitor.view import Event, LinkView, RunView
+from swarm.monitor.logic.model import Look, Model
+from swarm.monitor.logic.tracked import Heard
+from swarm.monitor.logic.view import LinkView, MonitorEvent, RunView
 
 RUN = RunView(run_id="a" * 20, name="tiny", version=1, target=1000)
 LIVE = LinkView(status="", entry="198.51.100.1:4000", entry_answers=True, known=5)
@@ -20,18 +20,33 @@ def peer(number: int) -> PeerId:
 
 
 def metrics(at_s: float, **fields: Any) -> Metrics:
-    known: dict[str, Any] = {"since_s": at_s - 100.0, "every_s": 2.0, "epoch": 7, "samples_per_s": 100.0, "device": "cpu", "loss": 2.0}
+    known: dict[str, Any] = {
+        "since_s": at_s - 100.0,
+        "every_s": 2.0,
+        "epoch": 7,
+        "samples_per_s": 100.0,
+        "device": "cpu",
+        "loss": 2.0,
+    }
     return Metrics(at_s=at_s, **{**known, **fields})
 
 
 def told(at_s: float, **fields: Any) -> RoundTold:
-    known: dict[str, Any] = {"kind": "epoch", "epoch": 7, "seconds": 1.0, "bytes": 1000, "members": 4, "group": "ab", "digest": "cd"}
+    known: dict[str, Any] = {
+        "kind": "epoch",
+        "epoch": 7,
+        "seconds": 1.0,
+        "bytes": 1000,
+        "members": 4,
+        "group": "ab",
+        "digest": "cd",
+    }
     return RoundTold(at_s=at_s, **{**known, **fields})
 
 
-def claim(at_s: float, **fields: Any) -> Claim:
+def claim(at_s: float, **fields: Any) -> ProgressReport:
     known: dict[str, Any] = {"epoch": 7, "samples": 100, "rate": 100.0, "since_s": at_s - 5.0}
-    return Claim(at_s=at_s, **{**known, **fields})
+    return ProgressReport(at_s=at_s, **{**known, **fields})
 
 
 def heard(at_s: float, **fields: Any) -> Heard:
@@ -58,7 +73,7 @@ class Watching:
         peers = {who: heard(self.now_s, **fields) for who, fields in self.present.items()}
         self.model.on_look(look(peers, **others), self.now_s)
 
-    def events(self, kind: str = "") -> list[Event]:
+    def events(self, kind: str = "") -> list[MonitorEvent]:
         return [event for event in self.model.events.latest if kind in ("", event.kind)]
 
     def view(self) -> Any:

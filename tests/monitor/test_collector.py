@@ -1,19 +1,21 @@
-"""What the collector does with what it finds: dates that run ahead, totals of large runs, and whom it knocks at when nobody answers."""
+"""What the collector does with what it finds: dates that run ahead, totals of large runs, and whom it knocks
+at when nobody answers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from averaging.training.shards import Sum
-from swarm.dht.records import Entry
-from swarm.dht.service import ManyAnswers
-from swarm.errors import DeadlineExceeded
-from swarm.ids import Address, Contact, Key
+from averaging.optim.progress.logic.shards import ProgressTotal
+from swarm.core.errors import DeadlineExceeded
+from swarm.core.ids import Address, Contact, Key
+from swarm.dht.logic.records import Entry
+from swarm.dht.service.dht_service import ManyAnswers
 from swarm.metrics.record import metrics_key
 from swarm.monitor.collector import Collector
-from swarm.monitor.model import Model
-from swarm.monitor.reading import donors_key, progress_key, read
+from swarm.monitor.logic.model import Model
+from swarm.monitor.logic.reading import donors_key, progress_key, read
 from swarm.testing.virtual_loop import VirtualClock, run_virtual
 from tests.monitor.telling import RUN, claim, heard, look, metrics, peer
 
@@ -22,7 +24,13 @@ NOW_S = 1_000_000.0
 
 
 def entry(number: int, value: Any, issued_s: float = NOW_S) -> Entry:
-    return Entry(value=value, subkey=str(peer(number)), writer=peer(number), issued_at=issued_s, expiration=issued_s + 8.0)
+    return Entry(
+        value=value,
+        subkey=str(peer(number)),
+        writer=peer(number),
+        issued_at=issued_s,
+        expiration=issued_s + 8.0,
+    )
 
 
 def answers(*found: tuple[Key, Entry]) -> dict[Key, dict[str, Entry]]:
@@ -37,7 +45,9 @@ def metrics_entry(number: int, at_s: float, issued_s: float = NOW_S) -> tuple[Ke
 
 
 def test_nobody_dates_a_record_ahead_of_its_issue() -> None:
-    found = read(RUN.run_id, answers(metrics_entry(1, NOW_S + 1e6, NOW_S - 20.0), metrics_entry(2, NOW_S - 3.0)), NOW_S)
+    found = read(
+        RUN.run_id, answers(metrics_entry(1, NOW_S + 1e6, NOW_S - 20.0), metrics_entry(2, NOW_S - 3.0)), NOW_S
+    )
     assert found.peers[peer(1)].at_s == NOW_S - 20.0
     assert found.peers[peer(2)].at_s == NOW_S - 3.0
 
@@ -51,10 +61,16 @@ def test_what_is_malformed_is_counted_and_passed_over() -> None:
 
 def test_only_donors_with_a_digest_declare_a_state() -> None:
     def donor(number: int, **fields: Any) -> tuple[Key, Entry]:
-        return donors_key(RUN.run_id), entry(number, {"epoch": 7, "addresses": [ADDRESS], "canonical": True, **fields})
+        return donors_key(RUN.run_id), entry(
+            number, {"epoch": 7, "addresses": [ADDRESS], "canonical": True, **fields}
+        )
 
     found = read(
-        RUN.run_id, answers(donor(1, digest=b"ab"), donor(2, digest=b""), donor(3), donor(4, digest=b"cd", canonical=False)), NOW_S
+        RUN.run_id,
+        answers(
+            donor(1, digest=b"ab"), donor(2, digest=b""), donor(3), donor(4, digest=b"cd", canonical=False)
+        ),
+        NOW_S,
     )
     assert found.states == {peer(1): (7, "6162")}
     assert len(found.donors) == 4
@@ -62,16 +78,31 @@ def test_only_donors_with_a_digest_declare_a_state() -> None:
 
 def test_a_run_in_shards_shows_the_total_that_its_aggregators_agree_on() -> None:
     def aggregator(number: int, samples: float) -> tuple[Key, Entry]:
-        total = Sum(epoch=7, samples=samples, rate=0.0, peers=100, median_rate=1.0, at_s=NOW_S, since_s=NOW_S - 5.0, bits=2)
-        return progress_key(RUN.run_id), entry(number, {**claim(NOW_S, samples=0).encode(), "total": total.encode()})
+        total = ProgressTotal(
+            epoch=7,
+            samples=samples,
+            rate=0.0,
+            peers=100,
+            median_rate=1.0,
+            at_s=NOW_S,
+            since_s=NOW_S - 5.0,
+            bits=2,
+        )
+        return progress_key(RUN.run_id), entry(
+            number, {**claim(NOW_S, samples=0).encode(), "total": total.encode()}
+        )
 
     told = [metrics_entry(number, NOW_S) for number in range(1, 20)]
-    found = read(RUN.run_id, answers(*told, aggregator(1, 600.0), aggregator(2, 610.0), aggregator(3, 1e12)), NOW_S)
+    found = read(
+        RUN.run_id, answers(*told, aggregator(1, 600.0), aggregator(2, 610.0), aggregator(3, 1e12)), NOW_S
+    )
     assert found.total is not None
     model = Model(RUN)
     model.on_look(look(found.peers, total=found.total), NOW_S)
     assert model.view(NOW_S).samples == 610.0
-    assert read(RUN.run_id, answers(*told, aggregator(1, 600.0)), NOW_S).total is None, "one alone is not believed"
+    assert read(RUN.run_id, answers(*told, aggregator(1, 600.0)), NOW_S).total is None, (
+        "one alone is not believed"
+    )
 
 
 class Deaf:
@@ -98,7 +129,9 @@ def test_it_knocks_at_peers_of_the_run_that_nothing_else_remembers() -> None:
         clock, dht = VirtualClock(), Deaf()
         now_s = clock.swarm_s()
         way_in = Contact(peer(50), (Address.parse(ADDRESS),))
-        collector = Collector(dht=dht, clock=clock, model=Model(RUN), entry=(way_in,), known=list, remembered=list)
+        collector = Collector(
+            dht=dht, clock=clock, model=Model(RUN), entry=(way_in,), known=list, remembered=list
+        )
         trainer = progress_key(RUN.run_id), entry(1, {**claim(now_s).encode(), "addresses": [ADDRESS]}, now_s)
         dht.found = answers(trainer)
         await collector.look()
@@ -115,7 +148,9 @@ def test_an_empty_run_is_not_a_lost_one_while_somebody_answers() -> None:
     async def scenario() -> None:
         clock, dht = VirtualClock(), Deaf()
         way_in = Contact(peer(50), (Address.parse(ADDRESS),))
-        collector = Collector(dht=dht, clock=clock, model=Model(RUN), entry=(way_in,), known=list, remembered=list)
+        collector = Collector(
+            dht=dht, clock=clock, model=Model(RUN), entry=(way_in,), known=list, remembered=list
+        )
 
         async def there(contact: Contact) -> bool:
             return True
@@ -136,7 +171,11 @@ def test_looks_follow_how_often_a_large_run_tells() -> None:
 
         def told(count: int, every_s: float) -> None:
             fresh = [
-                (metrics_key(RUN.run_id, peer(n)), entry(n, metrics(clock.swarm_s(), every_s=every_s).encode())) for n in range(1, count)
+                (
+                    metrics_key(RUN.run_id, peer(n)),
+                    entry(n, metrics(clock.swarm_s(), every_s=every_s).encode()),
+                )
+                for n in range(1, count)
             ]
             dht.found = answers(*fresh)
 

@@ -8,30 +8,34 @@ from pathlib import Path
 
 import pytest
 
-from swarm.errors import UsageError
-from swarm.monitor.eventlog import EventLog
-from swarm.monitor.history import History, Tier
-from swarm.monitor.view import Event, LinkView, RunView, View
+from swarm.core.errors import UsageError
+from swarm.monitor.history import ChartHistory, Tier
+from swarm.monitor.logic.eventlog import EventLog
+from swarm.monitor.logic.view import LinkView, MonitorEvent, MonitorView, RunView
 
 RUN = RunView(run_id="a" * 20, name="tiny", version=1)
 START_S = 1_000_000.0
 
 
-def view(at_s: float, loss: float | None = 2.0, *, status: str = "live") -> View:
-    return View(at_s=at_s, run=RUN, link=LinkView(status=status), epoch=3, samples_per_s=10.0, loss=loss, peers_live=2)
+def view(at_s: float, loss: float | None = 2.0, *, status: str = "live") -> MonitorView:
+    return MonitorView(
+        at_s=at_s, run=RUN, link=LinkView(status=status), epoch=3, samples_per_s=10.0, loss=loss, peers_live=2
+    )
 
 
-def event(number: int) -> Event:
-    return Event(number=number, at_s=START_S + number, kind="joined", level="good", text=f"event {number}")
+def event(number: int) -> MonitorEvent:
+    return MonitorEvent(
+        number=number, at_s=START_S + number, kind="joined", level="good", text=f"event {number}"
+    )
 
 
 def test_a_restart_finds_what_was_kept(tmp_path: Path) -> None:
     path = tmp_path / "new" / "run.sqlite"
-    first = History(path, RUN.run_id)
+    first = ChartHistory(path, RUN.run_id)
     for second in range(0, 60, 2):
         first.add(view(START_S + second, loss=float(second)), [event(second + 1)])
     first.close()
-    second = History(path, RUN.run_id)
+    second = ChartHistory(path, RUN.run_id)
     told = second.series(START_S - 100, START_S + 100)
     assert told["at"] == [START_S + at for at in range(0, 60, 2)]
     assert told["series"]["loss"] == [float(at) for at in range(0, 60, 2)]
@@ -47,7 +51,7 @@ def test_a_restart_finds_what_was_kept(tmp_path: Path) -> None:
 
 
 def test_what_is_not_fresh_leaves_a_gap() -> None:
-    history = History(None, RUN.run_id)
+    history = ChartHistory(None, RUN.run_id)
     history.add(view(START_S))
     history.add(view(START_S + 10, status="late"))
     history.add(view(START_S + 20, status="lost"))
@@ -58,7 +62,7 @@ def test_what_is_not_fresh_leaves_a_gap() -> None:
 
 
 def test_a_view_is_kept_as_a_whole_or_not_at_all() -> None:
-    history = History(None, RUN.run_id)
+    history = ChartHistory(None, RUN.run_id)
     with pytest.raises(sqlite3.Error):
         history.add(view(START_S), [event(1), replace(event(2), text=object())])  # type: ignore[arg-type]
     history.add(view(START_S + 10), [event(3)])
@@ -67,7 +71,7 @@ def test_a_view_is_kept_as_a_whole_or_not_at_all() -> None:
 
 
 def test_long_spans_come_from_coarse_buckets_and_hold_the_same_means() -> None:
-    history = History(None, RUN.run_id)
+    history = ChartHistory(None, RUN.run_id)
     for second in range(0, 7200, 10):
         history.add(view(START_S + second, loss=float(second // 3600)))
     for points in (4, 60, 600):
@@ -78,40 +82,46 @@ def test_long_spans_come_from_coarse_buckets_and_hold_the_same_means() -> None:
 
 
 def test_it_never_grows_beyond_its_bounds() -> None:
-    history = History(None, RUN.run_id, tiers=(Tier(2.0, 100.0), Tier(30.0, 1000.0), Tier(600.0, 6000.0)))
+    history = ChartHistory(
+        None, RUN.run_id, tiers=(Tier(2.0, 100.0), Tier(30.0, 1000.0), Tier(600.0, 6000.0))
+    )
     for number in range(1100):
         history.add(view(START_S + 10.0 * number), [event(number + 1)])
     assert history._connection is not None
-    counts = dict(history._connection.execute("SELECT tier, count(*) FROM point WHERE name = 'loss' GROUP BY tier"))
+    counts = dict(
+        history._connection.execute("SELECT tier, count(*) FROM point WHERE name = 'loss' GROUP BY tier")
+    )
     assert counts[0] <= 100 / 2 + 500
     assert counts[2] <= 6000 / 600 + 10
     before = replace(view(START_S + 20_000.0), own={})
     history.add(before)
     names = {f"m{place}" for place in range(200)}
-    from swarm.monitor.view import OwnView
+    from swarm.monitor.logic.view import OwnView
 
-    history.add(replace(before, own={name: OwnView(median=1.0, least=1.0, most=1.0, peers=1) for name in names}))
+    history.add(
+        replace(before, own={name: OwnView(median=1.0, least=1.0, most=1.0, peers=1) for name in names})
+    )
     (count,) = history._connection.execute("SELECT count(DISTINCT name) FROM point").fetchone()
     assert count <= 48
 
 
 def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "run.sqlite"
-    held = History(path, RUN.run_id)
+    held = ChartHistory(path, RUN.run_id)
     with pytest.raises(UsageError, match="another monitor keeps its history"):
-        History(path, RUN.run_id)
+        ChartHistory(path, RUN.run_id)
     held.close()
     with pytest.raises(UsageError, match="the history of another run"):
-        History(path, "b" * 20)
+        ChartHistory(path, "b" * 20)
     text = tmp_path / "notes.txt"
     text.write_text("these are my notes, and they are longer than a header of SQLite would be" * 20)
     with pytest.raises(UsageError, match="cannot hold a monitor's history"):
-        History(text, RUN.run_id)
+        ChartHistory(text, RUN.run_id)
     assert text.read_text().startswith("these are my notes")
 
 
 def test_a_closed_history_takes_nothing_and_fails_nobody() -> None:
-    history = History(None, RUN.run_id)
+    history = ChartHistory(None, RUN.run_id)
     history.close()
     history.add(view(START_S))
     assert history.series(0, 1)["at"] == []

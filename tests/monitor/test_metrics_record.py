@@ -1,4 +1,6 @@
-"""The record of a peer's metrics: what is written can be read, what is too much is refused, and its keys are known to all replicas."""
+"""The record of a peer's metrics: what is written can be read, what is too much is refused, and its keys are
+known to all replicas.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from swarm.dht.namespaces import Namespaces
-from swarm.dht.records import Record, encode_value
-from swarm.errors import PeerError, UsageError
+from swarm.core.errors import PeerError, UsageError
+from swarm.dht.logic.namespaces import Namespaces
+from swarm.dht.logic.records import Record, encode_value
 from swarm.metrics.record import SHARDS, Metrics, RoundTold, check_own, metrics_key, metrics_keys
 from tests.monitor.telling import metrics, peer, told
 
@@ -32,7 +34,13 @@ FULL = metrics(
     broken=("loss",),
     rounds=(
         told(1e9),
-        told(1e9, reason="deadline", detail="nobody came", left=((str(peer(1)), "gone"),), accused=((str(peer(2)), "lied"),)),
+        told(
+            1e9,
+            reason="deadline",
+            detail="nobody came",
+            left=((str(peer(1)), "gone"),),
+            accused=((str(peer(2)), "lied"),),
+        ),
     ),
 )
 
@@ -60,10 +68,21 @@ def test_what_is_written_is_read() -> None:
 def test_the_longest_record_that_can_be_made_fits() -> None:
     blame = tuple((str(peer(place)), "y" * 1000) for place in range(1, 20))
     rounds = tuple(
-        told(1e9, detail="x" * 1000, reason="z" * 99, left=blame, accused=blame, group="0" * 64, digest="0" * 64) for _ in range(9)
+        told(
+            1e9,
+            detail="x" * 1000,
+            reason="z" * 99,
+            left=blame,
+            accused=blame,
+            group="0" * 64,
+            digest="0" * 64,
+        )
+        for _ in range(9)
     )
     own = {f"m{'x' * 28}{place:02}": 1.0 for place in range(16)}
-    longest = metrics(1e9, name="n" * 99, device="d" * 99, agent="a" * 99, own=own, broken=tuple(own), rounds=rounds)
+    longest = metrics(
+        1e9, name="n" * 99, device="d" * 99, agent="a" * 99, own=own, broken=tuple(own), rounds=rounds
+    )
     assert refusal(longest.encode()) is None
     (newest, *_) = reversed(Metrics.decode(longest.encode()).rounds)
     assert len(newest.left) == len(newest.accused) == 4
@@ -96,7 +115,14 @@ def test_what_is_out_of_bounds_is_refused_by_replicas_and_readers(change: dict[s
 
 def test_nobody_steers_a_terminal() -> None:
     nasty = "a\x1b[2J\u202eb\n"
-    read = Metrics.decode({**FULL.encode(), "name": nasty, "device": nasty, "rounds": [{**told(1e9).encode(), "x": nasty, "r": "r"}]})
+    read = Metrics.decode(
+        {
+            **FULL.encode(),
+            "name": nasty,
+            "device": nasty,
+            "rounds": [{**told(1e9).encode(), "x": nasty, "r": "r"}],
+        }
+    )
     assert read.name == read.device == read.rounds[0].detail == "a[2Jb"
 
 
@@ -113,7 +139,14 @@ def test_own_metrics_are_numbers_with_names() -> None:
     assert check_own("accuracy", torch.tensor(0.25), ()) == 0.25
     assert check_own("accuracy", math.nan, ()) is None
     assert check_own("accuracy", 10**400, ()) is None
-    for name, value in (("1st", 1.0), ("", 1.0), ("x" * 33, 1.0), ("ok", "text"), ("ok", None), ("ok", torch.zeros(2))):
+    for name, value in (
+        ("1st", 1.0),
+        ("", 1.0),
+        ("x" * 33, 1.0),
+        ("ok", "text"),
+        ("ok", None),
+        ("ok", torch.zeros(2)),
+    ):
         with pytest.raises(UsageError):
             check_own(name, value, ())
     with pytest.raises(UsageError, match="at most 16"):
@@ -121,5 +154,7 @@ def test_own_metrics_are_numbers_with_names() -> None:
 
 
 def test_texts_are_cut_where_they_are_made() -> None:
-    made = RoundTold.decode(told(1e9, reason="round", detail="x" * 999, digest="d" * 64, group="e" * 64).encode())
+    made = RoundTold.decode(
+        told(1e9, reason="round", detail="x" * 999, digest="d" * 64, group="e" * 64).encode()
+    )
     assert (len(made.detail), len(made.digest), len(made.group)) == (160, 16, 16)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.metrics.record import Metrics
-from swarm.monitor.tracked import Heard
-from swarm.monitor.view import LinkView
+from swarm.monitor.logic.tracked import Heard
+from swarm.monitor.logic.view import LinkView
 from tests.monitor.telling import LIVE, Watching, claim, heard, look, peer, told
 
 
@@ -31,7 +31,10 @@ def test_what_is_old_counts_no_more_and_says_how_old_it_is() -> None:
     for _ in range(5):
         watching.now_s += 2.0
         rest = {who: heard(watching.now_s, **fields) for who, fields in watching.present.items()}
-        watching.model.on_look(look({**rest, peer(1): Heard(metrics=silent.metrics, expires_s=watching.now_s + 60)}), watching.now_s)
+        watching.model.on_look(
+            look({**rest, peer(1): Heard(metrics=silent.metrics, expires_s=watching.now_s + 60)}),
+            watching.now_s,
+        )
     view = watching.view()
     old = next(one for one in view.peers if one.peer_id == str(peer(1)))
     assert (old.state, old.fresh, old.samples_per_s, old.age_s) == ("quiet", False, 0.0, 10.0)
@@ -67,7 +70,10 @@ def test_nothing_is_called_live_when_nobody_answers() -> None:
     assert (late.link.status, late.link.age_s, late.live) == ("late", 30.0, False)
     assert late.samples_per_s == 0.0
     assert late.eta_s is None
-    watching.model.on_link(LinkView(status="lost", entry=LIVE.entry, entry_answers=False, known=0, text="Knocking"), watching.now_s)
+    watching.model.on_link(
+        LinkView(status="lost", entry=LIVE.entry, entry_answers=False, known=0, text="Knocking"),
+        watching.now_s,
+    )
     assert watching.view().link.status == "lost"
     watching.look(1.0)
     watching.model.on_link(LIVE, watching.now_s)
@@ -109,7 +115,9 @@ def test_progress_follows_the_claims_and_has_an_end_in_sight() -> None:
     watching = Watching(2, samples_per_s=50.0)
     peers = {
         who: Heard(
-            metrics=heard(watching.now_s).metrics, claim=claim(watching.now_s, samples=200, rate=100.0), expires_s=watching.now_s + 15
+            metrics=heard(watching.now_s).metrics,
+            claim=claim(watching.now_s, samples=200, rate=100.0),
+            expires_s=watching.now_s + 15,
         )
         for who in watching.present
     }
@@ -120,9 +128,24 @@ def test_progress_follows_the_claims_and_has_an_end_in_sight() -> None:
 
 
 LIES: list[dict[str, Any]] = [
-    {"samples_per_s": 1e12, "loss": 1e30, "epoch": 1 << 40, "validation_loss": -1e30, "drift": 1e12, "bytes_up": 1 << 60},
-    {"samples_per_s": 0.0, "loss": -1e30, "epoch": 0, "own": {"accuracy": 1e300, **{f"x{n}": 1.0 for n in range(15)}}},
-    {"name": "x" * 40, "rounds": (told(1e12, epoch=1 << 40), told(0.0, members=4096, seconds=1e6, bytes=1 << 60))},
+    {
+        "samples_per_s": 1e12,
+        "loss": 1e30,
+        "epoch": 1 << 40,
+        "validation_loss": -1e30,
+        "drift": 1e12,
+        "bytes_up": 1 << 60,
+    },
+    {
+        "samples_per_s": 0.0,
+        "loss": -1e30,
+        "epoch": 0,
+        "own": {"accuracy": 1e300, **{f"x{n}": 1.0 for n in range(15)}},
+    },
+    {
+        "name": "x" * 40,
+        "rounds": (told(1e12, epoch=1 << 40), told(0.0, members=4096, seconds=1e6, bytes=1 << 60)),
+    },
 ]
 
 
@@ -136,7 +159,12 @@ def test_one_liar_among_five_moves_nothing_far(lie: dict[str, Any]) -> None:
         watching.look(2.0)
     true, seen = honest.view(), watching.view()
     assert seen.samples_per_s <= true.samples_per_s + 3 * 100.0
-    assert (seen.loss, seen.validation_loss, seen.drift, seen.epoch) == (true.loss, true.validation_loss, true.drift, true.epoch)
+    assert (seen.loss, seen.validation_loss, seen.drift, seen.epoch) == (
+        true.loss,
+        true.validation_loss,
+        true.drift,
+        true.epoch,
+    )
     assert seen.own["accuracy"].median == 0.5
     assert len(seen.own) <= 24
     assert seen.bytes_per_s == 0.0
@@ -149,7 +177,10 @@ def test_a_liar_cannot_push_the_others_rounds_out_nor_fill_the_log() -> None:
         shared = {"rounds": (told(watching.now_s, epoch=7, group=f"{number:04x}"),)}
         for who in watching.present:
             watching.present[who] = shared
-        fakes = tuple(told(watching.now_s, epoch=7, group=f"f{number:03x}{place}", reason="round", detail="!") for place in range(4))
+        fakes = tuple(
+            told(watching.now_s, epoch=7, group=f"f{number:03x}{place}", reason="round", detail="!")
+            for place in range(4)
+        )
         watching.present[peer(9)] = {"rounds": fakes, "broken": ("loss",) if number % 2 else ()}
         watching.look(0.2)
     rounds = watching.view().rounds
@@ -163,7 +194,10 @@ def test_a_liars_rounds_are_few_and_leave_what_one_honest_peer_tells() -> None:
     failed = told(watching.now_s, group="", digest="", reason="deadline", detail="nobody came")
     watching.present[peer(1)] = {"rounds": (failed,)}
     for number in range(60):
-        fakes = tuple(told(watching.now_s, epoch=7 + 1000 * (place % 2), group=f"f{number:03x}{place}") for place in range(4))
+        fakes = tuple(
+            told(watching.now_s, epoch=7 + 1000 * (place % 2), group=f"f{number:03x}{place}")
+            for place in range(4)
+        )
         watching.present[peer(9)] = {"rounds": fakes}
         watching.look(0.2)
     rounds = watching.view().rounds
@@ -177,26 +211,43 @@ def test_members_words_about_a_round_become_one_row() -> None:
     now_s = watching.now_s
     watching.present[peer(1)] = {"rounds": (told(now_s, seconds=1.0, bytes=100, members=3),)}
     watching.present[peer(2)] = {"rounds": (told(now_s, seconds=3.0, bytes=300, members=3),)}
-    watching.present[peer(3)] = {"rounds": (told(now_s, seconds=2.0, bytes=200, members=3, left=((str(peer(8)), "sent nothing"),)),)}
+    watching.present[peer(3)] = {
+        "rounds": (told(now_s, seconds=2.0, bytes=200, members=3, left=((str(peer(8)), "sent nothing"),)),)
+    }
     watching.look(1.0)
     (row,) = watching.view().rounds
-    assert (row.members, row.told_by, row.seconds, row.bytes, row.failed, row.digests) == (3, 3, 2.0, 600.0, False, 1)
+    assert (row.members, row.told_by, row.seconds, row.bytes, row.failed, row.digests) == (
+        3,
+        3,
+        2.0,
+        600.0,
+        False,
+        1,
+    )
     assert row.left == {str(peer(8)): "sent nothing"}
 
 
 def test_failures_lies_and_differing_digests_are_events_once() -> None:
     watching = Watching(3)
     now_s = watching.now_s
-    watching.present[peer(1)] = {"rounds": (told(now_s, group="f0", digest="", reason="deadline", detail="no group in time"),)}
-    watching.present[peer(2)] = {"rounds": (told(now_s, group="11", digest="aa", accused=((str(peer(3)), "another digest"),)),)}
+    watching.present[peer(1)] = {
+        "rounds": (told(now_s, group="f0", digest="", reason="deadline", detail="no group in time"),)
+    }
+    watching.present[peer(2)] = {
+        "rounds": (told(now_s, group="11", digest="aa", accused=((str(peer(3)), "another digest"),)),)
+    }
     watching.present[peer(3)] = {"rounds": (told(now_s, group="11", digest="bb"),)}
     for _ in range(4):
         watching.look(1.0)
-    assert [event.text for event in watching.events("round_failed")] == ["a round of epoch 7 failed: no group in time"]
+    assert [event.text for event in watching.events("round_failed")] == [
+        "a round of epoch 7 failed: no group in time"
+    ]
     assert "caught lying as a reducer, by 1 peer" in watching.events("lied")[0].text
     assert len(watching.events("lied")) == len(watching.events("differs")) == 1
     assert next(one for one in watching.view().peers if one.peer_id == str(peer(3))).accused_by == 1
-    watching.present[peer(1)] = {"rounds": (told(now_s, group="11", digest="aa", accused=((str(peer(3)), "another digest"),)),)}
+    watching.present[peer(1)] = {
+        "rounds": (told(now_s, group="11", digest="aa", accused=((str(peer(3)), "another digest"),)),)
+    }
     watching.look(1.0)
     assert "by 2 peers" in watching.events("lied")[-1].text
 
@@ -206,7 +257,9 @@ def test_a_loss_that_is_not_finite_is_news() -> None:
     watching.present[peer(1)] = {"loss": None, "broken": ("loss",), "name": "anna"}
     for _ in range(3):
         watching.look(1.0)
-    assert [event.text for event in watching.events("not_finite")] == [f"anna ({peer(1).short}): loss is not a finite number"]
+    assert [event.text for event in watching.events("not_finite")] == [
+        f"anna ({peer(1).short}): loss is not a finite number"
+    ]
 
 
 def test_the_entry_that_goes_is_told_and_the_view_stays_live() -> None:
@@ -241,9 +294,14 @@ _TOLD = st.fixed_dictionaries(
 
 
 @given(st.lists(_TOLD, min_size=1, max_size=3))
-def test_whatever_a_minority_tells_within_the_schema_the_median_is_an_honest_one(lies: list[dict[str, Any]]) -> None:
+def test_whatever_a_minority_tells_within_the_schema_the_median_is_an_honest_one(
+    lies: list[dict[str, Any]],
+) -> None:
     watching = Watching(7, loss=2.0, samples_per_s=100.0)
-    liars = {peer(100 + place): Heard(metrics=Metrics.decode(value), expires_s=watching.now_s + 60) for place, value in enumerate(lies)}
+    liars = {
+        peer(100 + place): Heard(metrics=Metrics.decode(value), expires_s=watching.now_s + 60)
+        for place, value in enumerate(lies)
+    }
     honest = {who: heard(watching.now_s, loss=2.0, samples_per_s=100.0) for who in watching.present}
     watching.model.on_look(look({**honest, **liars}), watching.now_s)
     view = watching.view()

@@ -1,4 +1,6 @@
-"""Names, units and freshness of what Prometheus is told; the documentation and the dashboard name nothing else."""
+"""Names, units and freshness of what Prometheus is told; the documentation and the dashboard name nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,14 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from swarm.monitor.logic.view import MonitorView
 from swarm.monitor.prometheus import RunCollector
-from swarm.monitor.view import View
 from tests.monitor.telling import Watching, peer, told
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def exposed(view: View) -> dict[str, dict[tuple[str, ...], float]]:
+def exposed(view: MonitorView) -> dict[str, dict[tuple[str, ...], float]]:
     registry = CollectorRegistry()
     registry.register(RunCollector(lambda: view))
     found: dict[str, dict[tuple[str, ...], float]] = {}
@@ -27,8 +29,15 @@ def exposed(view: View) -> dict[str, dict[tuple[str, ...], float]]:
 
 
 def busy() -> Watching:
-    watching = Watching(3, own={"accuracy": 0.5}, drift=1e-6, validation_loss=2.5, given_at_s=1_000_000.0, given_epoch=7)
-    watching.present[peer(1)] = {"name": 'eve "x"', "rounds": (told(watching.now_s),), "rounds_failed": 2, "bytes_up": 500}
+    watching = Watching(
+        3, own={"accuracy": 0.5}, drift=1e-6, validation_loss=2.5, given_at_s=1_000_000.0, given_epoch=7
+    )
+    watching.present[peer(1)] = {
+        "name": 'eve "x"',
+        "rounds": (told(watching.now_s),),
+        "rounds_failed": 2,
+        "bytes_up": 500,
+    }
     watching.look(2.0)
     watching.model.on_dialed(peer(1), True)
     return watching
@@ -42,8 +51,12 @@ def test_a_live_run_is_told_in_base_units() -> None:
     assert found["swarm_run_reported"] == {("accuracy",): 0.5}
     assert found["swarm_peer_rounds_total"][('eve "x"', peer(1).short, "failed")] == 2.0
     assert found["swarm_peer_sent_bytes_total"][('eve "x"', peer(1).short)] == 500.0
-    unit = re.compile(r".*_(total|seconds|bytes|ratio|info|per_second|loss|epoch|samples|up|peers|refused|members|reported|by|answers)$")
-    assert all(unit.fullmatch(name) for name in found), sorted(name for name in found if not unit.fullmatch(name))
+    unit = re.compile(
+        r".*_(total|seconds|bytes|ratio|info|per_second|loss|epoch|samples|up|peers|refused|members|reported|by|answers)$"
+    )
+    assert all(unit.fullmatch(name) for name in found), sorted(
+        name for name in found if not unit.fullmatch(name)
+    )
 
 
 def test_nothing_stale_is_exported() -> None:

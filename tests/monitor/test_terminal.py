@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from swarm.cli.monitor_view import Course, Ui, bar, screen
-from swarm.monitor.view import LinkView
+from swarm.cli.render.monitor import Course, Ui, bar, screen
+from swarm.monitor.logic.view import LinkView
 from tests.monitor.telling import Watching, peer, told
 
 

@@ -1,4 +1,6 @@
-"""What an open page is told: everything once, then what changed; and the files that it consists of ask nobody else."""
+"""What an open page is told: everything once, then what changed; and the files that it consists of ask nobody
+else.
+"""
 
 from __future__ import annotations
 
@@ -48,5 +50,7 @@ def test_the_page_names_no_other_host() -> None:
     for name in ("index.html", "style.css", "page.js", "charts.js", "format.js", "tables.js"):
         text = folder.joinpath(name).read_text(encoding="utf-8")
         assert not re.search(r"(?:https?:)?//[a-z0-9.-]+\.[a-z]{2,}", text), name
-        assert "innerHTML" not in text.replace("this.card.innerHTML = '<header>", ""), f"{name}: what strangers wrote is text, never markup"
+        assert "innerHTML" not in text.replace("this.card.innerHTML = '<header>", ""), (
+            f"{name}: what strangers wrote is text, never markup"
+        )
     assert "MIT" in folder.joinpath("vendor", "uPlot-LICENSE.txt").read_text(encoding="utf-8")

@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.errors import UsageError
+from swarm.core.errors import UsageError
 from swarm.net.bucket import BURST_S, Bucket
 from swarm.net.throttle import Bandwidth
 
 RATE = 1e6
-messages = st.lists(st.tuples(st.floats(0.0, 0.4), st.integers(1, 1 << 20)), min_size=1, max_size=60)  # (pause before it, size)
+# (pause before it, size)
+messages = st.lists(st.tuples(st.floats(0.0, 0.4), st.integers(1, 1 << 20)), min_size=1, max_size=60)
 
 
 @given(messages, st.integers(1, 6))
@@ -23,7 +24,8 @@ def test_no_window_carries_more_than_the_cap(asked: list[tuple[float, int]], str
     for pause_s, size in asked:
         stream = min(range(streams), key=ready_s.__getitem__)
         now_s = ready_s[stream] + pause_s
-        ready_s = [max(other_s, now_s) if nth != stream else now_s for nth, other_s in enumerate(ready_s)]  # time goes on for all
+        # time goes on for all
+        ready_s = [max(other_s, now_s) if nth != stream else now_s for nth, other_s in enumerate(ready_s)]
         ready_s[stream] = now_s + bucket.pass_s(size, now_s)
         passed.append((ready_s[stream], size))
     passed.sort()

@@ -9,8 +9,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.errors import PeerError
-from swarm.identity import Identity
+from swarm.core.errors import PeerError
+from swarm.core.identity import Identity
 from swarm.net import certificate as tls
 
 ALICE, MALLORY = Identity.generate(), Identity.generate()
@@ -38,11 +38,17 @@ def test_both_certificates_name_their_peer(make: object) -> None:
 def test_py_libp2p_accepts_our_extension_and_we_accept_its() -> None:
     from libp2p.crypto.ed25519 import create_new_key_pair
     from libp2p.peer.id import ID
-    from libp2p.security.tls.certificate import create_cert_template, generate_certificate, verify_certificate_chain
+    from libp2p.security.tls.certificate import (
+        create_cert_template,
+        generate_certificate,
+        verify_certificate_chain,
+    )
 
     key = ec.generate_private_key(ec.SECP256R1())
     ours = (
-        create_cert_template().public_key(key.public_key()).add_extension(tls.signed_key_extension(ALICE, key.public_key()), critical=False)
+        create_cert_template()
+        .public_key(key.public_key())
+        .add_extension(tls.signed_key_extension(ALICE, key.public_key()), critical=False)
     )
     public = verify_certificate_chain([ours.sign(key, hashes.SHA256())])
     assert ID.from_pubkey(public).to_base58() == str(ALICE.peer_id)
@@ -82,7 +88,9 @@ def test_the_server_leaf_is_issued_by_the_identity_alone() -> None:
     leaf.verify_directly_issued_by(read(tls.trust_anchor(ALICE.peer_id)))
     with pytest.raises(ValueError):
         leaf.verify_directly_issued_by(read(tls.trust_anchor(MALLORY.peer_id)))
-    names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value.get_values_for_type(x509.DNSName)
+    names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value.get_values_for_type(
+        x509.DNSName
+    )
     assert names == [tls.tls_name(ALICE.peer_id)] != [tls.tls_name(MALLORY.peer_id)]
 
 

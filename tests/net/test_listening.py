@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from swarm.errors import UsageError
-from swarm.ids import Address
+from swarm.core.errors import UsageError
+from swarm.core.ids import Address
 from swarm.net.listening import announced, choose, parse_listen
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"), [("0.0.0.0:4000", ("0.0.0.0", 4000)), ("[::]:0", ("::", 0)), ("localhost:1", ("localhost", 1))]
+    ("text", "expected"),
+    [("0.0.0.0:4000", ("0.0.0.0", 4000)), ("[::]:0", ("::", 0)), ("localhost:1", ("localhost", 1))],
 )
 def test_listen_is_read(text: str, expected: tuple[str, int]) -> None:
     assert parse_listen(text) == expected
@@ -23,9 +24,23 @@ def test_a_wrong_listen_is_explained(text: str) -> None:
 
 
 def test_a_wildcard_stands_for_every_useful_address_best_first() -> None:
-    hosts = ["127.0.0.1", "::1", "10.0.0.5", "fe80::1%eth0", "169.254.3.3", "8.8.8.8", "2606:4700::1", "0.0.0.0"]
+    hosts = [
+        "127.0.0.1",
+        "::1",
+        "10.0.0.5",
+        "fe80::1%eth0",
+        "169.254.3.3",
+        "8.8.8.8",
+        "2606:4700::1",
+        "0.0.0.0",
+    ]
     assert [str(one) for one in choose(hosts, ipv4_only=True)] == ["8.8.8.8", "10.0.0.5", "127.0.0.1"]
-    assert [str(one) for one in choose(hosts, ipv4_only=False)] == ["8.8.8.8", "2606:4700::1", "10.0.0.5", "127.0.0.1"]
+    assert [str(one) for one in choose(hosts, ipv4_only=False)] == [
+        "8.8.8.8",
+        "2606:4700::1",
+        "10.0.0.5",
+        "127.0.0.1",
+    ]
 
 
 def test_a_machine_with_many_addresses_announces_eight() -> None:
@@ -42,7 +57,14 @@ def test_a_concrete_address_is_announced_as_it_is() -> None:
 
 
 def test_an_override_takes_the_place_of_what_is_found() -> None:
-    given = ("203.0.113.7", "example.org:5000", "/ip4/198.51.100.1/tcp/6000/tls/http", "2001:db8::1", "[2001:db8::2]:7000", "203.0.113.7")
+    given = (
+        "203.0.113.7",
+        "example.org:5000",
+        "/ip4/198.51.100.1/tcp/6000/tls/http",
+        "2001:db8::1",
+        "[2001:db8::2]:7000",
+        "203.0.113.7",
+    )
     assert announced("0.0.0.0", 4000, given) == (
         Address("203.0.113.7", 4000),
         Address("example.org", 5000),

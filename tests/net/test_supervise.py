@@ -35,7 +35,9 @@ def test_a_failure_is_logged_and_touches_nobody_else(caplog: pytest.LogCaptureFi
     assert "a bug" in caplog.text
 
 
-def test_what_should_run_on_is_started_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_should_run_on_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(supervise, "_BACKOFF_FIRST_S", 0.0)
 
     async def scenario() -> None:

@@ -1,4 +1,6 @@
-"""A node's bandwidth cap as its streams and calls see it, in virtual time: kept within 5 % and used up, whoever shares it."""
+"""A node's bandwidth cap as its streams and calls see it, in virtual time: kept within 5 % and used up,
+whoever shares it.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,16 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from swarm.identity import Identity
-from swarm.ids import PeerId
+from swarm.core.identity import Identity
+from swarm.core.ids import PeerId
 from swarm.net.throttle import WIRE_PER_BYTE, Bandwidth, Throttle
 from swarm.testing.virtual_loop import run_virtual
 
 
 class Unlimited:
-    """A stream on a link without limits: what is sent has left, and there is always a message to take. Counts both."""
+    """A stream on a link without limits: what is sent has left, and there is always a message to take. Counts
+    both.
+    """
 
     def __init__(self, size_bytes: int) -> None:
         self.message = bytes(size_bytes)
@@ -43,8 +47,12 @@ class Unlimited:
 @pytest.mark.parametrize("streams", [1, 2, 12])
 @pytest.mark.parametrize("size_bytes", [4 << 10, 64 << 10])
 @pytest.mark.parametrize("direction", ["up", "down"])
-def test_a_cap_is_kept_and_used_within_5_per_cent(cap: float, streams: int, size_bytes: int, direction: str) -> None:
-    """Bytes on the wire, headers included, while there is always something to send and to take; the other direction has another cap."""
+def test_a_cap_is_kept_and_used_within_5_per_cent(
+    cap: float, streams: int, size_bytes: int, direction: str
+) -> None:
+    """Bytes on the wire, headers included, while there is always something to send and to take; the other
+    direction has another cap.
+    """
     caps = {"up": cap, "down": 3 * cap} if direction == "up" else {"up": 3 * cap, "down": cap}
 
     async def forever(step: Callable[[], Awaitable[object]], until_s: float) -> None:
@@ -59,12 +67,24 @@ def test_a_cap_is_kept_and_used_within_5_per_cent(cap: float, streams: int, size
         began_s = asyncio.get_running_loop().time()
         until_s = began_s + 2.5
         async with asyncio.TaskGroup() as tasks:
-            busy = tasks.create_task(forever(other.receive if direction == "up" else functools.partial(other.send, bytes(1000)), until_s))
+            busy = tasks.create_task(
+                forever(
+                    other.receive if direction == "up" else functools.partial(other.send, bytes(1000)),
+                    until_s,
+                )
+            )
             for link in links:
                 stream = throttle.stream(link)
-                tasks.create_task(forever(functools.partial(stream.send, link.message) if direction == "up" else stream.receive, until_s))
+                tasks.create_task(
+                    forever(
+                        functools.partial(stream.send, link.message) if direction == "up" else stream.receive,
+                        until_s,
+                    )
+                )
         assert busy.done()
-        return sum(link.sent_bytes + link.taken_bytes for link in links) / (asyncio.get_running_loop().time() - began_s)
+        return sum(link.sent_bytes + link.taken_bytes for link in links) / (
+            asyncio.get_running_loop().time() - began_s
+        )
 
     assert 0.95 <= run_virtual(main()) * WIRE_PER_BYTE / cap <= 1.05
 

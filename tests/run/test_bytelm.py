@@ -1,4 +1,6 @@
-"""The built-in task: what it describes is what it builds, and what a volunteer draws depends on (run, epoch, peer) alone."""
+"""The built-in task: what it describes is what it builds, and what a volunteer draws depends on (run, epoch,
+peer) alone.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarm.errors import UsageError
-from swarm.identity import Identity
+from swarm.core.errors import UsageError
+from swarm.core.identity import Identity
 from swarm.run.task import Draw, available_tasks, make_task
 from swarm.run.tasks.bytelm import ByteLanguageModel
 from swarm.run.tasks.bytelm_model import ByteData
@@ -100,7 +102,7 @@ def test_another_run_epoch_or_peer_draws_other_samples(data: ByteData) -> None:
 
 def test_a_seed_is_the_same_on_every_machine_and_version() -> None:
     """Written down: a change of this number would make volunteers of two versions draw differently."""
-    from swarm.ids import PeerId
+    from swarm.core.ids import PeerId
 
     assert Draw("abc", 5, PeerId(bytes(32))).seed == 3835733727977001568
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from swarm.dht.service import StoreResult
-from swarm.errors import NetworkError, PeerError, UsageError
-from swarm.identity import Identity
-from swarm.ids import Key, PeerId
+from swarm.core.errors import NetworkError, PeerError, UsageError
+from swarm.core.identity import Identity
+from swarm.core.ids import Key, PeerId
+from swarm.dht.service.dht_service import StoreResult
 from swarm.run.directory import LISTING_KEY, RunDirectory, RunListing, choose
 from swarm.run.founding import found
 from swarm.run.specification import RunSpecification, SignedSpecification, sign, specification_key
@@ -48,17 +48,29 @@ class FakeDht:
         dht = self
 
         class View:
-            async def store(self, key: Key, value: Any, *, ttl_s: float, subkey: str | None = None, timeout_s: float = 10.0) -> StoreResult:
+            async def store(
+                self,
+                key: Key,
+                value: Any,
+                *,
+                ttl_s: float,
+                subkey: str | None = None,
+                timeout_s: float = 10.0,
+            ) -> StoreResult:
                 if dht.refuses:
                     return StoreResult(False, 0)
                 dht.stores += 1
                 dht.entries[key, own, subkey] = FakeEntry(value, subkey, own, NOW_S + ttl_s)
                 return StoreResult(True, 1)
 
-            async def store_blob(self, key: Key, blob: bytes, *, ttl_s: float, timeout_s: float = 10.0) -> StoreResult:
+            async def store_blob(
+                self, key: Key, blob: bytes, *, ttl_s: float, timeout_s: float = 10.0
+            ) -> StoreResult:
                 return await self.store(key, blob, ttl_s=ttl_s)
 
-            async def get_all(self, key: Key, *, latest: bool = False, timeout_s: float = 10.0) -> list[FakeEntry]:
+            async def get_all(
+                self, key: Key, *, latest: bool = False, timeout_s: float = 10.0
+            ) -> list[FakeEntry]:
                 return [entry for (stored, _, _), entry in dht.entries.items() if stored == key]
 
         return View()
@@ -109,7 +121,13 @@ def test_a_listing_that_does_not_prove_its_id_is_not_shown() -> None:
     dht, owner, attacker = FakeDht(), Identity.generate(), Identity.generate()
     asyncio.run(dht.directory(owner.peer_id).publish(signed(owner)))
     run_id = signed(owner).run_id
-    for value in ({"name": "evil", "owner": owner.peer_id.to_bytes()}, {"name": "tiny", "owner": b"short"}, {"name": 3}, "text", None):
+    for value in (
+        {"name": "evil", "owner": owner.peer_id.to_bytes()},
+        {"name": "tiny", "owner": b"short"},
+        {"name": 3},
+        "text",
+        None,
+    ):
         asyncio.run(dht.as_peer(attacker.peer_id).store(LISTING_KEY, value, ttl_s=60, subkey=run_id))
         assert asyncio.run(dht.directory().listings()) == [RunListing("tiny", run_id)]
 
@@ -118,7 +136,13 @@ def test_forged_copies_are_passed_over_and_the_highest_version_counts() -> None:
     dht, owner, attacker = FakeDht(), Identity.generate(), Identity.generate()
     run_id = signed(owner).run_id
     key = specification_key(run_id)
-    for value in (b"garbage", signed(attacker, version=9).blob, "text", signed(owner, version=1).blob, signed(owner, version=2).blob):
+    for value in (
+        b"garbage",
+        signed(attacker, version=9).blob,
+        "text",
+        signed(owner, version=1).blob,
+        signed(owner, version=2).blob,
+    ):
         peer = Identity.generate().peer_id
         asyncio.run(dht.as_peer(peer).store(key, value, ttl_s=60, subkey=str(peer)))
     assert asyncio.run(dht.directory().specification(run_id)).version == 2
@@ -129,7 +153,11 @@ def test_when_every_copy_is_forged_the_reasons_are_told() -> None:
     run_id = signed(owner).run_id
     with pytest.raises(PeerError, match="nobody stores it"):
         asyncio.run(dht.directory().specification(run_id))
-    asyncio.run(dht.as_peer(owner.peer_id).store(specification_key(run_id), signed(Identity.generate()).blob, ttl_s=60, subkey="x"))
+    asyncio.run(
+        dht.as_peer(owner.peer_id).store(
+            specification_key(run_id), signed(Identity.generate()).blob, ttl_s=60, subkey="x"
+        )
+    )
     with pytest.raises(PeerError, match="it belongs to run"):
         asyncio.run(dht.directory().specification(run_id))
 
@@ -170,7 +198,10 @@ def test_a_newer_version_is_taken_over_and_kept_instead() -> None:
     assert dht.stores == 2, "it is kept already"
     dht.entries.clear()
     _keep_once(dht.directory(member), signed(owner, version=2), heard)
-    assert dht.entries[specification_key(signed(owner).run_id), member, None].value == signed(owner, version=2).blob
+    assert (
+        dht.entries[specification_key(signed(owner).run_id), member, None].value
+        == signed(owner, version=2).blob
+    )
 
 
 def _keep_once(directory: RunDirectory, one: SignedSpecification, heard: list[SignedSpecification]) -> None:

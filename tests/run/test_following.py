@@ -6,9 +6,19 @@ import random
 
 import pytest
 
-from swarm.errors import PeerError, UsageError
-from swarm.identity import Identity
-from swarm.run.following import CHANGE, FANOUT, Change, Follower, FollowerServices, changed, differences, restart_needed, tell
+from swarm.core.errors import PeerError, UsageError
+from swarm.core.identity import Identity
+from swarm.run.following import (
+    CHANGE,
+    FANOUT,
+    Change,
+    FollowerServices,
+    RunFollower,
+    changed,
+    differences,
+    restart_needed,
+    tell,
+)
 from swarm.run.specification import RunSpecification, SignedSpecification, sign, verified
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import run_virtual
@@ -25,10 +35,16 @@ def test_each_change_is_the_next_version_with_that_difference() -> None:
     assert (second.version, second.founded_s, second.run_id) == (2, 5.0, FIRST.run_id)
     assert verified(second.blob, FIRST.run_id).specification.banned == (PEER,)
     assert [str(peer) for peer in second.specification.banned_peers] == [PEER]
-    assert differences(FIRST.specification, second.specification) == ["an epoch is 128 samples now, not 64", "1 peer is banned"]
+    assert differences(FIRST.specification, second.specification) == [
+        "an epoch is 128 samples now, not 64",
+        "1 peer is banned",
+    ]
     assert not restart_needed(FIRST.specification, second.specification)
     third = changed(second, Change(paused=True, pardon=(PEER,)), OWNER)
-    assert differences(second.specification, third.specification) == ["training is paused", "1 peer is let in again"]
+    assert differences(second.specification, third.specification) == [
+        "training is paused",
+        "1 peer is let in again",
+    ]
     assert changed(third, Change(ended=True), OWNER).specification.ended
     other = FIRST.specification.model_copy(update={"batch_size": 9})
     assert restart_needed(FIRST.specification, other)
@@ -51,10 +67,16 @@ class FakeDirectory:
         self.saved.append(signed.version)
 
 
-def member(network: SimulatedNetwork, peer: SimulatedPeer, known: list[SimulatedPeer], heard: list[int]) -> Follower:
+def member(
+    network: SimulatedNetwork, peer: SimulatedPeer, known: list[SimulatedPeer], heard: list[int]
+) -> RunFollower:
     directory = FakeDirectory()
-    services = FollowerServices(handlers=peer.handlers, caller=peer.caller, directory=directory, rng=random.Random(peer.index))  # type: ignore[arg-type]
-    return Follower(services, FIRST, lambda: [one.contact for one in known], lambda newer: heard.append(newer.version))
+    services = FollowerServices(
+        handlers=peer.handlers, caller=peer.caller, directory=directory, rng=random.Random(peer.index)
+    )  # type: ignore[arg-type]
+    return RunFollower(
+        services, FIRST, lambda: [one.contact for one in known], lambda newer: heard.append(newer.version)
+    )
 
 
 def test_a_change_reaches_a_thousand_members_in_seconds_by_eight_calls_each() -> None:
@@ -68,7 +90,9 @@ def test_a_change_reaches_a_thousand_members_in_seconds_by_eight_calls_each() ->
         assert set(following.values()) == {2}
         assert network.rng is not None
         took_s = network.peers[peers[0].peer_id].clock.monotonic_s()
-        assert sum(follower.signed.version == 2 for follower in followers) >= 995, "nearly all: the others find it in the DHT"
+        assert sum(follower.signed.version == 2 for follower in followers) >= 995, (
+            "nearly all: the others find it in the DHT"
+        )
         assert all(len(one) <= 1 for one in heard), "each is told once"
         assert max(peer.messages_sent for peer in peers[1:]) <= FANOUT + 40, "replies included"
         assert took_s < 3.0
@@ -85,7 +109,9 @@ def test_only_a_newer_version_of_the_owners_counts() -> None:
         heard: list[int] = []
         follower = member(network, two, [], heard)
         thief = Identity.generate()
-        forged = sign(RunSpecification.from_table({**TABLE, "paused": True}, "test"), thief, version=9, founded_s=5.0)
+        forged = sign(
+            RunSpecification.from_table({**TABLE, "paused": True}, "test"), thief, version=9, founded_s=5.0
+        )
         second = changed(FIRST, Change(paused=True), OWNER)
         for blob, complaint in [
             (forged.blob, "belongs to run"),
@@ -93,10 +119,17 @@ def test_only_a_newer_version_of_the_owners_counts() -> None:
             (second.blob[:-1] + bytes([second.blob[-1] ^ 1]), "not its owner's"),
         ]:
             with pytest.raises(PeerError, match=complaint):
-                await one.caller.call(two.contact, CHANGE, run_pb2.ChangeRequest(run=FIRST.run_id, specification=blob), timeout_s=5)
+                await one.caller.call(
+                    two.contact,
+                    CHANGE,
+                    run_pb2.ChangeRequest(run=FIRST.run_id, specification=blob),
+                    timeout_s=5,
+                )
         assert heard == []
         assert await tell(one.caller, second, [two.contact]) == {two.peer_id: 2}
-        assert await tell(one.caller, FIRST, [two.contact]) == {two.peer_id: 2}, "an older one changes nothing"
+        assert await tell(one.caller, FIRST, [two.contact]) == {two.peer_id: 2}, (
+            "an older one changes nothing"
+        )
         assert heard == [2]
         assert follower.signed == second
         with pytest.raises(PeerError, match="does not take part"):

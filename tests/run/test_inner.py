@@ -9,12 +9,18 @@ from swarm.run.inner import build_optimizer, rate_factor, schedule_factory
 from swarm.run.specification import OptimizerChoice, Schedule
 
 
-@pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam), ("sgd", torch.optim.SGD)])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam), ("sgd", torch.optim.SGD)]
+)
 def test_each_name_builds_its_optimizer_and_decays_matrices_only(name: str, kind: type) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = build_optimizer(model, OptimizerChoice(name=name, learning_rate=0.5, weight_decay=0.1))  # type: ignore[arg-type]
     assert type(optimizer) is kind
-    decays = {id(parameter): group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
+    decays = {
+        id(parameter): group["weight_decay"]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
     assert decays == {id(model.weight): 0.1, id(model.bias): 0.0}
     assert {group["lr"] for group in optimizer.param_groups} == {0.5}
 
@@ -44,7 +50,9 @@ def test_the_scheduler_is_torchs_and_has_a_state() -> None:
 
 def test_what_is_stepped_on_is_clipped_and_shorter_gradients_are_left_alone() -> None:
     model = torch.nn.Linear(4, 1, bias=False)
-    optimizer = build_optimizer(model, OptimizerChoice(name="sgd", learning_rate=1.0, momentum=0.0, clip_norm=1.0))
+    optimizer = build_optimizer(
+        model, OptimizerChoice(name="sgd", learning_rate=1.0, momentum=0.0, clip_norm=1.0)
+    )
     for length, moved in ((10.0, 1.0), (0.25, 0.25)):
         before = model.weight.detach().clone()
         model.weight.grad = torch.full((1, 4), length / 2)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm.identity import Identity
+from swarm.core.identity import Identity
 from swarm.run.keeping import KEPT_MAX, KeptSpecifications
 from swarm.run.specification import RunSpecification, SignedSpecification, sign
 
@@ -51,7 +51,9 @@ def test_only_what_the_owner_signed_is_believed(tmp_path: Path, caplog: pytest.L
     assert kept.all() == [true]
 
 
-def test_the_folder_is_bounded_and_a_disk_that_fails_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_folder_is_bounded_and_a_disk_that_fails_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     kept, owner = KeptSpecifications(tmp_path), Identity.generate()
     runs = [signed(owner, name=f"run-{number}") for number in range(KEPT_MAX + 2)]
     for number, run in enumerate(runs):

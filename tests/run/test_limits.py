@@ -6,20 +6,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.errors import SwarmError, UsageError
+from swarm.core.errors import SwarmError, UsageError
 from swarm.run.hours import DAY_S, Hours
-from swarm.run.limits import Limits, Moment, Say, decide, parse_duration_s, parse_size
+from swarm.run.limits import Decision, MachineStatus, VolunteerLimits, decide, parse_duration_s, parse_size
 
 HOUR = 3600.0
 
 
-def moment(second_of_day: float = 12 * HOUR, memory_bytes: int = 0, **changes: bool) -> Moment:
-    return Moment(second_of_day=second_of_day, memory_bytes=memory_bytes, **changes)
+def moment(second_of_day: float = 12 * HOUR, memory_bytes: int = 0, **changes: bool) -> MachineStatus:
+    return MachineStatus(second_of_day=second_of_day, memory_bytes=memory_bytes, **changes)
 
 
 def test_hours_over_midnight_and_several() -> None:
     night = Hours.parse(["22-7"])
-    assert [night.open_at(hour * HOUR) for hour in (21.99, 22, 23.9, 0, 6.99, 7, 12)] == [False, True, True, True, True, False, False]
+    assert [night.open_at(hour * HOUR) for hour in (21.99, 22, 23.9, 0, 6.99, 7, 12)] == [
+        False,
+        True,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
     assert night.opens_in_s(7 * HOUR) == 15 * HOUR
     assert night.opens_in_s(23 * HOUR) == 0.0
     several = Hours.parse(["9:30-12,14-18", "22-24"])
@@ -54,31 +62,49 @@ def test_hours_that_are_none_are_told(text: str) -> None:
 
 
 def test_a_day_of_a_volunteer_in_virtual_time() -> None:
-    """Every minute of a day: the hours say when it trains, a pause that was asked for and memory overrule them."""
-    limits = Limits(hours=Hours.parse(["22-7"]), memory_bytes_max=1000)
+    """Every minute of a day: the hours say when it trains, a pause that was asked for and memory overrule
+    them.
+    """
+    limits = VolunteerLimits(hours=Hours.parse(["22-7"]), memory_bytes_max=1000)
     said = [decide(limits, moment(minute * 60.0))[0] for minute in range(24 * 60)]
-    assert said.count(Say.TRAIN) == 9 * 60
-    assert set(said) == {Say.TRAIN, Say.PAUSE}
-    assert decide(limits, moment(23 * HOUR, asked_to_pause=True))[0] is Say.PAUSE
-    assert decide(limits, moment(23 * HOUR, run_paused=True))[0] is Say.REST
-    assert decide(limits, moment(12 * HOUR, run_paused=True))[0] is Say.PAUSE, "outside of its hours it is no donor either"
+    assert said.count(Decision.TRAIN) == 9 * 60
+    assert set(said) == {Decision.TRAIN, Decision.PAUSE}
+    assert decide(limits, moment(23 * HOUR, asked_to_pause=True))[0] is Decision.PAUSE
+    assert decide(limits, moment(23 * HOUR, run_paused=True))[0] is Decision.REST
+    assert decide(limits, moment(12 * HOUR, run_paused=True))[0] is Decision.PAUSE, (
+        "outside of its hours it is no donor either"
+    )
     say, why = decide(limits, moment(12 * HOUR, memory_bytes=2_000_000))
-    assert say is Say.LEAVE
+    assert say is Decision.LEAVE
     assert "takes 2 MB of memory" in why
-    assert decide(limits, moment(banned=True))[0] is Say.LEAVE
+    assert decide(limits, moment(banned=True))[0] is Decision.LEAVE
 
 
 def test_a_run_that_needs_more_memory_than_is_allowed_is_refused_before_it_begins() -> None:
-    limits = Limits(memory_bytes_max=parse_size("400M"))
+    limits = VolunteerLimits(memory_bytes_max=parse_size("400M"))
     limits.check(399_000_000, "tiny")
-    with pytest.raises(SwarmError, match=r"needs about 429 MB of memory, and --memory allows 400 MB: allow more"):
+    with pytest.raises(
+        SwarmError, match=r"needs about 429 MB of memory, and --memory allows 400 MB: allow more"
+    ):
         limits.check(428_505_088, "tiny")
-    Limits().check(1 << 50, "huge")
+    VolunteerLimits().check(1 << 50, "huge")
 
 
 def test_sizes_and_durations() -> None:
-    assert [parse_size(text) for text in ("4G", "800m", "1.5GiB", "12", "2 kB")] == [4 * 10**9, 800 * 10**6, 3 << 29, 12, 2000]
-    assert [parse_duration_s(text) for text in ("90s", "10m", "2h", "0", "5")] == [90.0, 600.0, 7200.0, 0.0, 5.0]
+    assert [parse_size(text) for text in ("4G", "800m", "1.5GiB", "12", "2 kB")] == [
+        4 * 10**9,
+        800 * 10**6,
+        3 << 29,
+        12,
+        2000,
+    ]
+    assert [parse_duration_s(text) for text in ("90s", "10m", "2h", "0", "5")] == [
+        90.0,
+        600.0,
+        7200.0,
+        0.0,
+        5.0,
+    ]
     for wrong in ("", "G", "-1G", "0", "4X"):
         with pytest.raises(UsageError):
             parse_size(wrong)

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from averaging.optim.modes import ModeParts
 from averaging.reduction import lowrank
 from averaging.reduction.lowrank import PowerSgd
-from averaging.training.modes import ModeParts
-from swarm.errors import PeerError, UsageError
-from swarm.identity import Identity
+from swarm.core.errors import PeerError, UsageError
+from swarm.core.identity import Identity
 from swarm.run.following import restart_needed
 from swarm.run.outlook import round_bytes
 from swarm.run.specification import (
@@ -43,7 +43,11 @@ def owner() -> Identity:
     return Identity.generate()
 
 
-@pytest.mark.parametrize("path", [ROOT / "examples" / "bytelm.toml", ROOT / "swarm" / "cli" / "demo.toml"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [ROOT / "examples" / "bytelm.toml", ROOT / "swarm" / "cli" / "demo.toml"],
+    ids=lambda path: path.name,
+)
 def test_shipped_files_are_valid(path: Path) -> None:
     assert RunSpecification.from_file(path).task.name == "bytelm"
 
@@ -51,7 +55,11 @@ def test_shipped_files_are_valid(path: Path) -> None:
 def test_the_demo_trains_what_the_example_trains() -> None:
     example = RunSpecification.from_file(ROOT / "examples" / "bytelm.toml")
     demo = RunSpecification.from_file(ROOT / "swarm" / "cli" / "demo.toml")
-    assert (demo.task, demo.target_batch_size, demo.batch_size) == (example.task, example.target_batch_size, example.batch_size)
+    assert (demo.task, demo.target_batch_size, demo.batch_size) == (
+        example.task,
+        example.target_batch_size,
+        example.batch_size,
+    )
 
 
 @pytest.mark.parametrize(
@@ -68,24 +76,51 @@ def test_the_demo_trains_what_the_example_trains() -> None:
             "run.toml: codec must be one of 'float32', 'float16', 'bfloat16', 'int8', 'int4', 'int2', 'sign', 'topk' or 'adaptive', not '",
         ),
         ('codec = "int2"\n' + MINIMAL, "run.toml: the file: codec int2 needs error_feedback = true"),
-        ('mode = "hogwild"\n' + MINIMAL, "run.toml: mode.name must be one of 'gradients', 'local', 'diloco' or 'gossip', not 'hogwild'"),
+        (
+            'mode = "hogwild"\n' + MINIMAL,
+            "run.toml: mode.name must be one of 'gradients', 'local', 'diloco' or 'gossip', not 'hogwild'",
+        ),
         (
             MINIMAL + '[mode]\nname = "local"\nmomentum = 0.9\n',
             "run.toml: mode: mode local has no setting momentum; it has: carried_epochs_max",
         ),
-        (MINIMAL + '[mode]\nname = "diloco"\nstreaming = 0\n', "run.toml: mode.streaming must be greater than or equal to 1, not 0"),
-        ('strategy = "sketch"\n' + MINIMAL, "run.toml: strategy.name must be one of 'powersgd', not 'sketch'"),
-        (MINIMAL + '[strategy]\nname = "powersgd"\nrank = 0\n', "run.toml: strategy.rank must be greater than or equal to 1, not 0"),
+        (
+            MINIMAL + '[mode]\nname = "diloco"\nstreaming = 0\n',
+            "run.toml: mode.streaming must be greater than or equal to 1, not 0",
+        ),
+        (
+            'strategy = "sketch"\n' + MINIMAL,
+            "run.toml: strategy.name must be one of 'powersgd', not 'sketch'",
+        ),
+        (
+            MINIMAL + '[strategy]\nname = "powersgd"\nrank = 0\n',
+            "run.toml: strategy.rank must be greater than or equal to 1, not 0",
+        ),
         (MINIMAL + "[strategy]\nranks = 4\n", "run.toml: strategy.ranks is not a known key (misspelt?)"),
-        ('codec = "int8"\nstrategy = "powersgd"\n' + MINIMAL, "run.toml: the file: the factors of strategy powersgd are small"),
-        ('strategy = "powersgd"\nmode = "gossip"\n' + MINIMAL, "run.toml: the file: mode gossip averages parameters themselves: strategy"),
+        (
+            'codec = "int8"\nstrategy = "powersgd"\n' + MINIMAL,
+            "run.toml: the file: the factors of strategy powersgd are small",
+        ),
+        (
+            'strategy = "powersgd"\nmode = "gossip"\n' + MINIMAL,
+            "run.toml: the file: mode gossip averages parameters themselves: strategy",
+        ),
         (
             'strategy = "powersgd"\n' + MINIMAL + '[mode]\nname = "diloco"\nstreaming = 2\n',
             "run.toml: the file: a mode with streaming averages parts of the model, not matrices",
         ),
-        ('codec = "int8"\nmode = "gossip"\n' + MINIMAL, "run.toml: the file: mode gossip averages parameters themselves"),
-        (MINIMAL + '[optimizer]\n[optimizer.schedule]\nname = "cosine"\n', "run.toml: optimizer: schedule.total_epochs must be given"),
-        (MINIMAL + "[optimizer]\nlearning_rate = nan\n", "run.toml: optimizer.learning_rate must be a finite number"),
+        (
+            'codec = "int8"\nmode = "gossip"\n' + MINIMAL,
+            "run.toml: the file: mode gossip averages parameters themselves",
+        ),
+        (
+            MINIMAL + '[optimizer]\n[optimizer.schedule]\nname = "cosine"\n',
+            "run.toml: optimizer: schedule.total_epochs must be given",
+        ),
+        (
+            MINIMAL + "[optimizer]\nlearning_rate = nan\n",
+            "run.toml: optimizer.learning_rate must be a finite number",
+        ),
     ],
 )
 def test_mistakes_are_told_by_key_in_plain_words(text: str, said: str) -> None:
@@ -105,7 +140,7 @@ def test_error_feedback_is_a_term_of_the_run(codec: str) -> None:
 
 
 def test_modes_by_name_and_as_a_table(owner: Identity) -> None:
-    from averaging.optimizer import Diloco, Gradients
+    from averaging.optim.optimizer import Diloco, Gradients
 
     assert specification().mode.build() == Gradients()
     assert specification(mode="diloco").mode.build() == Diloco()
@@ -119,7 +154,9 @@ def test_modes_by_name_and_as_a_table(owner: Identity) -> None:
         parts = ModeParts(inner=torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1))
         traits = built.build().build(parts).traits
         assert built.role == traits.role
-        assert built.state_sync_epochs == (traits.state_sync_epochs if traits.canonical else None), "as outlook.py takes it"
+        assert built.state_sync_epochs == (traits.state_sync_epochs if traits.canonical else None), (
+            "as outlook.py takes it"
+        )
 
 
 @pytest.mark.parametrize(
@@ -132,7 +169,9 @@ def test_modes_by_name_and_as_a_table(owner: Identity) -> None:
     ],
 )
 def test_the_traffic_that_is_foretold_follows_the_mode(mode: object, expected: float) -> None:
-    assert round_bytes(specification(mode=mode), described(parameters=1_000_000), 4) == pytest.approx(expected, rel=1e-3)
+    assert round_bytes(specification(mode=mode), described(parameters=1_000_000), 4) == pytest.approx(
+        expected, rel=1e-3
+    )
 
 
 def described(**parts: Any) -> TaskDescription:
@@ -145,7 +184,9 @@ def test_a_strategy_by_name_and_as_a_table(owner: Identity) -> None:
     named = RunSpecification.from_toml('strategy = "powersgd"\n' + MINIMAL, "run.toml")
     assert named.strategy is not None
     assert named.strategy.build() == PowerSgd()
-    written = RunSpecification.from_toml(MINIMAL + '[strategy]\nname = "powersgd"\nrank = 8\nsaving_min = 1.5\n', "run.toml")
+    written = RunSpecification.from_toml(
+        MINIMAL + '[strategy]\nname = "powersgd"\nrank = 8\nsaving_min = 1.5\n', "run.toml"
+    )
     assert written.strategy is not None
     assert written.strategy.build() == PowerSgd(rank=8, saving_min=1.5)
     assert written.travels == "powersgd of rank 8 in float16"
@@ -161,16 +202,26 @@ def test_the_traffic_of_factors_is_foretold_from_shapes() -> None:
     whole = described(parameters=500_000 + 500 + 300, shapes=shapes)
     state = 12 * whole.parameters / 10
     strategy = {"name": "powersgd", "rank": 4}
-    assert round_bytes(specification(strategy=strategy), whole, 4) == int(1.5 * (2 * (1500 * 4 + 60 * 4 + 300) + state))
-    assert round_bytes(specification(strategy=strategy, codec="float32"), whole, 4) == int(1.5 * (4 * (1500 * 4 + 60 * 4 + 300) + state))
+    assert round_bytes(specification(strategy=strategy), whole, 4) == int(
+        1.5 * (2 * (1500 * 4 + 60 * 4 + 300) + state)
+    )
+    assert round_bytes(specification(strategy=strategy, codec="float32"), whole, 4) == int(
+        1.5 * (4 * (1500 * 4 + 60 * 4 + 300) + state)
+    )
     untold = described(parameters=whole.parameters)
-    assert round_bytes(specification(strategy=strategy), untold, 4) == round_bytes(specification(), untold, 4), "at the most"
+    assert round_bytes(specification(strategy=strategy), untold, 4) == round_bytes(
+        specification(), untold, 4
+    ), "at the most"
 
 
 def test_every_mistake_has_a_line() -> None:
     with pytest.raises(UsageError) as error:
         RunSpecification.from_toml('name = "tiny"\nbatch_size = 0\n', "run.toml")
-    assert [line.split()[1] for line in str(error.value).splitlines()] == ["target_batch_size", "batch_size", "task"]
+    assert [line.split()[1] for line in str(error.value).splitlines()] == [
+        "target_batch_size",
+        "batch_size",
+        "task",
+    ]
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
@@ -189,7 +240,12 @@ def test_signing_and_reading_give_the_same_back(owner: Identity) -> None:
     signed = sign(written, owner, version=3, founded_s=1.5e9)
     read = verified(signed.blob, signed.run_id)
     assert read == signed
-    assert (read.specification, read.version, read.founded_s, read.owner) == (written, 3, 1.5e9, owner.peer_id)
+    assert (read.specification, read.version, read.founded_s, read.owner) == (
+        written,
+        3,
+        1.5e9,
+        owner.peer_id,
+    )
     assert read.full_name == f"bytelm@{run_id_of(owner.peer_id, 'bytelm')}"
 
 

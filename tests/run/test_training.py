@@ -9,21 +9,28 @@ from typing import Any, cast
 import pytest
 import torch
 
-from averaging.result import AveragingResult
-from averaging.training.progress import PeerProgress, ProgressView
-from averaging.training.reports import LoadResult, StepReport
-from swarm.identity import Identity
+from averaging.optim.progress.logic.reports import PeerProgress, ProgressView
+from averaging.optim.reports import LoadResult, StepReport
+from averaging.result import RoundResult
+from swarm.core.identity import Identity
 from swarm.run import events
-from swarm.run.accounts import Accounts, Pacing
+from swarm.run.accounts import TrainingStats, ValidationSchedule
 from swarm.run.specification import RunSpecification, sign
 from swarm.run.task import Draw
 from swarm.run.training import Training
 
 OWNER = Identity.generate()
 SPECIFICATION = RunSpecification.from_table(
-    {"name": "tiny", "target_batch_size": 16, "batch_size": 8, "task": {"name": "bytelm"}, "end": {"epochs": 3, "seconds": 100}}, "test"
+    {
+        "name": "tiny",
+        "target_batch_size": 16,
+        "batch_size": 8,
+        "task": {"name": "bytelm"},
+        "end": {"epochs": 3, "seconds": 100},
+    },
+    "test",
 )
-ROUND = AveragingResult(failed=False, peers=(OWNER.peer_id,), digest="abcd", bytes_sent=1000)
+ROUND = RoundResult(failed=False, peers=(OWNER.peer_id,), digest="abcd", bytes_sent=1000)
 
 
 class FakeData:
@@ -62,7 +69,9 @@ class FakeOptimizer:
     def progress(self) -> ProgressView:
         mine = PeerProgress(epoch=self.epoch, samples=8, samples_per_s=40.0, counted=8.0, age_s=0.0)
         peers = {OWNER.peer_id: mine}
-        return ProgressView(epoch=self.epoch, swarm_epoch=self.epoch, samples=8.0, target=16, samples_per_s=40.0, peers=peers)
+        return ProgressView(
+            epoch=self.epoch, swarm_epoch=self.epoch, samples=8.0, target=16, samples_per_s=40.0, peers=peers
+        )
 
 
 class Volunteering:
@@ -80,8 +89,8 @@ class Volunteering:
             own=OWNER.peer_id,
             emit=self.told.append,
             swarm_s=lambda: self.now_s,
-            accounts=Accounts(),
-            pacing=Pacing(0.05, 1000.0),
+            accounts=TrainingStats(),
+            pacing=ValidationSchedule(0.05, 1000.0),
         )
 
     def kinds(self) -> list[str]:
@@ -93,22 +102,37 @@ def report(epoch: int = 0, *, stepped: bool = False, **fields: Any) -> StepRepor
 
 
 def test_an_epoch_is_told_with_what_this_peer_gave() -> None:
-    state = AveragingResult(failed=False, digest="ef", bytes_sent=500)
+    state = RoundResult(failed=False, digest="ef", bytes_sent=500)
     done = report(1, stepped=True, contributed=16, round=ROUND, state_round=state, drift=1e-7, seconds=0.2)
     one = Volunteering(report(), done)
     assert [one.training.step(), one.training.step()] == [False, True]
     assert one.kinds() == ["progress", "contributing", "epoch"]
     epoch = one.told[-1]
     assert (epoch.epoch, epoch.samples, epoch.peers, epoch.sent_bytes, epoch.round_s) == (1, 16, 1, 1500, 0.2)
-    assert (epoch.digest, epoch.state_digest, epoch.drift, epoch.validation_loss) == ("abcd", "ef", 1e-7, 1.25)
+    assert (epoch.digest, epoch.state_digest, epoch.drift, epoch.validation_loss) == (
+        "abcd",
+        "ef",
+        1e-7,
+        1.25,
+    )
     accounts = one.training.accounts
-    assert (accounts.samples, accounts.rounds, accounts.failed_rounds, accounts.sent_bytes) == (16, 1, 0, 1500)
+    assert (accounts.samples, accounts.rounds, accounts.failed_rounds, accounts.sent_bytes) == (
+        16,
+        1,
+        0,
+        1500,
+    )
     assert accounts.loss_first == accounts.loss_last == pytest.approx(epoch.loss)
     assert (accounts.digest, accounts.digest_epoch) == ("abcd", 1)
 
 
 def test_each_epoch_draws_anew_and_once() -> None:
-    one = Volunteering(report(), report(1, stepped=True, contributed=16, round=ROUND), report(1), report(2, stepped=True, round=ROUND))
+    one = Volunteering(
+        report(),
+        report(1, stepped=True, contributed=16, round=ROUND),
+        report(1),
+        report(2, stepped=True, round=ROUND),
+    )
     for _ in range(4):
         one.training.step()
     assert [draw.epoch for draw in one.data.draws] == [0, 1]
@@ -116,8 +140,12 @@ def test_each_epoch_draws_anew_and_once() -> None:
 
 
 def test_a_failed_round_is_told_with_its_reason_and_changes_no_account() -> None:
-    failed = AveragingResult(
-        failed=True, reason="round", detail="a reducer died", left_out={OWNER.peer_id: "closed its connection"}, bytes_sent=9
+    failed = RoundResult(
+        failed=True,
+        reason="round",
+        detail="a reducer died",
+        left_out={OWNER.peer_id: "closed its connection"},
+        bytes_sent=9,
     )
     one = Volunteering(report(round=failed, rounds_failed=2, reason="no round came about"))
     one.training.step()
@@ -135,8 +163,11 @@ def test_a_resynchronisation_is_told_and_the_samples_of_the_lost_epoch_do_not_co
     one = Volunteering(report(), report(5, dropped=16, reason="the swarm is in epoch 5", resynchronised=load))
     one.training.step()
     one.training.step()
-    assert one.told[-2] == events.Resynchronised(epoch=5, loaded=True, reason="the swarm is in epoch 5", seconds=0.4) or (
-        one.told[-1] == events.Resynchronised(epoch=5, loaded=True, reason="the swarm is in epoch 5", seconds=0.4)
+    assert one.told[-2] == events.Resynchronised(
+        epoch=5, loaded=True, reason="the swarm is in epoch 5", seconds=0.4
+    ) or (
+        one.told[-1]
+        == events.Resynchronised(epoch=5, loaded=True, reason="the swarm is in epoch 5", seconds=0.4)
     )
     assert one.training.accounts.samples == 0
     assert math.isnan(one.training.accounts.epoch.loss)
@@ -157,12 +188,14 @@ def test_the_run_ends_by_epochs_by_time_or_by_loss() -> None:
     one.training.step()
     assert one.training.over() == "the run ended at epoch 3"
     end = SPECIFICATION.end.model_copy(update={"epochs": None, "loss": 1.3})
-    one.training.signed = replace(one.training.signed, specification=SPECIFICATION.model_copy(update={"end": end}))
+    one.training.signed = replace(
+        one.training.signed, specification=SPECIFICATION.model_copy(update={"end": end})
+    )
     assert one.training.over() == "the run reached the loss 1.3"
 
 
 def test_measuring_takes_its_share_of_the_time_and_no_more() -> None:
-    pacing = Pacing(0.05, 2.0)
+    pacing = ValidationSchedule(0.05, 2.0)
     assert pacing.due(0.0)
     pacing.took(0.5, 1.0)
     assert not pacing.due(10.9)

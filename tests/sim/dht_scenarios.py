@@ -1,4 +1,6 @@
-"""What the scenarios of the DHT have in common: services on simulated peers, swarms of them, and what they hold."""
+"""What the scenarios of the DHT have in common: services on simulated peers, swarms of them, and what they
+hold.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +8,18 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from swarm.dht.config import DhtConfig
-from swarm.dht.records import Record, encode_value, signed
-from swarm.dht.service import DhtService, Entry
-from swarm.ids import Key
+from swarm.core.ids import Key
+from swarm.dht.logic.config import DhtConfig
+from swarm.dht.logic.records import Record, encode_value, signed
+from swarm.dht.service.dht_service import DhtService, Entry
 from swarm.testing.dht_swarm import service_of as service_of
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import run_virtual
 
 
-async def swarm_of(network: SimulatedNetwork, count: int, config: DhtConfig | None = None) -> list[DhtService]:
+async def swarm_of(
+    network: SimulatedNetwork, count: int, config: DhtConfig | None = None
+) -> list[DhtService]:
     """Peers that joined one after the other, each through one that was there before; settled."""
     services: list[DhtService] = []
     for _ in range(count):
@@ -58,7 +62,9 @@ def record_by(writer: SimulatedPeer, value: Any, **changes: Any) -> Record:
     return signed(Record(**{**fields, **changes}), writer.identity)
 
 
-def play(scenario: Callable[[SimulatedNetwork], Awaitable[None]], *, seed: int, link: LinkConfig | None = None) -> SimulatedNetwork:
+def play(
+    scenario: Callable[[SimulatedNetwork], Awaitable[None]], *, seed: int, link: LinkConfig | None = None
+) -> SimulatedNetwork:
     """Run a scenario to its end; no handler may have failed."""
     network = SimulatedNetwork(seed=seed, config=link)
 

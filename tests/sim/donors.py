@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from averaging.training.donor import Donor, DonorConfig, DonorServices
-from averaging.training.download import Download, DownloadConfig
-from averaging.training.runexchange import RunExchange
-from averaging.training.snapshot import CHUNK_BYTES
-from averaging.training.state import TrainingState
+from averaging.optim.state.donor import Donor, DonorConfig, DonorServices
+from averaging.optim.state.download import Download, DownloadConfig
+from averaging.optim.state.exchange import RunExchange
+from averaging.optim.state.snapshot import CHUNK_BYTES
+from averaging.optim.state.training_state import TrainingState
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import run_virtual
 
@@ -51,7 +51,13 @@ def donor(peer: SimulatedPeer, state: TrainingState, wrap: type[Donor] = Donor, 
 
 
 def joining(peer: SimulatedPeer, state: TrainingState, **changes: Any) -> Download:
-    options = {"bytes_max": state.bytes_max(), "epoch_min": 5, "epoch_known": 5, "config": DownloadConfig(chunk_timeout_s=3.0), **changes}
+    options = {
+        "bytes_max": state.bytes_max(),
+        "epoch_min": 5,
+        "epoch_known": 5,
+        "config": DownloadConfig(chunk_timeout_s=3.0),
+        **changes,
+    }
     return Download(run=RUN, caller=peer.caller, **options)
 
 

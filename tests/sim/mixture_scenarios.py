@@ -1,4 +1,6 @@
-"""Mixture layers over simulated servers: four of them, each with one row of a grid of sixteen, and the same mixture computed here."""
+"""Mixture layers over simulated servers: four of them, each with one row of a grid of sixteen, and the same
+mixture computed here.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from moe.mixture.layer import RemoteMixtureOfExperts
+from moe.client.mixture.layer import RemoteMixtureOfExperts
 from swarm.testing.expert_swarm import ExpertSwarm, SimulatedExperts
 
 WIDTH = 8
@@ -29,13 +31,18 @@ MODULES = experts()
 def serve_rows(swarm: ExpertSwarm, **settings: float) -> list[SimulatedExperts]:
     """Four servers; each has one row of the grid."""
     return [
-        swarm.serve({name: module for name, module in MODULES.items() if name.startswith(f"ffn.{row}.")}, **settings)  # type: ignore[arg-type]
+        swarm.serve(
+            {name: module for name, module in MODULES.items() if name.startswith(f"ffn.{row}.")}, **settings
+        )  # type: ignore[arg-type]
         for row in range(4)
     ]
 
 
 def local_mixture(
-    layer: RemoteMixtureOfExperts, modules: Mapping[str, nn.Module], x: torch.Tensor, alive: set[str] | None = None
+    layer: RemoteMixtureOfExperts,
+    modules: Mapping[str, nn.Module],
+    x: torch.Tensor,
+    alive: set[str] | None = None,
 ) -> torch.Tensor:
     """The oracle: every expert on every sample, the k best of those alive, softmax over them."""
     scores = layer.gate(x)
@@ -50,7 +57,9 @@ def local_mixture(
 
 def layer_of(swarm: ExpertSwarm, **settings: object) -> RemoteMixtureOfExperts:
     torch.manual_seed(1)
-    return RemoteMixtureOfExperts(swarm.node, WIDTH, **{"grid": GRID, "k_best": 4, "timeout_after_k_min_s": 0.5, **settings})  # type: ignore[arg-type]
+    return RemoteMixtureOfExperts(
+        swarm.node, WIDTH, **{"grid": GRID, "k_best": 4, "timeout_after_k_min_s": 0.5, **settings}
+    )  # type: ignore[arg-type]
 
 
 def batch(samples: int = 32, seed: int = 2) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""Attacks on what the DHT does by itself: comparisons, goodbyes, blobs, replication, tables. Those on records: `test_dht_hostile`."""
+"""Attacks on what the DHT does by itself: comparisons, goodbyes, blobs, replication, tables. Those on
+records: `test_dht_hostile`.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +9,19 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.dht.config import DhtConfig
-from swarm.dht.overlay import FIND, HOLDS, PING, STORE
-from swarm.dht.records import encode_value, record_of_blob
-from swarm.dht.routing import RoutingConfig
-from swarm.dht.rules import NamespaceRules
-from swarm.dht.schema import Number
-from swarm.dht.service import DhtService, Entry, StoreItem
-from swarm.dht.storage import StorageConfig
-from swarm.dht.summary import ENTRY_BYTES, summary
-from swarm.dht.wire import contact_to_wire, key_to_wire, record_to_wire
-from swarm.errors import PeerError, UsageError
-from swarm.identity import Identity
-from swarm.ids import Address, Contact, Key, PeerId
+from swarm.core.errors import PeerError, UsageError
+from swarm.core.identity import Identity
+from swarm.core.ids import Address, Contact, Key, PeerId
+from swarm.dht.logic.config import DhtConfig
+from swarm.dht.logic.records import encode_value, record_of_blob
+from swarm.dht.logic.routing import RoutingConfig
+from swarm.dht.logic.rules import NamespaceRules
+from swarm.dht.logic.schema import Number
+from swarm.dht.logic.storage import StorageConfig
+from swarm.dht.logic.summary import ENTRY_BYTES, summary
+from swarm.dht.service.dht_service import DhtService, Entry, StoreItem
+from swarm.dht.service.overlay import FIND, HOLDS, PING, STORE
+from swarm.dht.service.wire import contact_to_wire, key_to_wire, record_to_wire
 from swarm.run.directory import RunDirectory
 from swarm.run.specification import RunSpecification, SignedSpecification, sign, specification_key
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
@@ -54,31 +56,40 @@ class Swallower:
         peer.handlers.unary(HOLDS, self.holds)
 
     async def ping(self, caller: PeerId, request: DhtPingRequest) -> DhtPingReply:
-        return DhtPingReply(time_us=int(self.peer.clock.swarm_s() * 1e6), contact=contact_to_wire(self.peer.contact))
+        return DhtPingReply(
+            time_us=int(self.peer.clock.swarm_s() * 1e6), contact=contact_to_wire(self.peer.contact)
+        )
 
     async def find(self, caller: PeerId, request: DhtFindRequest) -> DhtFindReply:
         self.calls += 1
         contacts = [contact_to_wire(contact) for contact in self.friends]
         return DhtFindReply(
-            time_us=int(self.peer.clock.swarm_s() * 1e6), results=[DhtFindResult(nearest=contacts) for _ in request.queries]
+            time_us=int(self.peer.clock.swarm_s() * 1e6),
+            results=[DhtFindResult(nearest=contacts) for _ in request.queries],
         )
 
     async def store(self, caller: PeerId, request: DhtStoreRequest) -> DhtStoreReply:
-        return DhtStoreReply(time_us=int(self.peer.clock.swarm_s() * 1e6), refusals=[""] * len(request.records))
+        return DhtStoreReply(
+            time_us=int(self.peer.clock.swarm_s() * 1e6), refusals=[""] * len(request.records)
+        )
 
     async def holds(self, caller: PeerId, request: DhtHoldsRequest) -> DhtHoldsReply:
         return DhtHoldsReply(wanted=list(range(0, 4_000_000_000, 400_000)))
 
 
 def test_four_identities_next_to_a_key_hide_nothing() -> None:
-    """They say that they hold what is written and know of nothing: the fifth replica does, and so do those that held it before."""
+    """They say that they hold what is written and know of nothing: the fifth replica does, and so do those
+    that held it before.
+    """
 
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 12, SMALL)
         candidates = [network.peer() for _ in range(300)]
         key = Key.parse("victim")
         closest = sorted(candidates, key=lambda peer: peer.peer_id.dht_id ^ key.dht_id)[:4]
-        assert closest[-1].peer_id.dht_id ^ key.dht_id < nearest(services, key, 1)[0].peer_id.dht_id ^ key.dht_id
+        assert (
+            closest[-1].peer_id.dht_id ^ key.dht_id < nearest(services, key, 1)[0].peer_id.dht_id ^ key.dht_id
+        )
         await services[1].store(key, "before", ttl_s=3600, subkey="before")
         liars = [Swallower(peer, [other.contact for other in closest]) for peer in closest]
         for service in services:
@@ -107,7 +118,11 @@ def test_a_liar_that_wants_everything_and_names_numbers_that_do_not_exist_gets_w
         for service in services:
             service.overlay.met(liar.peer.contact)
         await asyncio.sleep(600)
-        sent = sum(int(line.rsplit(" ", 1)[1]) for line in network.trace if "/Store" in line and line.rsplit(" ", 1)[1].isdigit())
+        sent = sum(
+            int(line.rsplit(" ", 1)[1])
+            for line in network.trace
+            if "/Store" in line and line.rsplit(" ", 1)[1].isdigit()
+        )
         assert sent < 3 * 2 * 50 * 500
 
     play(scenario, seed=2)
@@ -127,8 +142,15 @@ def test_comparisons_that_are_too_large_or_malformed_are_refused() -> None:
             with pytest.raises(PeerError, match=text):
                 await call(victim.own(), HOLDS, DhtHoldsRequest(sender=sender, keys=keys), timeout_s=3)
         with pytest.raises(PeerError, match="sender"):
-            await call(victim.own(), HOLDS, DhtHoldsRequest(sender=contact_to_wire(victim.own())), timeout_s=3)
-        reply = await call(victim.own(), HOLDS, DhtHoldsRequest(sender=sender, keys=[DhtHeldKey(key=key, entries=bytes(40))]), timeout_s=3)
+            await call(
+                victim.own(), HOLDS, DhtHoldsRequest(sender=contact_to_wire(victim.own())), timeout_s=3
+            )
+        reply = await call(
+            victim.own(),
+            HOLDS,
+            DhtHoldsRequest(sender=sender, keys=[DhtHeldKey(key=key, entries=bytes(40))]),
+            timeout_s=3,
+        )
         assert list(reply.wanted) == [0, 1]
         assert victim.storage.entry_count == 0
         assert victim._replication._compared_s == {}, "nothing is remembered of what is not held"
@@ -148,7 +170,9 @@ def test_nobody_says_goodbye_for_another_and_appearing_by_calls_alone_gains_noth
         goodbye = DhtPingRequest(sender=contact_to_wire(services[1].own()), leaving=True)
         with pytest.raises(PeerError, match="sender"):
             await attacker.caller.call(services[0].own(), PING, goodbye, timeout_s=3)
-        own = DhtPingRequest(sender=contact_to_wire(Contact(attacker.peer_id, services[1].own().addresses)), leaving=True)
+        own = DhtPingRequest(
+            sender=contact_to_wire(Contact(attacker.peer_id, services[1].own().addresses)), leaving=True
+        )
         await attacker.caller.call(services[0].own(), PING, own, timeout_s=3)
         assert services[1].peer_id in services[0].overlay.table
         crowd = [network.peer() for _ in range(200)]
@@ -177,7 +201,9 @@ async def ignore(newer: SignedSpecification) -> None:
 
 
 def test_the_specification_outlives_its_founder_and_forgeries_do_not_even_get_stored() -> None:
-    """Members keep one copy per replica alive long after the founder's would have expired; nobody can put anything beside it."""
+    """Members keep one copy per replica alive long after the founder's would have expired; nobody can put
+    anything beside it.
+    """
 
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 12, SMALL)
@@ -196,7 +222,10 @@ def test_the_specification_outlives_its_founder_and_forgeries_do_not_even_get_st
         for value in (b"garbage", specification(Identity.generate(), 9).blob, one.blob, one.blob[:-1] + b"x"):
             with pytest.raises(UsageError):
                 await attacker.store(key, value, ttl_s=3600)
-        forged = replace(record_of_blob(key, one.blob, int((peer_of(network, attacker).clock.swarm_s() + 3600) * 1e6)), issued_at_us=7)
+        forged = replace(
+            record_of_blob(key, one.blob, int((peer_of(network, attacker).clock.swarm_s() + 3600) * 1e6)),
+            issued_at_us=7,
+        )
         request = DhtStoreRequest(sender=contact_to_wire(attacker.own()), records=[record_to_wire(forged)])
         for victim in nearest(services[2:], key):
             reply = await peer_of(network, attacker).caller.call(victim.own(), STORE, request, timeout_s=3)
@@ -205,11 +234,15 @@ def test_the_specification_outlives_its_founder_and_forgeries_do_not_even_get_st
         await asyncio.sleep(5400)
         alive = services[1:]
         assert (await directory_of(network, services[9]).specification(one.run_id)) == one
-        assert [listing.run_id for listing in await directory_of(network, services[3]).listings()] == [one.run_id]
+        assert [listing.run_id for listing in await directory_of(network, services[3]).listings()] == [
+            one.run_id
+        ]
         holding = holders(alive, key)
         assert holding
         for service in holding:
-            assert [record.writer for record in service.storage.records(key, service.overlay.now_us)] == [owner.peer_id]
+            assert [record.writer for record in service.storage.records(key, service.overlay.now_us)] == [
+                owner.peer_id
+            ]
         await directory_of(network, services[5]).publish(two)  # whoever the owner gave it to
         assert (await directory_of(network, services[9]).specification(one.run_id)).version == 2
         await attacker.store_blob(key, one.blob, ttl_s=24 * 3600)
@@ -222,19 +255,26 @@ def test_rules_hold_for_replicas_readers_and_writers() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 6)
         judge, stranger = services[0], services[1]
-        rules = NamespaceRules(writers=frozenset({judge.peer_id}), schema=Number(0, 1), entries_per_writer_max=2)
+        rules = NamespaceRules(
+            writers=frozenset({judge.peer_id}), schema=Number(0, 1), entries_per_writer_max=2
+        )
         key = Key.parse("scores/one")
         await stranger.store(key, "graffiti", ttl_s=3600)  # before anybody knows the rules
         for service in services[2:]:
             service.register("scores", rules)
         assert await value_at(services[2], key, max_age_s=0) is None, "a reader sees nothing that breaks them"
         result = await stranger.store(key, "more of it", ttl_s=3600)
-        assert any("not among those who may write" in refusal for refusal in result.refusals), "a replica keeps nothing of it"
+        assert any("not among those who may write" in refusal for refusal in result.refusals), (
+            "a replica keeps nothing of it"
+        )
         assert (await judge.store(key, 0.5, ttl_s=3600)).replicas == 5
         assert await value_at(services[2], key, max_age_s=0) == 0.5
         with pytest.raises(UsageError, match="may write"):
             await services[3].store(key, 0.5, ttl_s=60)
-        results = [await judge.store(Key.parse("scores/two"), 0.1, ttl_s=60, subkey=str(number)) for number in range(3)]
+        results = [
+            await judge.store(Key.parse("scores/two"), 0.1, ttl_s=60, subkey=str(number))
+            for number in range(3)
+        ]
         assert any("2 entries under this key" in refusal for refusal in results[2].refusals)
 
     play(scenario, seed=6)
@@ -242,7 +282,9 @@ def test_rules_hold_for_replicas_readers_and_writers() -> None:
 
 def test_a_flood_by_many_identities_leaves_room_for_the_keys_that_are_near() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
-        config = DhtConfig(storage=StorageConfig(bytes_max=60_000, bytes_far_max=15_000), routing=RoutingConfig(bucket_max=8))
+        config = DhtConfig(
+            storage=StorageConfig(bytes_max=60_000, bytes_far_max=15_000), routing=RoutingConfig(bucket_max=8)
+        )
         services = await swarm_of(network, 25, config)
         victim = services[7]
         for flood in range(20):
@@ -250,10 +292,16 @@ def test_a_flood_by_many_identities_leaves_room_for_the_keys_that_are_near() -> 
             far = [Key.parse(f"flood-{flood}-{number}") for number in range(60)]
             far = [key for key in far if victim not in nearest(services, key, 8)][:20]
             records = [record_by(attacker, bytes(500), key=key) for key in far]
-            request = DhtStoreRequest(sender=contact_to_wire(attacker.contact), records=map(record_to_wire, records))
+            request = DhtStoreRequest(
+                sender=contact_to_wire(attacker.contact), records=map(record_to_wire, records)
+            )
             await attacker.caller.call(victim.own(), STORE, request, timeout_s=3)
         assert victim.storage.size_bytes <= 30_000
-        near = [key for key in (Key.parse(f"honest-{number}") for number in range(100)) if victim in nearest(services, key, 3)][:10]
+        near = [
+            key
+            for key in (Key.parse(f"honest-{number}") for number in range(100))
+            if victim in nearest(services, key, 3)
+        ][:10]
         for key in near:
             await services[1].store(key, 1, ttl_s=600)
             assert victim in holders(services, key)
@@ -285,11 +333,15 @@ class Endless(Swallower):
 
     async def find(self, caller: PeerId, request: DhtFindRequest) -> DhtFindReply:
         self.calls += 1
-        invented = [Contact(PeerId(self.peer.network.rng.randbytes(32)), (Address("10.9.9.9", 9),)) for _ in range(500)]
+        invented = [
+            Contact(PeerId(self.peer.network.rng.randbytes(32)), (Address("10.9.9.9", 9),))
+            for _ in range(500)
+        ]
         contacts = [contact_to_wire(contact) for contact in invented]
         time_us = int(self.peer.clock.swarm_s() * 1e6)
         return DhtFindReply(
-            time_us=time_us, results=[DhtFindResult(records=[DhtRecord()] * 300, nearest=contacts) for _ in request.queries]
+            time_us=time_us,
+            results=[DhtFindResult(records=[DhtRecord()] * 300, nearest=contacts) for _ in request.queries],
         )
 
 
@@ -307,7 +359,9 @@ def test_endless_contacts_end_in_bounded_calls_and_leave_no_trace() -> None:
             assert await value_at(services[number], Key.parse(f"k{number}"), max_age_s=0) == number
             assert loop.time() - began_s < 10
         many = await services[4].get_many([f"k{n}" for n in range(10)], latest=True, timeout_s=20)
-        assert [answer.value for answer in many.answers.values() if isinstance(answer, Entry)] == list(range(10))
+        assert [answer.value for answer in many.answers.values() if isinstance(answer, Entry)] == list(
+            range(10)
+        )
         await asyncio.sleep(600)
         real = set(network.peers)
         for service in services:
@@ -328,19 +382,28 @@ def test_values_and_lives_beyond_the_limits_are_refused_by_every_way_in() -> Non
         bad = [
             replace(good, value=bytes(66_000)),
             record_by(attacker, 0, expiration_us=now_us + 25 * 3600 * 1_000_000),
-            record_by(attacker, 0, issued_at_us=now_us + 3600 * 1_000_000, expiration_us=now_us + 3700 * 1_000_000),
+            record_by(
+                attacker, 0, issued_at_us=now_us + 3600 * 1_000_000, expiration_us=now_us + 3700 * 1_000_000
+            ),
             record_by(attacker, 0, expiration_us=2**62),
             record_by(attacker, 0, issued_at_us=-1),
             record_by(attacker, 0, subkey="x" * 300),
             replace(good, value=b"\xc1"),
         ]
-        request = DhtStoreRequest(sender=contact_to_wire(attacker.contact), records=[record_to_wire(one) for one in (*bad, good)])
+        request = DhtStoreRequest(
+            sender=contact_to_wire(attacker.contact), records=[record_to_wire(one) for one in (*bad, good)]
+        )
         reply = await attacker.caller.call(services[0].own(), STORE, request, timeout_s=3)
         assert [bool(refusal) for refusal in reply.refusals] == [True] * len(bad) + [False]
 
         class Feeder(Swallower):
             async def find(self, caller: PeerId, request: DhtFindRequest) -> DhtFindReply:
-                return DhtFindReply(results=[DhtFindResult(records=[record_to_wire(one) for one in (*bad, good)]) for _ in request.queries])
+                return DhtFindReply(
+                    results=[
+                        DhtFindResult(records=[record_to_wire(one) for one in (*bad, good)])
+                        for _ in request.queries
+                    ]
+                )
 
         Feeder(attacker, [])
         for service in services:
@@ -357,10 +420,14 @@ def test_replicated_records_are_checked_like_all_others() -> None:
 
     async def scenario(network: SimulatedNetwork) -> None:
         victim, writer, attacker = service_of(network.peer()), network.peer(), network.peer()
-        old, new = record_by(writer, "old"), record_by(writer, "new", issued_at_us=int(writer.clock.swarm_s() * 1e6) + 1)
+        old, new = (
+            record_by(writer, "old"),
+            record_by(writer, "new", issued_at_us=int(writer.clock.swarm_s() * 1e6) + 1),
+        )
         assert victim.storage.store(new, victim.overlay.now_us) is None
         request = DhtStoreRequest(
-            sender=contact_to_wire(attacker.contact), records=[record_to_wire(old), record_to_wire(replace(new, value=encode_value("x")))]
+            sender=contact_to_wire(attacker.contact),
+            records=[record_to_wire(old), record_to_wire(replace(new, value=encode_value("x")))],
         )
         reply = await attacker.caller.call(victim.own(), STORE, request, timeout_s=3)
         assert all(reply.refusals)

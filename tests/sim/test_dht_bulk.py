@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from swarm.dht.config import DhtConfig
-from swarm.dht.routing import RoutingConfig
-from swarm.dht.service import Entry, StoreItem
-from swarm.errors import DeadlineExceeded, UsageError
-from swarm.ids import Key
+from swarm.core.errors import DeadlineExceeded, UsageError
+from swarm.core.ids import Key
+from swarm.dht.logic.config import DhtConfig
+from swarm.dht.logic.routing import RoutingConfig
+from swarm.dht.service.dht_service import Entry, StoreItem
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from tests.sim.dht_scenarios import holders, nearest, peer_of, play, service_of, swarm_of, value_at
 
@@ -21,7 +21,10 @@ SMALL = DhtConfig(routing=RoutingConfig(bucket_max=8))
 def test_many_writes_and_reads_equal_single_ones_in_fewer_calls(count: int) -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, count, SMALL)
-        items = [StoreItem(key=f"thing-{number}", value=number, subkey="x" if number % 10 == 0 else None) for number in range(200)]
+        items = [
+            StoreItem(key=f"thing-{number}", value=number, subkey="x" if number % 10 == 0 else None)
+            for number in range(200)
+        ]
         network.trace.clear()
         results = await services[1].store_many(items, ttl_s=600)
         assert [result.replicas for result in results] == [5] * 200
@@ -33,13 +36,17 @@ def test_many_writes_and_reads_equal_single_ones_in_fewer_calls(count: int) -> N
         )
         assert placed >= 0.97 * 5 * 200
         network.trace.clear()
-        many = await services[2].get_many([*(f"thing-{number}" for number in range(200)), "nothing", Key.parse("thing-3")], max_age_s=0)
+        many = await services[2].get_many(
+            [*(f"thing-{number}" for number in range(200)), "nothing", Key.parse("thing-3")], max_age_s=0
+        )
         assert len(network.trace) < 2 * 5 * 200 / 3
         assert many.failures == {}
         assert many.answers["nothing"] is None
         assert many.answers["thing-3"] == many.answers[Key.parse("thing-3")]
         for number in range(0, 200, 7):
-            assert many.answers[f"thing-{number}"] == await services[3].get(Key.parse(f"thing-{number}"), max_age_s=0)
+            assert many.answers[f"thing-{number}"] == await services[3].get(
+                Key.parse(f"thing-{number}"), max_age_s=0
+            )
         again = await services[2].get_many([f"thing-{number}" for number in range(50)], latest=True)
         assert all(again.answers[name] == many.answers[name] for name in again.answers)
 
@@ -57,11 +64,17 @@ def test_the_dead_cost_neither_the_keys_nor_their_replicas() -> None:
         loop = asyncio.get_running_loop()
         started_s = loop.time()
         many = await services[1].get_many([f"old-{n}" for n in range(60)])
-        assert [answer.value for answer in many.answers.values() if isinstance(answer, Entry)] == list(range(60))
-        results = await services[1].store_many([StoreItem(key=f"new-{n}", value=n) for n in range(60)], ttl_s=600)
+        assert [answer.value for answer in many.answers.values() if isinstance(answer, Entry)] == list(
+            range(60)
+        )
+        results = await services[1].store_many(
+            [StoreItem(key=f"new-{n}", value=n) for n in range(60)], ttl_s=600
+        )
         assert all(result.replicas == 5 for result in results), "the next nearest take the place of the dead"
         assert loop.time() - started_s < 12
-        assert all(len(holders(nearest(alive, Key.parse(f"new-{n}")), Key.parse(f"new-{n}"))) >= 4 for n in range(60))
+        assert all(
+            len(holders(nearest(alive, Key.parse(f"new-{n}")), Key.parse(f"new-{n}"))) >= 4 for n in range(60)
+        )
 
     play(scenario, seed=2)
 
@@ -109,7 +122,9 @@ def test_limits_are_the_callers_to_keep() -> None:
         with pytest.raises(UsageError, match="at most 10 entries"):
             await service.store_many([StoreItem(key="k", value=1)] * 11, ttl_s=60)
         with pytest.raises(UsageError, match="ttl_s"):
-            await service.store_many([StoreItem(key="k", value=1), StoreItem(key="l", value=1, ttl_s=-1)], ttl_s=60)
+            await service.store_many(
+                [StoreItem(key="k", value=1), StoreItem(key="l", value=1, ttl_s=-1)], ttl_s=60
+            )
         assert await service.get(Key.parse("k")) is None, "nothing was sent"
         assert await service.store_many([], ttl_s=60) == []
         assert (await service.get_many([])).answers == {}
@@ -120,11 +135,15 @@ def test_limits_are_the_callers_to_keep() -> None:
 def test_a_lossy_link_loses_no_key() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 12, SMALL)
-        results = await services[0].store_many([StoreItem(key=f"k{n}", value=n) for n in range(100)], ttl_s=600)
+        results = await services[0].store_many(
+            [StoreItem(key=f"k{n}", value=n) for n in range(100)], ttl_s=600
+        )
         assert all(result.ok for result in results)
         for _ in range(3):
             many = await services[7].get_many([f"k{n}" for n in range(100)], max_age_s=0)
-            assert [answer.value for answer in many.answers.values() if isinstance(answer, Entry)] == list(range(100))
+            assert [answer.value for answer in many.answers.values() if isinstance(answer, Entry)] == list(
+                range(100)
+            )
         assert await value_at(services[3], Key.parse("k50")) == 50
 
     play(scenario, seed=6, link=LinkConfig(loss=0.03))

@@ -1,4 +1,6 @@
-"""Peers that nobody can call: they read and write, and are otherwise nobody's business. And clocks that are wrong."""
+"""Peers that nobody can call: they read and write, and are otherwise nobody's business. And clocks that are
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,11 @@ import logging
 
 import pytest
 
-from swarm.dht.config import DhtConfig
-from swarm.dht.overlay import FIND, HOLDS, STORE
-from swarm.dht.routing import RoutingConfig
-from swarm.dht.wire import contact_to_wire, id_to_wire, key_to_wire, record_to_wire
-from swarm.ids import Address, Contact, Key
+from swarm.core.ids import Address, Contact, Key
+from swarm.dht.logic.config import DhtConfig
+from swarm.dht.logic.routing import RoutingConfig
+from swarm.dht.service.overlay import FIND, HOLDS, STORE
+from swarm.dht.service.wire import contact_to_wire, id_to_wire, key_to_wire, record_to_wire
 from swarm.testing.network import SimulatedNetwork
 from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtHeldKey, DhtHoldsRequest, DhtStoreRequest
 from tests.sim.dht_scenarios import holders, peer_of, play, record_by, service_of, swarm_of, value_at
@@ -43,10 +45,13 @@ def test_client_peers_hold_nothing_and_stand_in_no_table() -> None:
             waiting = {peer for bucket in service.overlay.table._buckets for peer in bucket.replacements}
             assert not waiting & {client.peer_id for client in clients}
             request = DhtFindRequest(
-                sender=contact_to_wire(services[1].own()), queries=[DhtFindQuery(target=id_to_wire(clients[0].peer_id.dht_id))]
+                sender=contact_to_wire(services[1].own()),
+                queries=[DhtFindQuery(target=id_to_wire(clients[0].peer_id.dht_id))],
             )
             if service is not services[1]:
-                reply = await peer_of(network, services[1]).caller.call(service.own(), FIND, request, timeout_s=3)
+                reply = await peer_of(network, services[1]).caller.call(
+                    service.own(), FIND, request, timeout_s=3
+                )
                 assert all(contact.addresses for contact in reply.results[0].nearest)
         assert all(len(holders(services[1:], key)) >= 5 for key in keys)
 
@@ -68,7 +73,9 @@ def test_a_peer_that_claims_an_address_where_it_does_not_answer_is_a_client_for_
             assert result.ok
         await asyncio.sleep(120)
         assert all(hidden.peer_id not in service.overlay.table for service in services)
-        assert all([await value_at(services[3], Key.parse(f"thing-{number}")) == number for number in range(30)])
+        assert all(
+            [await value_at(services[3], Key.parse(f"thing-{number}")) == number for number in range(30)]
+        )
         for number in range(30):
             assert await value_at(hidden_service, Key.parse(f"thing-{number}")) == number
 
@@ -90,7 +97,9 @@ def test_a_client_that_is_asked_after_all_takes_nothing() -> None:
         assert not reply.wanted  # type: ignore[union-attr]
         found = handlers.find(STORE.name)
         assert found is not None
-        reply = await found.function(service.peer_id, DhtStoreRequest(sender=sender, records=[record_to_wire(record)]))  # type: ignore[arg-type]
+        reply = await found.function(
+            service.peer_id, DhtStoreRequest(sender=sender, records=[record_to_wire(record)])
+        )  # type: ignore[arg-type]
         assert "client" in reply.refusals[0]  # type: ignore[union-attr]
         assert client.storage.entry_count == 0
 

@@ -1,4 +1,6 @@
-"""A swarm that a network cut has split becomes one again: its tables, and what both halves have written meanwhile."""
+"""A swarm that a network cut has split becomes one again: its tables, and what both halves have written
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from swarm.dht.config import DhtConfig
-from swarm.dht.routing import RoutingConfig
-from swarm.dht.service import DhtService
-from swarm.ids import Key
+from swarm.core.ids import Key
+from swarm.dht.logic.config import DhtConfig
+from swarm.dht.logic.routing import RoutingConfig
+from swarm.dht.service.dht_service import DhtService
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import run_virtual
 from tests.sim.dht_scenarios import peer_of, play, service_of, swarm_of, value_at
@@ -20,13 +22,17 @@ BOTH_KNOWN = Key.parse("from-before")
 
 
 class OneWayCut(SimulatedNetwork):
-    """Nothing that one side sends reaches the other, neither questions nor answers; the other way all arrives."""
+    """Nothing that one side sends reaches the other, neither questions nor answers; the other way all
+    arrives.
+    """
 
     deaf: frozenset[object] = frozenset()
     mute: frozenset[object] = frozenset()
 
     def silent_between(self, source: SimulatedPeer, target: SimulatedPeer) -> bool:
-        return (source.peer_id in self.mute and target.peer_id in self.deaf) or super().silent_between(source, target)
+        return (source.peer_id in self.mute and target.peer_id in self.deaf) or super().silent_between(
+            source, target
+        )
 
 
 async def write_on(half: Sequence[DhtService], name: str) -> None:
@@ -55,13 +61,17 @@ def joined_up(left: Sequence[DhtService], right: Sequence[DhtService]) -> bool:
     return all(knows(one, right) >= 3 for one in left) and all(knows(one, left) >= 3 for one in right)
 
 
-@pytest.mark.parametrize(("minutes", "count"), [(5, 20), (60, 12), pytest.param(60, 60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("minutes", "count"), [(5, 20), (60, 12), pytest.param(60, 60, marks=pytest.mark.slow)]
+)
 def test_two_halves_become_one(minutes: int, count: int) -> None:
 
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, count, SMALL)
         left, right = services[::2], services[1::2]
-        network.partition([peer_of(network, service) for service in left], [peer_of(network, service) for service in right])
+        network.partition(
+            [peer_of(network, service) for service in left], [peer_of(network, service) for service in right]
+        )
         await asyncio.sleep(minutes * 30)
         await write_on(left, "left")
         await write_on(right, "right")
@@ -86,7 +96,9 @@ def test_the_sample_of_lost_peers_alone_is_enough() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 12, SMALL)
         left, right = services[::2], services[1::2]
-        network.partition([peer_of(network, service) for service in left], [peer_of(network, service) for service in right])
+        network.partition(
+            [peer_of(network, service) for service in left], [peer_of(network, service) for service in right]
+        )
         await asyncio.sleep(1800)
         for service in services:
             service._upkeep._strangers._told.clear()
@@ -101,7 +113,9 @@ def test_the_sample_of_lost_peers_alone_is_enough() -> None:
 
 
 def test_a_cut_in_one_direction_hides_nothing_and_heals() -> None:
-    """Six peers hear the other six and cannot answer them. Neither side waits for the other for ever; afterwards they are one."""
+    """Six peers hear the other six and cannot answer them. Neither side waits for the other for ever;
+    afterwards they are one.
+    """
     network = OneWayCut(seed=3)
 
     async def scenario() -> None:
@@ -117,7 +131,9 @@ def test_a_cut_in_one_direction_hides_nothing_and_heals() -> None:
             started_s = loop.time()
             for service in half:
                 assert await value_at(service, Key.parse(f"{name}-1"), max_age_s=0) == 1
-            assert loop.time() - started_s < 3 * len(half), "those who only seem to be there do not stop the search"
+            assert loop.time() - started_s < 3 * len(half), (
+                "those who only seem to be there do not stop the search"
+            )
         await asyncio.sleep(1800)
         network.mute = frozenset()
         waited_s = 0
@@ -164,7 +180,10 @@ def test_bootstraps_are_called_for_ever_and_seldom() -> None:
         await asyncio.sleep(7200)
         network.trace.clear()
         await asyncio.sleep(3600)
-        calls = sum(line.split()[1] == f"{late.own() and network.peers[late.peer_id].index}->{gone.index}" for line in network.trace)
+        calls = sum(
+            line.split()[1] == f"{late.own() and network.peers[late.peer_id].index}->{gone.index}"
+            for line in network.trace
+        )
         assert 5 <= calls <= 30
         network.restart(gone)
         back = service_of(gone)

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from swarm.dht.config import DhtConfig
-from swarm.dht.overlay import FIND, PING, STORE
-from swarm.dht.records import encode_value
-from swarm.dht.service import DhtService, Entry
-from swarm.dht.storage import StorageConfig
-from swarm.dht.wire import contact_to_wire, record_to_wire
-from swarm.errors import PeerError, UsageError
-from swarm.ids import Address, Contact, Key, PeerId
+from swarm.core.errors import PeerError, UsageError
+from swarm.core.ids import Address, Contact, Key, PeerId
+from swarm.dht.logic.config import DhtConfig
+from swarm.dht.logic.records import encode_value
+from swarm.dht.logic.storage import StorageConfig
+from swarm.dht.service.dht_service import DhtService, Entry
+from swarm.dht.service.overlay import FIND, PING, STORE
+from swarm.dht.service.wire import contact_to_wire, record_to_wire
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import run_virtual
 from swarm.wire.dht_pb2 import (
@@ -96,7 +96,9 @@ def test_nonsense_is_refused_and_ends_nothing() -> None:
             DhtFindRequest(sender=sender, queries=[DhtFindQuery()]),
             DhtFindRequest(sender=sender, queries=[DhtFindQuery(target=b"short")]),
             DhtFindRequest(sender=sender, queries=[DhtFindQuery(key=DhtKey(namespace="", name="x"))]),
-            DhtFindRequest(sender=sender, queries=[DhtFindQuery(key=DhtKey(namespace="public", name="x" * 300))]),
+            DhtFindRequest(
+                sender=sender, queries=[DhtFindQuery(key=DhtKey(namespace="public", name="x" * 300))]
+            ),
             DhtFindRequest(sender=sender, queries=[DhtFindQuery(target=bytes(32))] * 65),
         ):
             with pytest.raises(PeerError, match="refused"):
@@ -104,8 +106,16 @@ def test_nonsense_is_refused_and_ends_nothing() -> None:
         with pytest.raises(PeerError, match="refused"):
             await call(contact, PING, DhtPingRequest(), timeout_s=3)
         with pytest.raises(UsageError, match="bytes"):
-            await call(contact, STORE, DhtStoreRequest(sender=sender, records=[DhtRecord(value=bytes(2 << 20))]), timeout_s=3)
-        odd = WireContact(peer_id=sender.peer_id, addresses=["", "/ip4/1.2.3.4/udp/1", "x" * 1000, *["/ip4/1.2.3.4/tcp/5"] * 100])
+            await call(
+                contact,
+                STORE,
+                DhtStoreRequest(sender=sender, records=[DhtRecord(value=bytes(2 << 20))]),
+                timeout_s=3,
+            )
+        odd = WireContact(
+            peer_id=sender.peer_id,
+            addresses=["", "/ip4/1.2.3.4/udp/1", "x" * 1000, *["/ip4/1.2.3.4/tcp/5"] * 100],
+        )
         await call(contact, PING, DhtPingRequest(sender=odd), timeout_s=3)
         await asyncio.sleep(30)
         assert attacker.peer_id not in victim.overlay.table, "it calls, but does not answer"
@@ -125,7 +135,10 @@ def test_a_flood_fills_its_own_quota_only() -> None:
         victim, attacker = service_of(network.peer(), config), network.peer()
         refusals: list[str] = []
         for start in range(0, 300, 100):
-            batch = [record_by(attacker, number, key=Key("public", f"flood{start + number}")) for number in range(100)]
+            batch = [
+                record_by(attacker, number, key=Key("public", f"flood{start + number}"))
+                for number in range(100)
+            ]
             refusals += await offer(attacker, victim, *(record_to_wire(record) for record in batch))
         assert refusals.count("") == 100
         assert (await victim.store(KEY, "mine", ttl_s=60)).ok
@@ -148,7 +161,9 @@ class Liar:
         return DhtPingReply(time_us=2**62, contact=WireContact(peer_id=b"?"))
 
     async def find(self, caller: PeerId, request: DhtFindRequest) -> DhtFindReply:
-        return DhtFindReply(time_us=-(2**62), results=[DhtFindResult(records=self.records, nearest=self.contacts)])
+        return DhtFindReply(
+            time_us=-(2**62), results=[DhtFindResult(records=self.records, nearest=self.contacts)]
+        )
 
     async def store(self, caller: PeerId, request: DhtStoreRequest) -> DhtStoreReply:
         return DhtStoreReply(refusals=["no " * 1000], nearest=self.contacts)
@@ -167,7 +182,11 @@ def test_liars_among_the_replicas_mislead_nobody() -> None:
         for contacts in ([contact_to_wire(contact) for contact in invented], nonsense, []):
             liar = Liar(
                 network.peer(),
-                [record_to_wire(forged), record_to_wire(record_by(writer, "x", key=Key("public", "other"))), DhtRecord()],
+                [
+                    record_to_wire(forged),
+                    record_to_wire(record_by(writer, "x", key=Key("public", "other"))),
+                    DhtRecord(),
+                ],
                 contacts,
             )
             if contacts is nonsense:
@@ -190,7 +209,9 @@ def test_liars_among_the_replicas_mislead_nobody() -> None:
             assert answer.value == len(honest) - 1
         assert told, "no liar was asked to store anything"
         assert all(service.clock.offset_s == 0.0 for service in honest)
-        assert all(breaker.peer_id not in service.overlay.table for service in honest), "who sends nonsense is dropped"
+        assert all(breaker.peer_id not in service.overlay.table for service in honest), (
+            "who sends nonsense is dropped"
+        )
         assert not network.errors
         await network.close()
 

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from swarm.dht.config import DhtConfig
-from swarm.dht.overlay import FIND, STORE
-from swarm.dht.routing import RoutingConfig
-from swarm.dht.wire import KNOWN_MAX, contacts_from_wire, id_to_wire, key_to_wire, known_to_wire
-from swarm.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
-from swarm.ids import Key
+from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
+from swarm.core.ids import Key
+from swarm.dht.logic.config import DhtConfig
+from swarm.dht.logic.routing import RoutingConfig
+from swarm.dht.service.overlay import FIND, STORE
+from swarm.dht.service.wire import KNOWN_MAX, contacts_from_wire, id_to_wire, key_to_wire, known_to_wire
 from swarm.testing.network import SimulatedNetwork
 from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtStoreRequest
 from tests.sim.dht_scenarios import nearest, peer_of, play, record_by, service_of, swarm_of, value_at
@@ -57,7 +57,9 @@ def test_a_majority_is_asked_and_the_others_when_it_is_at_odds(ahead: tuple[int,
         replicas = nearest(services, KEY)
         reader, writer = [service for service in services if service not in replicas][:2]
         await writer.store(KEY, "old", ttl_s=600)
-        newer = record_by(peer_of(network, writer), "new", key=KEY, expiration_us=writer.overlay.now_us + 600_000_000)
+        newer = record_by(
+            peer_of(network, writer), "new", key=KEY, expiration_us=writer.overlay.now_us + 600_000_000
+        )
         for rank in ahead:
             assert replicas[rank].storage.store(newer, newer.issued_at_us) is None
         network.trace.clear()
@@ -97,7 +99,9 @@ def test_own_writes_and_deletions_are_seen_whatever_is_remembered() -> None:
         await services[7].store(KEY, 1, ttl_s=600)
         assert await value_at(replica, KEY, max_age_s=100) == 1
         await services[7].delete(KEY)
-        assert await value_at(replica, KEY, max_age_s=100) is None, "a replica's memory is no older than what reached it"
+        assert await value_at(replica, KEY, max_age_s=100) is None, (
+            "a replica's memory is no older than what reached it"
+        )
 
     play(scenario, seed=2)
 
@@ -161,7 +165,8 @@ def test_a_machine_that_slept_asks_again() -> None:
         network.trace.clear()
         assert await value_at(replica, KEY) == 1
         assert not network.trace
-        peer_of(network, replica).clock.skew_s += 3600.0  # its monotonic clock stood still for an hour, its own time went on
+        # its monotonic clock stood still for an hour, its own time went on
+        peer_of(network, replica).clock.skew_s += 3600.0
         assert await value_at(replica, KEY) == 1
         assert network.trace
 
@@ -169,7 +174,9 @@ def test_a_machine_that_slept_asks_again() -> None:
 
 
 def test_a_new_replica_asks_until_it_has_been_told() -> None:
-    """A dictionary of many writers: who has just become its replica must not take the part that reached it for the whole."""
+    """A dictionary of many writers: who has just become its replica must not take the part that reached it
+    for the whole.
+    """
 
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 12, SMALL)
@@ -231,7 +238,9 @@ def test_a_replica_that_lacks_something_is_mended_by_a_read() -> None:
         await asyncio.sleep(20)
         assert await value_at(replicas[1], KEY, max_age_s=0) == "missed", "it mends itself"
         assert replicas[1].storage.records(KEY, replicas[1].overlay.now_us)
-        replicas[2].storage._put(KEY, (services[0].peer_id, None), replicas[2].storage._slots[KEY][services[0].peer_id, None], None)
+        replicas[2].storage._put(
+            KEY, (services[0].peer_id, None), replicas[2].storage._slots[KEY][services[0].peer_id, None], None
+        )
         await value_at(replicas[0], KEY, max_age_s=0)
         await asyncio.sleep(1)
         assert replicas[2].storage.records(KEY, replicas[2].overlay.now_us), "and others"
@@ -248,11 +257,19 @@ def test_who_is_known_is_not_named_again() -> None:
         async def named(known: bytes) -> list[object]:
             query = DhtFindQuery(key=key_to_wire(KEY))
             request = DhtFindRequest(
-                sender=sender, queries=[query, DhtFindQuery(target=id_to_wire(KEY.dht_id))], nearest_max=5, known=known
+                sender=sender,
+                queries=[query, DhtFindQuery(target=id_to_wire(KEY.dht_id))],
+                nearest_max=5,
+                known=known,
             )
-            found = [contacts_from_wire(result.nearest) for result in (await caller.call(two.own(), FIND, request, timeout_s=3)).results]
+            found = [
+                contacts_from_wire(result.nearest)
+                for result in (await caller.call(two.own(), FIND, request, timeout_s=3)).results
+            ]
             store = DhtStoreRequest(sender=sender, target=id_to_wire(KEY.dht_id), nearest_max=5, known=known)
-            found.append(contacts_from_wire((await caller.call(two.own(), STORE, store, timeout_s=3)).nearest))
+            found.append(
+                contacts_from_wire((await caller.call(two.own(), STORE, store, timeout_s=3)).nearest)
+            )
             assert found[0] == found[1] == found[2]
             return list(found[0])
 
@@ -260,14 +277,18 @@ def test_who_is_known_is_not_named_again() -> None:
         assert len(near) == 5
         assert await named(known_to_wire(everybody)) == []
         for place in range(5):
-            assert await named(known_to_wire(contact for contact in everybody if contact != near[place])) == [near[place]]
+            assert await named(known_to_wire(contact for contact in everybody if contact != near[place])) == [
+                near[place]
+            ]
         assert await named(bytes(8)) == near
         for wrong in (b"1234567", bytes(8 * KNOWN_MAX + 8)):
             with pytest.raises(PeerError, match=f"at most {KNOWN_MAX} known peers"):
                 await named(wrong)
         assert one.overlay.known == known_to_wire(one.overlay.table)
         one.overlay.left(two.peer_id)
-        assert one.overlay.known == known_to_wire(one.overlay.table), "a list of long ago would hide who came back"
+        assert one.overlay.known == known_to_wire(one.overlay.table), (
+            "a list of long ago would hide who came back"
+        )
 
     play(scenario, seed=3)
 
@@ -299,7 +320,9 @@ def test_a_read_that_fails_everywhere_is_not_called_an_empty_one(how: str) -> No
             else:
                 peer.handlers.remove(FIND.name)
         begun_s = asyncio.get_running_loop().time()
-        with pytest.raises(NetworkError, match=r"none of the [234] peers asked for .* all failed or refused") as caught:
+        with pytest.raises(
+            NetworkError, match=r"none of the [234] peers asked for .* all failed or refused"
+        ) as caught:
             await reader.get(KEY, timeout_s=60.0, max_age_s=0.0)
         assert not isinstance(caught.value, DeadlineExceeded)
         assert asyncio.get_running_loop().time() - begun_s < 5.0

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from swarm.dht.config import DhtConfig
-from swarm.dht.routing import RoutingConfig
-from swarm.ids import Key
+from swarm.core.ids import Key
+from swarm.dht.logic.config import DhtConfig
+from swarm.dht.logic.routing import RoutingConfig
 from swarm.testing.network import SimulatedNetwork
 from tests.sim.dht_scenarios import holders, nearest, peer_of, play, record_by, service_of, swarm_of, value_at
 
@@ -17,7 +17,9 @@ SMALL = DhtConfig(routing=RoutingConfig(bucket_max=8, near_count=10))
 
 
 def test_departures_one_after_the_other_lose_nothing() -> None:
-    """Twenty of thirty peers die, one every four minutes: far more than all replicas of any key, and nobody renews a record."""
+    """Twenty of thirty peers die, one every four minutes: far more than all replicas of any key, and nobody
+    renews a record.
+    """
 
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 30, SMALL)
@@ -52,19 +54,28 @@ def test_a_repair_sends_each_record_about_once() -> None:
         await asyncio.sleep(600)
         alive = [service for service in services if service is not dead]
         assert all(len(holders(nearest(alive, key), key)) == 5 for key in keys)
-        stored = [int(line.rsplit(" ", 1)[1]) for line in network.trace if "/Store" in line and line.rsplit(" ", 1)[1].isdigit()]
+        stored = [
+            int(line.rsplit(" ", 1)[1])
+            for line in network.trace
+            if "/Store" in line and line.rsplit(" ", 1)[1].isdigit()
+        ]
         assert sum(stored) < 1.3 * owed * 2400, "what is there already is not sent again"
 
     play(scenario, seed=2)
 
 
 def test_goodbyes_are_heard_and_leave_nothing_behind() -> None:
-    """What only the leaver holds is handed on, its neighbours forget it at once, and all of it is done in its time."""
+    """What only the leaver holds is handed on, its neighbours forget it at once, and all of it is done in its
+    time.
+    """
 
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 8)
         leaver = services[3]
-        only = [record_by(peer_of(network, leaver), number, key=Key.parse(f"only-{number}")) for number in range(30)]
+        only = [
+            record_by(peer_of(network, leaver), number, key=Key.parse(f"only-{number}"))
+            for number in range(30)
+        ]
         for record in only:
             assert leaver.storage.store(record, leaver.overlay.now_us) is None
         peer_of(network, services[5]).frozen = True
@@ -76,7 +87,9 @@ def test_goodbyes_are_heard_and_leave_nothing_behind() -> None:
         await asyncio.sleep(1)
         others = [service for service in services if service not in (leaver, services[5])]
         assert all(leaver.peer_id not in service.overlay.table for service in others)
-        reachable = [record for record in only if nearest([*others, services[5]], record.key, 1)[0] is not services[5]]
+        reachable = [
+            record for record in only if nearest([*others, services[5]], record.key, 1)[0] is not services[5]
+        ]
         assert len(reachable) > 15
         for record in reachable:
             assert holders(others, record.key), "handed on"
@@ -85,21 +98,27 @@ def test_goodbyes_are_heard_and_leave_nothing_behind() -> None:
 
 
 def test_holders_compare_what_they_hold_now_and_then_and_only_once_between_them() -> None:
-    """A replica that lost a record (a restart, a quota that was full) gets it back; in between the holders exchange a few bytes."""
+    """A replica that lost a record (a restart, a quota that was full) gets it back; in between the holders
+    exchange a few bytes.
+    """
 
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 12, SMALL)
         key = Key.parse("thing")
         await services[0].store(key, 1, ttl_s=12 * 3600)
         loser = nearest(services, key)[2]
-        loser.storage._put(key, (services[0].peer_id, None), loser.storage._slots[key][services[0].peer_id, None], None)
+        loser.storage._put(
+            key, (services[0].peer_id, None), loser.storage._slots[key][services[0].peer_id, None], None
+        )
         assert loser not in holders(services, key)
         await asyncio.sleep(2 * 900)
         assert loser in holders(services, key)
         network.trace.clear()
         await asyncio.sleep(3600)
         compared = sum("/Holds" in line for line in network.trace)
-        assert compared <= 2 * 4 * (3600 / 900) * 1.7, "one of the holders asks the four others, the rest have heard it"
+        assert compared <= 2 * 4 * (3600 / 900) * 1.7, (
+            "one of the holders asks the four others, the rest have heard it"
+        )
         assert not any("/Store" in line for line in network.trace)
 
     play(scenario, seed=4)
@@ -118,7 +137,11 @@ def test_a_tombstone_is_replicated_like_any_record_and_nothing_brings_the_dead_b
         await asyncio.sleep(3600)
         for service in services:
             assert await value_at(service, key) is None
-            shown = [record for record in service.storage.records(key, service.overlay.now_us) if not record.deleted]
+            shown = [
+                record
+                for record in service.storage.records(key, service.overlay.now_us)
+                if not record.deleted
+            ]
             assert not shown, "the copy that slept through it has learned of the tombstone"
         for dead in nearest(services, key)[:3]:
             await network.crash(peer_of(network, dead))
@@ -169,7 +192,9 @@ def test_a_swarm_at_rest_is_quiet() -> None:
         await asyncio.sleep(1200)
         after = [(peer.messages_sent, peer.bytes_sent) for peer in network.peers.values()]
         messages = 3 * sum(now[0] - then[0] for now, then in zip(after, before, strict=True)) / len(services)
-        size_bytes = 3 * sum(now[1] - then[1] for now, then in zip(after, before, strict=True)) / len(services)
+        size_bytes = (
+            3 * sum(now[1] - then[1] for now, then in zip(after, before, strict=True)) / len(services)
+        )
         assert messages < 1200, "per peer and hour; 794 for forty peers when this was written"
         assert size_bytes < 250_000, "147 kB for forty peers"
         assert all(len(service.overlay.table) >= 16 for service in services), "and nobody was forgotten"

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from swarm.dht.service import DhtService
-from swarm.errors import DeadlineExceeded
-from swarm.ids import Key
+from swarm.core.errors import DeadlineExceeded
+from swarm.core.ids import Key
+from swarm.dht.service.dht_service import DhtService
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.virtual_loop import run_virtual
 from tests.sim.dht_scenarios import peer_of, service_of, value_at
@@ -72,7 +72,9 @@ def test_store_and_get_are_one_round_each_in_a_small_swarm() -> None:
 
 
 def test_a_newcomer_counts_as_soon_as_it_has_called() -> None:
-    """A bug once: a store right after the last peer had joined left that one out until its answer to a ping had come."""
+    """A bug once: a store right after the last peer had joined left that one out until its answer to a ping
+    had come.
+    """
 
     async def scenario() -> None:
         network = SimulatedNetwork(seed=16)
@@ -231,7 +233,8 @@ def test_concurrent_reads_share_a_search() -> None:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(value_at(services[1], key)) for _ in range(20)]
         assert [task.result() for task in tasks] == [1] * 20
-        assert len(network.trace) - before == 2 * 2  # it holds a copy itself, and two more are a majority of the replicas
+        # it holds a copy itself, and two more are a majority of the replicas
+        assert len(network.trace) - before == 2 * 2
         await finish(network)
 
     run_virtual(scenario())
@@ -258,7 +261,8 @@ def test_deletion_stays_deleted_and_lets_others_be() -> None:
         key = Key.parse("public/dictionary")
         for number, service in enumerate(services):
             await service.store(key, number, ttl_s=600, subkey="same" if number < 2 else f"sub{number}")
-        assert (await services[0].delete(key, subkey="sub5")).ok  # its own, which does not exist: nobody else's
+        # its own, which does not exist: nobody else's
+        assert (await services[0].delete(key, subkey="sub5")).ok
         answer = await services[3].get(key)
         assert isinstance(answer, dict)
         assert {subkey: entry.value for subkey, entry in answer.items()} == {
@@ -280,7 +284,9 @@ def test_deletion_stays_deleted_and_lets_others_be() -> None:
         for service in services:
             service.storage.expire(service.overlay.now_us)
             left = service.storage.records(key, service.overlay.now_us)
-            assert all(record.deleted and record.writer == services[0].peer_id for record in left), "of what it had not stored"
+            assert all(record.deleted and record.writer == services[0].peer_id for record in left), (
+                "of what it had not stored"
+            )
             assert service.storage.entry_count == len(left)
             assert service.storage.size_bytes == sum(record.size_bytes for record in left)
         await finish(network)
@@ -308,7 +314,9 @@ def test_a_healed_cut_becomes_one_swarm() -> None:
         network = SimulatedNetwork(seed=14)
         services = await swarm_of(network, 12)
         left, right = services[:6], services[6:]
-        network.partition([peer_of(network, service) for service in left], [peer_of(network, service) for service in right])
+        network.partition(
+            [peer_of(network, service) for service in left], [peer_of(network, service) for service in right]
+        )
         await asyncio.sleep(1800)
         assert all(other.peer_id not in service.overlay.table for service in left for other in right)
         network.heal()

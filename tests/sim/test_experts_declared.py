@@ -1,14 +1,16 @@
-"""Experts declared in a simulated DHT: found level by level, by replica, and forgotten when their server is gone."""
+"""Experts declared in a simulated DHT: found level by level, by replica, and forgotten when their server is
+gone.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-from moe.declarations import GRIDS, Branch, Declarations, DeclaringConfig, Directory, Load
-from moe.serving.places import taken_places
-from moe.uid import ExpertUid, Grid
-from swarm.dht.service import DhtService, StoreItem
+from moe.protocol.declarations import GRIDS, Declarations, DeclaringConfig, Directory, GridBranch, ServerLoad
+from moe.protocol.names import ExpertGrid, ExpertUid
+from moe.server.free_places import taken_places
+from swarm.dht.service.dht_service import DhtService, StoreItem
 from swarm.testing.dht_swarm import DhtSwarm
 from swarm.testing.network import SimulatedNetwork
 from swarm.testing.virtual_loop import run_virtual
@@ -20,8 +22,10 @@ def uids(*names: str) -> dict[ExpertUid, bytes]:
     return {ExpertUid.parse(name): A for name in names}
 
 
-def declarations(dht: DhtService, experts: dict[ExpertUid, bytes], load: Load | None = None, **config: Any) -> Declarations:
-    return Declarations(dht, dht.own, experts, lambda: load or Load(), DeclaringConfig(**config))
+def declarations(
+    dht: DhtService, experts: dict[ExpertUid, bytes], load: ServerLoad | None = None, **config: Any
+) -> Declarations:
+    return Declarations(dht, dht.own, experts, lambda: load or ServerLoad(), DeclaringConfig(**config))
 
 
 async def grown(seed: int, count: int) -> tuple[SimulatedNetwork, list[DhtService]]:
@@ -36,25 +40,32 @@ def test_replicas_are_found_level_by_level_best_first_and_withdrawn() -> None:
     async def scenario() -> None:
         network, services = await grown(1, 6)
         one, two, reader = services[1], services[2], services[4]
-        first = declarations(one, uids("ffn.0.1", "ffn.0.2", "ffn.3.1", "ffn.7"), Load(2.0, 10.0))
-        second = declarations(two, {**uids("ffn.0.1"), ExpertUid.parse("ffn.0.2"): B}, Load(1.0))
+        first = declarations(one, uids("ffn.0.1", "ffn.0.2", "ffn.3.1", "ffn.7"), ServerLoad(2.0, 10.0))
+        second = declarations(two, {**uids("ffn.0.1"), ExpertUid.parse("ffn.0.2"): B}, ServerLoad(1.0))
         assert await first.declare()
         assert await second.declare()
         directory = Directory(reader)
-        root, zero, three, nowhere = (ExpertUid.parse_prefix(text) for text in ("ffn", "ffn.0", "ffn.3", "ffn.9"))
+        root, zero, three, nowhere = (
+            ExpertUid.parse_prefix(text) for text in ("ffn", "ffn.0", "ffn.3", "ffn.9")
+        )
         branches = await directory.branches([root, zero, three, nowhere], timeout_s=10.0)
         assert branches[root].coordinates == {0, 3, 7}
         assert branches[root].deeper == {0, 3}
         assert list(branches[root].experts) == [7]
-        assert [replica.peer_id for replica in branches[zero].experts[1]] == [two.peer_id, one.peer_id]  # the less busy one first
+        # the less busy one first
+        assert [replica.peer_id for replica in branches[zero].experts[1]] == [two.peer_id, one.peer_id]
         assert {replica.schema for replica in branches[zero].experts[2]} == {A, B}
-        assert branches[zero].experts[1][1].load == Load(2.0, 10.0)
+        assert branches[zero].experts[1][1].load == ServerLoad(2.0, 10.0)
         assert branches[zero].experts[1][0].contact == two.own()
-        assert branches[nowhere] == Branch()
+        assert branches[nowhere] == GridBranch()
         assert list(await directory.live(three, timeout_s=10.0)) == [1]
-        found = await directory.replicas([ExpertUid.parse("ffn.0.2"), ExpertUid.parse("ffn.9.9")], timeout_s=10.0)
+        found = await directory.replicas(
+            [ExpertUid.parse("ffn.0.2"), ExpertUid.parse("ffn.9.9")], timeout_s=10.0
+        )
         assert [len(replicas) for replicas in found.values()] == [2, 0]
-        assert await taken_places(directory, Grid.parse("ffn.[0:4].[0:4]"), timeout_s=10.0) == set(uids("ffn.0.1", "ffn.0.2", "ffn.3.1"))
+        assert await taken_places(directory, ExpertGrid.parse("ffn.[0:4].[0:4]"), timeout_s=10.0) == set(
+            uids("ffn.0.1", "ffn.0.2", "ffn.3.1")
+        )
         await first.withdraw()
         branches = await directory.branches([root, zero], timeout_s=10.0)
         assert branches[root].coordinates == {0}
@@ -90,12 +101,19 @@ def test_experts_are_renewed_and_those_of_a_server_that_died_are_forgotten() -> 
 def test_a_large_grid_takes_a_record_per_prefix_and_server() -> None:
     async def scenario() -> None:
         network, services = await grown(3, 5)
-        names = [str(uid) for uid in Grid.parse("ffn.[0:16].[0:16]").names()]
+        names = [str(uid) for uid in ExpertGrid.parse("ffn.[0:16].[0:16]").names()]
         assert await declarations(services[1], uids(*names)).declare()
         storage, held = services[1].storage, services[1].storage.keys()
         records = sum(len(storage.records(key, services[1].overlay.now_us)) for key in held)
         assert records == 17 + 1  # its grids
-        assert len(await taken_places(Directory(services[3]), Grid.parse("ffn.[0:16].[0:16]"), timeout_s=10.0)) == 256
+        assert (
+            len(
+                await taken_places(
+                    Directory(services[3]), ExpertGrid.parse("ffn.[0:16].[0:16]"), timeout_s=10.0
+                )
+            )
+            == 256
+        )
         await network.close()
 
     run_virtual(scenario())
@@ -109,10 +127,13 @@ def test_servers_name_their_grids_for_whoever_knows_none() -> None:
         first = declarations(services[1], uids("ffn.0.1", "ffn.0.2", "attention.3"))
         assert await first.declare()
         assert await declarations(services[2], uids("ffn.5")).declare()
-        hostile = StoreItem(key=GRIDS, value=["ffn", "ffn.3", "no grid!", "mine", "mine"], subkey=str(services[3].peer_id))
+        hostile = StoreItem(
+            key=GRIDS, value=["ffn", "ffn.3", "no grid!", "mine", "mine"], subkey=str(services[3].peer_id)
+        )
         assert (await services[3].store_many([hostile], ttl_s=30.0))[0].ok
         found = [str(grid) for grid in await directory.grids(timeout_s=10.0)]
-        assert found == ["ffn", "attention", "mine"]  # most servers first; each counts once; what is no grid's name is nobody's business
+        # most servers first; each counts once; what is no grid's name is nobody's business
+        assert found == ["ffn", "attention", "mine"]
         await first.withdraw()
         assert [str(grid) for grid in await directory.grids(timeout_s=10.0)] == ["ffn", "mine"]
         await network.close()

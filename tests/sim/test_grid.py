@@ -1,4 +1,6 @@
-"""Swarms larger than a group, with the real service and messages: exact when all is well, sound when not, and as large as the swarm."""
+"""Swarms larger than a group, with the real service and messages: exact when all is well, sound when not, and
+as large as the swarm.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,11 @@ import asyncio
 
 import pytest
 
-from averaging.groups.grid import key_at
-from averaging.groups.group import Group
-from averaging.groups.seeking import Met, SearchFailed, Seek
+from averaging.matchmaking.logic.grid import key_at
+from averaging.matchmaking.logic.group import Group
+from averaging.matchmaking.logic.messages import CellLookupReply, LookForGroup, SearchFailed
 from swarm.testing.grid_swarm import ROUND_S, Averaging, measure
-from swarm.testing.group_swarm import SCHEMA, Volunteer
+from swarm.testing.group_swarm import SCHEMA, SimulatedVolunteer
 from swarm.testing.network import LinkConfig
 from swarm.testing.virtual_loop import run_virtual
 
@@ -24,7 +26,10 @@ def swarm_of(seed: int, peers: int, target_group_size: int, link: LinkConfig | N
 
 def sizes(found: list[Group | SearchFailed]) -> list[int]:
     """Of all groups, small ones first."""
-    return sorted(len(group.members) for group in {one.group_id: one for one in found if isinstance(one, Group)}.values())
+    return sorted(
+        len(group.members)
+        for group in {one.group_id: one for one in found if isinstance(one, Group)}.values()
+    )
 
 
 @pytest.mark.parametrize(("group_size", "rounds"), [(2, 3), (3, 2), (3, 3), (4, 2), (2, 5), (8, 2)])
@@ -45,9 +50,14 @@ def test_everybody_holds_the_exact_mean_after_d_rounds(group_size: int, rounds: 
     run_virtual(scenario(group_size))
 
 
-@pytest.mark.parametrize(("peers", "group_size"), [(5, 4), (11, 4), (30, 4), (17, 16), pytest.param(50, 16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("peers", "group_size"),
+    [(5, 4), (11, 4), (30, 4), (17, 16), pytest.param(50, 16, marks=pytest.mark.slow)],
+)
 def test_any_number_of_peers_meets_at_once_and_keeps_the_mean(peers: int, group_size: int) -> None:
-    """Known peers find their groups in milliseconds whatever their number: nobody is waited for who does not come."""
+    """Known peers find their groups in milliseconds whatever their number: nobody is waited for who does not
+    come.
+    """
 
     async def scenario() -> None:
         averaging = swarm_of(peers, peers, group_size)
@@ -72,7 +82,8 @@ def test_messages_follow_the_group_and_not_the_swarm() -> None:
     few, many = (measure(peers, 4, rounds=3) for peers in (16, 64))
     for one, other in zip(few.messages, many.messages, strict=True):
         assert other < 1.25 * one
-        assert one < 2 * (3 + 1 + 9) * 1.25  # Seeks to the others, a Join, three hosts told three times; a reply for each
+        # Seeks to the others, a Join, three hosts told three times; a reply for each
+        assert one < 2 * (3 + 1 + 9) * 1.25
     assert many.deviations[2] < 1e-12
     assert few.deviations[1] < 1e-12
     assert max(many.forming_s[1:]) < 0.25
@@ -83,7 +94,9 @@ SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in ran
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_churn_leaves_nobody_searching_and_the_values_come_nearer(seed: int) -> None:
-    """In every round some die, leave or come, some rounds break, messages get lost: who finds no group is told so, and all still mix."""
+    """In every round some die, leave or come, some rounds break, messages get lost: who finds no group is
+    told so, and all still mix.
+    """
 
     async def scenario() -> None:
         link = LinkConfig(delay_s=0.02, jitter=0.5, loss=0.005 if seed % 2 else 0.0)
@@ -97,12 +110,15 @@ def test_churn_leaves_nobody_searching_and_the_values_come_nearer(seed: int) -> 
             for _ in range(24 - len(averaging.live())):
                 if rng.random() < 0.7:
                     averaging.add(averaging.mean())
-            found = await averaging.step(late_s=lambda: 0.5 * rng.random(), breaks=lambda group: group.group_id[0] < 24, window_s=30.0)
+            found = await averaging.step(
+                late_s=lambda: 0.5 * rng.random(), breaks=lambda group: group.group_id[0] < 24, window_s=30.0
+            )
             met, searches = met + sum(isinstance(one, Group) for one in found), searches + len(found)
             waited += sum(isinstance(one, SearchFailed) and one.reason != "passed" for one in found)
             await asyncio.sleep(1.0)
         assert met > 0.92 * searches
-        assert waited < 0.02 * searches  # the last of a round, when those whom it can ask did not complete it either
+        # the last of a round, when those whom it can ask did not complete it either
+        assert waited < 0.02 * searches
         assert averaging.deviation() < 0.03 * first
         await averaging.swarm.close()
 
@@ -114,7 +130,18 @@ def test_the_grid_follows_the_swarm_up_and_down(seed: int) -> None:
     async def scenario() -> None:
         averaging = swarm_of(seed, 3, 4)
         rng = averaging.swarm.rng
-        for target, groups in ((3, 1), (4, 1), (5, 2), (12, 3), (16, 4), (40, 12), (9, 3), (5, 2), (4, 1), (2, 1)):
+        for target, groups in (
+            (3, 1),
+            (4, 1),
+            (5, 2),
+            (12, 3),
+            (16, 4),
+            (40, 12),
+            (9, 3),
+            (5, 2),
+            (4, 1),
+            (2, 1),
+        ):
             while len(averaging.live()) < target:
                 averaging.add(rng.gauss(0.0, 1.0))
             for volunteer in averaging.live()[target:]:
@@ -122,9 +149,12 @@ def test_the_grid_follows_the_swarm_up_and_down(seed: int) -> None:
             for number in range(5):
                 found = await averaging.step(late_s=lambda: 0.1 * rng.random())
                 await asyncio.sleep(3.0)
-                if number:  # the first round after a change may leave more out; where all cells are full, one finds no place at times
+                # the first round after a change may leave more out; where all cells are full, one finds no
+                # place at times
+                if number:
                     assert sum(isinstance(one, Group) for one in found) >= target - (target > 4)
-            full = target == 4 * groups and groups > 1  # a peer out of turn tries another cell each round until it hits the one with a gap
+            # a peer out of turn tries another cell each round until it hits the one with a gap
+            full = target == 4 * groups and groups > 1
             assert sum(sizes(found)) >= target - full
             assert len(sizes(found)) == groups
             assert {one.service.cells.grid.divided for one in averaging.live()} == {target > 4}
@@ -135,13 +165,15 @@ def test_the_grid_follows_the_swarm_up_and_down(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_who_finds_its_cell_empty_meets_others_to_whom_the_same_happened(seed: int) -> None:
-    """Sixteen peers in eight cells of two; one of each cell dies without a word: those who are left meet each other within seconds."""
+    """Sixteen peers in eight cells of two; one of each cell dies without a word: those who are left meet each
+    other within seconds.
+    """
 
     async def scenario() -> None:
         averaging = swarm_of(seed, 16, 2)
         await averaging.step()
         await asyncio.sleep(1.0)
-        cells: dict[int, list[Volunteer]] = {}
+        cells: dict[int, list[SimulatedVolunteer]] = {}
         for volunteer in averaging.live():
             cells.setdefault(volunteer.service.cells.grid.cell, []).append(volunteer)
         assert [len(cell) for cell in cells.values()] == [2] * 8
@@ -164,7 +196,7 @@ def test_peers_that_never_step_together_mix_all_the_same() -> None:
         rng, first = averaging.swarm.rng, averaging.deviation()
         searches = failures = 0
 
-        async def one(volunteer: Volunteer, pause_s: float) -> None:
+        async def one(volunteer: SimulatedVolunteer, pause_s: float) -> None:
             nonlocal searches, failures
             own = volunteer.peer.peer_id
             for _ in range(12):
@@ -190,7 +222,9 @@ def test_peers_that_never_step_together_mix_all_the_same() -> None:
 
 
 def test_a_liar_cannot_call_a_swarm_into_a_grid_that_does_not_suit_it() -> None:
-    """Keys of all shapes, and of none, said to everybody all the time: the others take at most the finer of those that suit."""
+    """Keys of all shapes, and of none, said to everybody all the time: the others take at most the finer of
+    those that suit.
+    """
 
     async def scenario() -> None:
         averaging = swarm_of(7, 12, 4)
@@ -200,7 +234,7 @@ def test_a_liar_cannot_call_a_swarm_into_a_grid_that_does_not_suit_it() -> None:
         async def shout() -> None:
             while True:
                 place = f"4.{rng.choice([2, 3, 8, 4096, 99999999])}.{rng.randrange(2)}"
-                seek = Seek(
+                seek = LookForGroup(
                     contact=liar.peer.contact,
                     round_key=key_at("0", place),
                     schema=SCHEMA,
@@ -226,7 +260,9 @@ def test_a_liar_cannot_call_a_swarm_into_a_grid_that_does_not_suit_it() -> None:
 
 
 def test_hosts_that_lie_or_are_dead_cost_time_and_no_more() -> None:
-    """A third of the swarm, as hosts of cells' lists, names nobody, or invents peers; those who search still meet."""
+    """A third of the swarm, as hosts of cells' lists, names nobody, or invents peers; those who search still
+    meet.
+    """
 
     async def scenario() -> None:
         averaging = swarm_of(9, 24, 4)
@@ -237,7 +273,9 @@ def test_hosts_that_lie_or_are_dead_cost_time_and_no_more() -> None:
         for number, volunteer in enumerate(averaging.live()):
             if number % 3 == 0:
                 mates = strangers if number % 2 else ()
-                volunteer.service.cells.on_meet = lambda meet, mates=mates: Met(mates=mates, home="", passed=True)  # type: ignore[method-assign,misc]
+                volunteer.service.cells.on_meet = lambda meet, mates=mates: CellLookupReply(
+                    mates=mates, home="", passed=True
+                )  # type: ignore[method-assign,misc]
         met = 0
         for _ in range(6):
             found = await averaging.step(late_s=lambda: 0.1 * rng.random())

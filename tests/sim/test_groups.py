@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from averaging.groups.group import Group
-from averaging.groups.refusals import SHUNNED_S
-from averaging.groups.seeking import SearchFailed
-from swarm.testing.group_swarm import Swarm, Volunteer, check_groups
+from averaging.matchmaking.logic.group import Group
+from averaging.matchmaking.logic.messages import SearchFailed
+from averaging.matchmaking.service.refusals import SHUNNED_S
+from swarm.testing.group_swarm import SimulatedVolunteer, Swarm, check_groups
 from swarm.testing.network import LinkConfig
 from swarm.testing.virtual_loop import run_virtual
 
@@ -66,19 +66,27 @@ def test_more_peers_than_a_group_holds_form_several(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(24))
 def test_anything_at_any_time_ends_well(seed: int) -> None:
-    """Random arrivals, windows, keys, crashes, freezes and losses: groups agree, nobody is late, nobody waits in a circle."""
+    """Random arrivals, windows, keys, crashes, freezes and losses: groups agree, nobody is late, nobody waits
+    in a circle.
+    """
 
     async def scenario() -> None:
         swarm = Swarm(seed, LinkConfig(delay_s=0.02, jitter=1.0, loss=0.02 if seed % 2 else 0.0))
         rng = swarm.rng
         for _ in range(rng.randrange(3, 12)):
-            swarm.add(target_group_size=rng.choice([2, 4, 16]), dialable=rng.random() < 0.8, known=rng.random() < 0.9)
+            swarm.add(
+                target_group_size=rng.choice([2, 4, 16]),
+                dialable=rng.random() < 0.8,
+                known=rng.random() < 0.9,
+            )
         results: list[Group | SearchFailed] = []
 
-        async def one(volunteer: Volunteer) -> None:
+        async def one(volunteer: SimulatedVolunteer) -> None:
             for number in range(4):
                 await asyncio.sleep(rng.random() * 2.0)
-                found = await volunteer.find(key=rng.choice(["", str(number)]), window_s=rng.choice([0.5, 3.0, 10.0]))
+                found = await volunteer.find(
+                    key=rng.choice(["", str(number)]), window_s=rng.choice([0.5, 3.0, 10.0])
+                )
                 results.append(found)
                 if isinstance(found, Group):
                     await asyncio.sleep(rng.random() * 0.5)
@@ -179,7 +187,9 @@ def test_a_late_peer_is_waited_for(late_s: float) -> None:
 
 
 def test_a_peer_that_is_late_once_too_often_is_known_to_be_late() -> None:
-    """Four seconds is more than a stranger is given: the first round goes without it, later ones wait as long as it takes."""
+    """Four seconds is more than a stranger is given: the first round goes without it, later ones wait as long
+    as it takes.
+    """
 
     async def scenario() -> None:
         swarm = Swarm(3)
@@ -199,7 +209,9 @@ def test_a_peer_that_is_late_once_too_often_is_known_to_be_late() -> None:
 
 
 def test_rounds_follow_one_another_without_losing_who_is_early() -> None:
-    """A peer that is done early and looks for round n+1 meets those who still finish round n, with and without keys."""
+    """A peer that is done early and looks for round n+1 meets those who still finish round n, with and
+    without keys.
+    """
 
     async def scenario(keyed: bool) -> None:
         swarm = Swarm(4)
@@ -207,7 +219,7 @@ def test_rounds_follow_one_another_without_losing_who_is_early() -> None:
             swarm.add(target_group_size=8)
         rng = swarm.rng
 
-        async def one(volunteer: Volunteer) -> list[Group | SearchFailed]:
+        async def one(volunteer: SimulatedVolunteer) -> list[Group | SearchFailed]:
             found = []
             for number in range(10):
                 found.append(await volunteer.find(key=str(number) if keyed else ""))
@@ -231,7 +243,9 @@ def test_a_cut_makes_two_groups() -> None:
         swarm = Swarm(5)
         for _ in range(6):
             swarm.add(target_group_size=8)
-        swarm.network.partition([one.peer for one in swarm.volunteers[:3]], [one.peer for one in swarm.volunteers[3:]])
+        swarm.network.partition(
+            [one.peer for one in swarm.volunteers[:3]], [one.peer for one in swarm.volunteers[3:]]
+        )
         groups = check_groups(swarm, await swarm.all([0.0] * 6))
         sides = [{one.peer.peer_id for one in side} for side in (swarm.volunteers[:3], swarm.volunteers[3:])]
         assert sorted((set(group.peer_ids) for group in groups), key=min) == sorted(sides, key=min)
@@ -291,14 +305,18 @@ def test_a_search_that_is_cancelled_leaves_nobody_waiting() -> None:
 @pytest.mark.parametrize("keyed", [True, False], ids=["keyed", "unkeyed"])
 @pytest.mark.parametrize("seed", range(20))
 def test_nobody_is_left_out_because_messages_overtake_one_another(seed: int, keyed: bool) -> None:
-    """Everybody steps within milliseconds, round after round, and what a peer says arrives in any order: one group each time."""
+    """Everybody steps within milliseconds, round after round, and what a peer says arrives in any order: one
+    group each time.
+    """
 
     async def scenario() -> None:
         swarm = Swarm(seed, LinkConfig(delay_s=0.01, jitter=1.0))
         for _ in range(4):
             swarm.add(target_group_size=8)
         for number in range(12):
-            found = await swarm.all([swarm.rng.random() * 0.03 for _ in range(4)], key=str(number) if keyed else "")
+            found = await swarm.all(
+                [swarm.rng.random() * 0.03 for _ in range(4)], key=str(number) if keyed else ""
+            )
             assert [len(group.members) for group in check_groups(swarm, found)] == [4], found
             await asyncio.sleep(0.02)
             for volunteer in swarm.volunteers:
@@ -319,7 +337,10 @@ def test_who_is_banned_is_in_no_group(seed: int) -> None:
             volunteer.exchange.refusals.ban("r", frozenset({banned.peer.peer_id}))
         alone, *found = await swarm.all([swarm.rng.random() * 0.2 for _ in range(4)])
         assert isinstance(alone, SearchFailed)
-        assert all(isinstance(group, Group) and set(group.peer_ids) == {one.peer.peer_id for one in others} for group in found), found
+        assert all(
+            isinstance(group, Group) and set(group.peer_ids) == {one.peer.peer_id for one in others}
+            for group in found
+        ), found
         await swarm.close()
 
     run_virtual(scenario())
@@ -337,7 +358,10 @@ def test_who_was_proved_to_lie_is_shunned_for_a_while(seed: int) -> None:
         alone, *found = await swarm.all([swarm.rng.random() * 0.2 for _ in range(3)])
         assert isinstance(alone, SearchFailed)
         assert "it lied about part 3" in alone.detail
-        assert all(isinstance(group, Group) and set(group.peer_ids) == {one.peer.peer_id for one in others} for group in found), found
+        assert all(
+            isinstance(group, Group) and set(group.peer_ids) == {one.peer.peer_id for one in others}
+            for group in found
+        ), found
         for volunteer in others:
             volunteer.service.round_over(committed=True)
         await asyncio.sleep(SHUNNED_S)

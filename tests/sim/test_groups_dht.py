@@ -1,4 +1,6 @@
-"""Groups whose members find one another through a simulated DHT: presence records, newcomers, deaths and goodbyes."""
+"""Groups whose members find one another through a simulated DHT: presence records, newcomers, deaths and
+goodbyes.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +8,17 @@ import asyncio
 import random
 from dataclasses import dataclass
 
-from averaging.groups.group import Group, Member
-from averaging.groups.presence import DhtPresence, PresenceConfig
-from averaging.groups.seeking import AveragerName, Schema, SearchFailed
-from averaging.groups.service import GroupExchange, GroupService
-from swarm.dht.service import DhtService
-from swarm.peerbook import PeerBook
+from averaging.matchmaking.logic.group import Group, Member
+from averaging.matchmaking.logic.messages import AveragerName, SearchFailed, VectorSchema
+from averaging.matchmaking.service.matchmaking_service import GroupExchange, GroupService
+from averaging.matchmaking.service.presence import DhtPresence, PresenceConfig
+from swarm.dht.service.dht_service import DhtService
+from swarm.net.peerbook import PeerBook
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import run_virtual
 
 NAME = AveragerName(run="r", averager="a")
-SCHEMA = Schema(digest=b"s", text="s", codec="float32")
+SCHEMA = VectorSchema(digest=b"s", text="s", codec="float32")
 
 
 @dataclass
@@ -48,11 +50,15 @@ async def volunteer(network: SimulatedNetwork, bootstrap: SimulatedPeer | None) 
         rng=random.Random(peer.index),
     )
     await dht.join([bootstrap.contact] if bootstrap is not None else [])
-    presence = DhtPresence(dht=dht, name=NAME, own=lambda: peer.contact, schema=SCHEMA, config=PresenceConfig())
+    presence = DhtPresence(
+        dht=dht, name=NAME, own=lambda: peer.contact, schema=SCHEMA, config=PresenceConfig()
+    )
     renewing = peer.supervisor.spawn("presence", presence.renew)
     await presence.declared(2.0)
     groups = GroupService(
-        exchange=GroupExchange(handlers=peer.handlers, caller=peer.caller, own=peer.peer_id, clock=peer.clock),
+        exchange=GroupExchange(
+            handlers=peer.handlers, caller=peer.caller, own=peer.peer_id, clock=peer.clock
+        ),
         presence=presence,
         name=NAME,
         schema=SCHEMA,

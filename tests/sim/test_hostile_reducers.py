@@ -1,4 +1,6 @@
-"""Reducers that lie, and audits that name them; senders that try to frame a reducer. The real service and messages, simulated network."""
+"""Reducers that lie, and audits that name them; senders that try to frame a reducer. The real service and
+messages, simulated network.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,20 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from averaging.groups.group import Group, Member
+from averaging.allreduce.allreduce import AllReduce, RoundOutcome
+from averaging.allreduce.auditing import Auditor
+from averaging.allreduce.config import RoundConfig
+from averaging.allreduce.span import RoundContext
+from averaging.allreduce.work import Averaged, ReductionKernels, Spoiled
+from averaging.matchmaking.logic.group import Group, Member
 from averaging.reduction.audit import Notary, chance, draw, parts_max
 from averaging.reduction.chunks import pack, unpack
 from averaging.reduction.partition import plan_parts
 from averaging.reduction.reduce import Contribution
 from averaging.reduction.robust import MEAN, Aggregation
-from averaging.rounds.allreduce import AllReduce, RoundOutcome
-from averaging.rounds.auditing import Auditor
-from averaging.rounds.config import RoundConfig
-from averaging.rounds.span import Shared
-from averaging.rounds.work import Averaged, Spoiled, Workbench
 from swarm.compression import find
-from swarm.errors import PeerError, UsageError
-from swarm.ids import PeerId
+from swarm.core.errors import PeerError, UsageError
+from swarm.core.ids import PeerId
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import run_virtual
 from swarm.wire.reduce_pb2 import AccountReply, AccountRequest
@@ -49,7 +51,13 @@ class Held:
 
 
 def hold(
-    share: float, *, seed: int = 0, aggregation: Aggregation = MEAN, codec: str = "float16", client: bool = False, delay_s: float = 0.0
+    share: float,
+    *,
+    seed: int = 0,
+    aggregation: Aggregation = MEAN,
+    codec: str = "float16",
+    client: bool = False,
+    delay_s: float = 0.0,
 ) -> Held:
     """One round of four: different weights; the last one may be a client that cannot be dialed."""
     network = SimulatedNetwork(seed, LinkConfig(delay_s=delay_s, jitter=0.5))
@@ -59,7 +67,9 @@ def hold(
         Member(contact=peer.contact, weight=weight, bandwidth=1.0 if peer.contact.addresses else 0.0)
         for peer, weight in zip(peers, weights, strict=True)
     ]
-    group = Group(group_id=random.Random(seed).randbytes(32), members=tuple(members), codec=codec, gathered=(b"",) * 4)
+    group = Group(
+        group_id=random.Random(seed).randbytes(32), members=tuple(members), codec=codec, gathered=(b"",) * 4
+    )
     services = [
         AllReduce(
             handlers=peer.handlers,
@@ -78,7 +88,9 @@ def hold(
     async def main() -> list[RoundOutcome]:
         async with asyncio.TaskGroup() as tasks:
             running = [
-                tasks.create_task(service.run(group, vector, deadline_s=peer.clock.monotonic_s() + 60.0, config=config))
+                tasks.create_task(
+                    service.run(group, vector, deadline_s=peer.clock.monotonic_s() + 60.0, config=config)
+                )
                 for service, vector, peer in zip(services, vectors, peers, strict=True)
             ]
         for service in services:
@@ -90,25 +102,33 @@ def hold(
     return Held(peers, run_virtual(main()))
 
 
-@pytest.mark.parametrize("aggregation", [MEAN, Aggregation(rule="centered_clip"), Aggregation(rule="median", clip_to_median=1.2)])
+@pytest.mark.parametrize(
+    "aggregation", [MEAN, Aggregation(rule="centered_clip"), Aggregation(rule="median", clip_to_median=1.2)]
+)
 @pytest.mark.parametrize("codec", ["float32", "float16"])
 def test_nobody_honest_is_ever_named(aggregation: Aggregation, codec: str) -> None:
     for seed in range(4):
         held = hold(1.0, seed=seed, aggregation=aggregation, codec=codec, client=seed % 2 == 1)
-        assert not any(outcome.failed for outcome in held.outcomes), [outcome.reason for outcome in held.outcomes]
+        assert not any(outcome.failed for outcome in held.outcomes), [
+            outcome.reason for outcome in held.outcomes
+        ]
         assert len({outcome.digest for outcome in held.outcomes}) == 1
         assert not held.accused
 
 
 def lies(monkeypatch: pytest.MonkeyPatch, alter: Callable[[Contribution], Contribution]) -> None:
-    """The reducer at place LIAR reduces something else than what it was sent; it keeps, and shows, the true chunks."""
-    reduce = Workbench._reduce_one
+    """The reducer at place LIAR reduces something else than what it was sent; it keeps, and shows, the true
+    chunks.
+    """
+    reduce = ReductionKernels._reduce_one
 
-    def lie(self: Workbench, part: object, contributions: list[Contribution], scratch: object) -> Averaged | Spoiled:
+    def lie(
+        self: ReductionKernels, part: object, contributions: list[Contribution], scratch: object
+    ) -> Averaged | Spoiled:
         given = [alter(item) for item in contributions] if self.own == LIAR else contributions
         return reduce(self, part, given, scratch)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Workbench, "_reduce_one", lie)
+    monkeypatch.setattr(ReductionKernels, "_reduce_one", lie)
 
 
 def heavier(item: Contribution) -> Contribution:
@@ -116,7 +136,9 @@ def heavier(item: Contribution) -> Contribution:
 
 
 def test_who_has_left_a_broken_round_is_no_liar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first auditor's finding ends the round; others are asked for their accounts when they have left it already."""
+    """The first auditor's finding ends the round; others are asked for their accounts when they have left it
+    already.
+    """
     lies(monkeypatch, heavier)
     for seed in range(5):
         held = hold(1.0, seed=seed, delay_s=0.05)
@@ -168,18 +190,26 @@ def altered(message: bytes, signature: bytes | None, payload: bytes | None) -> b
 
 
 @pytest.mark.parametrize("how", ["nothing", "forged", "other bytes"])
-def test_a_sender_that_does_not_stand_by_its_chunk_is_not_averaged(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It cannot make its reducer look like a liar: what it has not signed is not taken, and it is asked for nothing later."""
-    send = Shared.send
+def test_a_sender_that_does_not_stand_by_its_chunk_is_not_averaged(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot make its reducer look like a liar: what it has not signed is not taken, and it is asked for
+    nothing later.
+    """
+    send = RoundContext.send
 
-    async def lie(self: Shared, stream: object, message: bytes) -> None:
+    async def lie(self: RoundContext, stream: object, message: bytes) -> None:
         header, payload = unpack(message)
         if self.own == LIAR and header.HasField("chunk"):
-            changes = {"nothing": (b"", None), "forged": (b"\x01" * 64, None), "other bytes": (None, bytes(len(payload)))}
+            changes = {
+                "nothing": (b"", None),
+                "forged": (b"\x01" * 64, None),
+                "other bytes": (None, bytes(len(payload))),
+            }
             message = altered(message, *changes[how])
         await send(self, stream, message)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Shared, "send", lie)
+    monkeypatch.setattr(RoundContext, "send", lie)
     held = hold(1.0)
     assert not held.accused
     for outcome in held.outcomes:
@@ -202,7 +232,11 @@ def test_a_reducer_that_shows_other_chunks_than_it_was_sent_is_named(monkeypatch
     monkeypatch.setattr(Auditor, "answer", lie)
     held = hold(1.0)
     assert held.accused == {held.liar}
-    assert any("was not signed by that member" in text for outcome in held.outcomes for text in outcome.accused.values())
+    assert any(
+        "was not signed by that member" in text
+        for outcome in held.outcomes
+        for text in outcome.accused.values()
+    )
 
 
 @pytest.mark.parametrize("how", ["refuses", "short", "silent"])
@@ -223,7 +257,8 @@ def test_a_reducer_that_gives_no_account(how: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(AllReduce, "_serve_account", evade)
     held = hold(1.0)
     assert all(outcome.failed for outcome in held.outcomes)
-    assert held.accused == ({held.liar} if how == "short" else set())  # who is silent or refuses may have left the round with reason
+    # who is silent or refuses may have left the round with reason
+    assert held.accused == ({held.liar} if how == "short" else set())
     assert all(str(held.liar) in str(outcome.reason) for outcome in held.outcomes)
 
 
@@ -238,7 +273,7 @@ def test_accounts_are_given_to_members_once_and_of_what_was_reduced() -> None:
         codec="float32",
         gathered=(b"",) * 2,
     )
-    bench = Workbench(plan, codec, 0, None, None)  # type: ignore[arg-type]
+    bench = ReductionKernels(plan, codec, 0, None, None)  # type: ignore[arg-type]
     auditor = Auditor(group, bench, Notary(peers[0].identity, random.Random(0)), 0.001)
     for part in plan.of_reducer(0):
         auditor.keep(part.index, [Contribution(0, 1.0, b"bytes")])
@@ -272,9 +307,14 @@ def test_audits_need_an_identity_and_a_share() -> None:
     async def main() -> None:
         network = SimulatedNetwork(0)
         peer = network.peer()
-        service = AllReduce(handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock)  # type: ignore[arg-type]
+        service = AllReduce(
+            handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock
+        )  # type: ignore[arg-type]
         group = Group(
-            group_id=bytes(32), members=(Member(contact=peer.contact, weight=1.0, bandwidth=1.0),), codec="float32", gathered=(b"",)
+            group_id=bytes(32),
+            members=(Member(contact=peer.contact, weight=1.0, bandwidth=1.0),),
+            codec="float32",
+            gathered=(b"",),
         )
         with pytest.raises(UsageError, match="identity to sign with"):
             await service.run(group, torch.zeros(5), deadline_s=60.0, config=RoundConfig(audit=0.5))

@@ -1,4 +1,6 @@
-"""Hostile senders in whole rounds: the service and messages are the real ones, the network and time are simulated."""
+"""Hostile senders in whole rounds: the service and messages are the real ones, the network and time are
+simulated.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from averaging.groups.group import Group, Member
+from averaging.allreduce.allreduce import AllReduce, RoundOutcome
+from averaging.allreduce.commit import digest_payload
+from averaging.allreduce.config import RoundConfig
+from averaging.allreduce.span import RoundContext
+from averaging.allreduce.work import Averaged, ReductionKernels, Spoiled
+from averaging.matchmaking.logic.group import Group, Member
 from averaging.reduction.chunks import pack, unpack
 from averaging.reduction.robust import Aggregation
-from averaging.rounds.allreduce import AllReduce, RoundOutcome
-from averaging.rounds.commit import digest_payload
-from averaging.rounds.config import RoundConfig
-from averaging.rounds.span import Shared
-from averaging.rounds.work import Averaged, Spoiled, Workbench
 from swarm.net.rpc import Stream
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import run_virtual
@@ -27,13 +29,24 @@ NUMEL = 40_000
 
 
 def round_of(
-    vectors: list[torch.Tensor], aggregation: Aggregation, codec: str = "float32", weights: list[float] | None = None
+    vectors: list[torch.Tensor],
+    aggregation: Aggregation,
+    codec: str = "float32",
+    weights: list[float] | None = None,
 ) -> dict[SimulatedPeer, RoundOutcome]:
     """Everybody's outcome of one round."""
     network = SimulatedNetwork(1)
     peers = [network.peer() for _ in vectors]
-    members = [Member(contact=peer.contact, weight=weights[n] if weights else 1.0, bandwidth=1.0) for n, peer in enumerate(peers)]
-    group = Group(group_id=random.Random(2).randbytes(32), members=tuple(members), codec=codec, gathered=(b"",) * len(peers))
+    members = [
+        Member(contact=peer.contact, weight=weights[n] if weights else 1.0, bandwidth=1.0)
+        for n, peer in enumerate(peers)
+    ]
+    group = Group(
+        group_id=random.Random(2).randbytes(32),
+        members=tuple(members),
+        codec=codec,
+        gathered=(b"",) * len(peers),
+    )
     config = RoundConfig(part_bytes=8192, aggregation=aggregation)
     services = [
         AllReduce(handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock)  # type: ignore[arg-type]
@@ -43,7 +56,9 @@ def round_of(
     async def main() -> dict[SimulatedPeer, RoundOutcome]:
         async with asyncio.TaskGroup() as tasks:
             running = [
-                tasks.create_task(service.run(group, vector, deadline_s=peer.clock.monotonic_s() + 30.0, config=config))
+                tasks.create_task(
+                    service.run(group, vector, deadline_s=peer.clock.monotonic_s() + 30.0, config=config)
+                )
                 for service, vector, peer in zip(services, vectors, peers, strict=True)
             ]
         for service in services:
@@ -101,31 +116,36 @@ def forged(message: bytes, **changes: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("clipped", [b"\x10", b"\x01\x00", b"\x0f"])
-def test_a_reducer_cannot_say_nonsense_about_who_was_clipped(clipped: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reducer_cannot_say_nonsense_about_who_was_clipped(
+    clipped: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody of that number, a bitmap of another size, and one who is not in the average (its weight is 0)."""
-    give = Shared.send
+    give = RoundContext.send
 
-    async def lie(self: Shared, stream: object, message: bytes) -> None:
+    async def lie(self: RoundContext, stream: object, message: bytes) -> None:
         header, _ = unpack(message)
         if self.own == 1 and header.HasField("average"):
             message = forged(message, clipped=clipped)
         await give(self, stream, message)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Shared, "send", lie)
+    monkeypatch.setattr(RoundContext, "send", lie)
     outcomes = round_of(draw(4), Aggregation(clip_to_median=10.0), weights=[1.0, 1.0, 1.0, 0.0])
     liar = list(outcomes)[1].peer_id
     others = [outcome for peer, outcome in outcomes.items() if peer.peer_id != liar]
-    assert not any(outcome.failed for outcome in others), [outcome.reason for outcome in others]  # its span was taken over
+    # its span was taken over
+    assert not any(outcome.failed for outcome in others), [outcome.reason for outcome in others]
     assert len({outcome.digest for outcome in others}) == 1
     assert all("was lost as a reducer" in outcome.left_out[liar] for outcome in others)
     assert not any(outcome.clipped for outcome in others)
 
 
 def test_who_was_clipped_is_known_of_parts_that_were_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reducer gives its averages to one member only, and then nonsense: what one holds the others fetch, the rest is reduced anew."""
-    give, told = Shared.send, [0]
+    """A reducer gives its averages to one member only, and then nonsense: what one holds the others fetch,
+    the rest is reduced anew.
+    """
+    give, told = RoundContext.send, [0]
 
-    async def lie(self: Shared, stream: Stream, message: bytes) -> None:
+    async def lie(self: RoundContext, stream: Stream, message: bytes) -> None:
         header, _ = unpack(message)
         if self.own == 1 and header.HasField("average"):
             told[0] += 1
@@ -133,7 +153,7 @@ def test_who_was_clipped_is_known_of_parts_that_were_taken_over(monkeypatch: pyt
                 message = forged(message, clipped=b"\x10")
         await give(self, stream, message)
 
-    monkeypatch.setattr(Shared, "send", lie)
+    monkeypatch.setattr(RoundContext, "send", lie)
     vectors = draw(4)
     vectors[2] *= 1e4
     outcomes = round_of(vectors, Aggregation(rule="median", clip_to_median=10.0), "float32")
@@ -147,15 +167,20 @@ def test_who_was_clipped_is_known_of_parts_that_were_taken_over(monkeypatch: pyt
 
 
 def test_a_reducer_that_names_somebody_to_some_only_is_outvoted(monkeypatch: pytest.MonkeyPatch) -> None:
-    reduce = Workbench.reduce
+    reduce = ReductionKernels.reduce
 
-    def lie(self: Workbench, jobs: Any) -> list[Averaged | Spoiled]:
+    def lie(self: ReductionKernels, jobs: Any) -> list[Averaged | Spoiled]:
         done = reduce(self, jobs)
         if self.own != 0:
             return done
-        return [replace(item, clipped=b"\x01", digest=digest_payload(b"a lie")) if isinstance(item, Averaged) else item for item in done]
+        return [
+            replace(item, clipped=b"\x01", digest=digest_payload(b"a lie"))
+            if isinstance(item, Averaged)
+            else item
+            for item in done
+        ]
 
-    monkeypatch.setattr(Workbench, "reduce", lie)
+    monkeypatch.setattr(ReductionKernels, "reduce", lie)
     outcomes = round_of(draw(3), Aggregation(clip_to_median=10.0))
     kept = list(outcomes.values())[1:]
     assert not any(outcome.failed for outcome in kept), [outcome.reason for outcome in kept]

@@ -9,13 +9,19 @@ from tests.sim.test_state_transfer import donor, joining, play, state_of
 
 
 # the donor has sent five of eight chunks after 0.6 s: what is left would take 0.4 s more
-@pytest.mark.parametrize(("copy_after_s", "copy_worth_s", "copied"), [(0.5, 0.2, True), (0.5, 5.0, False), (60.0, 0.2, False)])
-def test_a_long_download_is_served_from_a_copy_made_beside_it(copy_after_s: float, copy_worth_s: float, copied: bool) -> None:
+@pytest.mark.parametrize(
+    ("copy_after_s", "copy_worth_s", "copied"), [(0.5, 0.2, True), (0.5, 5.0, False), (60.0, 0.2, False)]
+)
+def test_a_long_download_is_served_from_a_copy_made_beside_it(
+    copy_after_s: float, copy_worth_s: float, copied: bool
+) -> None:
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
         giving = donor(peers[0], state_of(1), copy_after_s=copy_after_s, copy_worth_s=copy_worth_s)
         settled: list[bool] = []
         download = joining(
-            joiner, state_of(2), on_progress=lambda *_: settled.extend(lease.view.settled for lease in giving._leases.values())
+            joiner,
+            state_of(2),
+            on_progress=lambda *_: settled.extend(lease.view.settled for lease in giving._leases.values()),
         )
         fetched = await download.fetch([peers[0].contact], 60)
         assert not settled[0]

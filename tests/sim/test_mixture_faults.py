@@ -1,4 +1,6 @@
-"""What mixture layers do when servers die, freeze, dawdle, refuse or answer nonsense. Virtual time, from seeds."""
+"""What mixture layers do when servers die, freeze, dawdle, refuse or answer nonsense. Virtual time, from
+seeds.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,21 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from moe.mixture.layer import MixtureConfig
-from moe.replicas.hedging import HedgingConfig
-from swarm.errors import NotEnoughPeers
+from moe.client.logic.hedging import HedgingConfig
+from moe.client.mixture.layer import MixtureConfig
+from swarm.core.errors import NotEnoughPeers
 from swarm.testing.expert_swarm import ExpertSwarm
-from tests.sim.mixture_scenarios import MODULES, WIDTH, assert_close, batch, gradients, layer_of, local_mixture, output_of, serve_rows
+from tests.sim.mixture_scenarios import (
+    MODULES,
+    WIDTH,
+    assert_close,
+    batch,
+    gradients,
+    layer_of,
+    local_mixture,
+    output_of,
+    serve_rows,
+)
 
 
 @pytest.fixture
@@ -42,7 +54,10 @@ def test_those_who_are_gone_are_passed_over_and_the_gate_renormalises(swarm: Exp
         if not chosen:
             continue  # replaced; below
         weights = everything[sample, chosen].softmax(0)
-        wanted = sum(weight * MODULES[names[place]](x[sample : sample + 1])[0] for weight, place in zip(weights, chosen, strict=True))
+        wanted = sum(
+            weight * MODULES[names[place]](x[sample : sample + 1])[0]
+            for weight, place in zip(weights, chosen, strict=True)
+        )
         assert torch.allclose(output[sample], wanted, atol=1e-5)
     # from now on they are avoided: as if the grid had a hole
     again, wanted_again = output_of(layer, x), local_mixture(layer, MODULES, x, survivors)
@@ -62,7 +77,11 @@ def test_a_sample_that_lost_all_its_experts_gets_the_next_best(swarm: ExpertSwar
     output = output_of(layer, x)
     assert layer.last_forward is not None
     assert len(layer.last_forward.failed) >= 2
-    assert torch.allclose(output, local_mixture(layer, MODULES, x, {name for name in MODULES if not name.startswith("ffn.0.")}), atol=1e-5)
+    assert torch.allclose(
+        output,
+        local_mixture(layer, MODULES, x, {name for name in MODULES if not name.startswith("ffn.0.")}),
+        atol=1e-5,
+    )
 
 
 def test_who_is_late_is_dropped_then_avoided_for_a_growing_while(swarm: ExpertSwarm) -> None:
@@ -79,7 +98,9 @@ def test_who_is_late_is_dropped_then_avoided_for_a_growing_while(swarm: ExpertSw
         if layer.last_forward.failed:
             waits_s.append(at_s)
             assert set(layer.last_forward.failed.values()) == {"it was too late"}
-            assert 0.5 <= layer.last_forward.seconds < 0.7, "k_min was there at once; the others had half a second"
+            assert 0.5 <= layer.last_forward.seconds < 0.7, (
+                "k_min was there at once; the others had half a second"
+            )
         else:
             assert layer.last_forward.seconds < 0.1
         swarm.sleep(0.4)
@@ -127,10 +148,15 @@ def test_with_nobody_left_the_layer_does_what_it_was_told(swarm: ExpertSwarm, al
             assert output.shape == (32, WIDTH)
             assert not any(one.any() for one in gradients(layer, output, x) if one is not None)
         else:
-            with pytest.raises(NotEnoughPeers, match=r"32 of 32 samples got fewer than k_min = 1 answers.*ffn\.\d\.\d.*allow_zero_outputs"):
+            with pytest.raises(
+                NotEnoughPeers,
+                match=r"32 of 32 samples got fewer than k_min = 1 answers.*ffn\.\d\.\d.*allow_zero_outputs",
+            ):
                 layer(x)
     swarm.restart(servers[0])
-    assert output_of(layer, x).any(dim=1).all(), "at once: when nobody else is left, those who are avoided are asked"
+    assert output_of(layer, x).any(dim=1).all(), (
+        "at once: when nobody else is left, those who are avoided are asked"
+    )
 
 
 def test_a_branch_lost_in_the_backward_pass_is_dropped(swarm: ExpertSwarm) -> None:
@@ -169,8 +195,9 @@ def test_a_network_that_delivers_twice_trains_once() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_slow_replica_is_hedged_and_used_less(seed: int) -> None:
-    """Half of the servers become slow at once. As many calls as second requests were saved up lose a moment; an expert beyond these, if the
-    draw sent more to the slow half, is replaced for its samples. After that nobody is tried again who could not be hedged.
+    """Half of the servers become slow at once. As many calls as second requests were saved up lose a moment;
+    an expert beyond these, if the draw sent more to the slow half, is replaced for its samples. After that
+    nobody is tried again who could not be hedged.
     """
     with ExpertSwarm(seed=seed) as swarm:
         fast, slow = serve_rows(swarm), serve_rows(swarm)
@@ -190,7 +217,9 @@ def test_a_slow_replica_is_hedged_and_used_less(seed: int) -> None:
             to_slow.append(sum(server.forwards.total() for server in slow) - before)
             assert layer.last_forward is not None
             late = [list(MODULES).index(name) for name in layer.last_forward.failed]
-            assert len(late) <= max(to_slow[0] - HedgingConfig().saved_max, 0) * (step == 0), layer.last_forward.failed
+            assert len(late) <= max(to_slow[0] - HedgingConfig().saved_max, 0) * (step == 0), (
+                layer.last_forward.failed
+            )
             unharmed = ~torch.isin(best, torch.tensor(late)).any(dim=1)
             assert unharmed.any()
             assert torch.allclose(output[unharmed], wanted[unharmed], atol=1e-5)
@@ -237,7 +266,10 @@ def test_newcomers_are_found_and_who_leaves_is_forgotten(swarm: ExpertSwarm) -> 
 
 def test_replacements_can_be_switched_off(swarm: ExpertSwarm) -> None:
     servers = serve_rows(swarm)
-    layer, x = layer_of(swarm, allow_zero_outputs=True, k_best=1, config=MixtureConfig(replacements_max=0)), batch()
+    layer, x = (
+        layer_of(swarm, allow_zero_outputs=True, k_best=1, config=MixtureConfig(replacements_max=0)),
+        batch(),
+    )
     output_of(layer, x)
     swarm.crash(servers[0])
     output = output_of(layer, x)
@@ -260,7 +292,9 @@ def test_a_step_that_is_given_up_leaves_nothing_behind(swarm: ExpertSwarm) -> No
 
 
 def test_a_frozen_server_that_holds_all_experts_of_a_sample_costs_no_timeout(swarm: ExpertSwarm) -> None:
-    """Found by killing processes: nothing fails when a server freezes, so that its samples waited for the whole `forward_timeout_s`."""
+    """Found by killing processes: nothing fails when a server freezes, so that its samples waited for the
+    whole `forward_timeout_s`.
+    """
     servers = serve_rows(swarm)
     layer, x = layer_of(swarm, k_best=2), batch()
     with torch.no_grad():

@@ -1,4 +1,6 @@
-"""A training loop over sixteen experts on four simulated servers that crash, freeze and come back every few seconds: from seeds."""
+"""A training loop over sixteen experts on four simulated servers that crash, freeze and come back every few
+seconds: from seeds.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from moe.mixture.layer import RemoteMixtureOfExperts
+from moe.client.mixture.layer import RemoteMixtureOfExperts
 from swarm.testing.chance import Chance
 from swarm.testing.expert_swarm import ExpertSwarm, SimulatedExperts
 
@@ -20,7 +22,10 @@ STEP_S = 0.2  # of local work
 
 def modules(row: int) -> dict[str, nn.Module]:
     torch.manual_seed(row)
-    return {f"ffn.{row}.{column}": nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH)) for column in range(4)}
+    return {
+        f"ffn.{row}.{column}": nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, WIDTH))
+        for column in range(4)
+    }
 
 
 class Events:
@@ -61,11 +66,19 @@ def train(seed: int) -> tuple[list[float], Counter[str], str, list[float]]:
         events = Events(swarm, servers, seed)
         torch.manual_seed(100)
         layer = RemoteMixtureOfExperts(
-            swarm.node, WIDTH, grid="ffn.[0:4].[0:4]", k_best=4, k_min=1, forward_timeout_s=10.0, timeout_after_k_min_s=0.3
+            swarm.node,
+            WIDTH,
+            grid="ffn.[0:4].[0:4]",
+            k_best=4,
+            k_min=1,
+            forward_timeout_s=10.0,
+            timeout_after_k_min_s=0.3,
         )
         before, after = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 1)
         truth = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)).requires_grad_(False)
-        optimizer = torch.optim.Adam([*before.parameters(), *layer.parameters(), *after.parameters()], lr=1e-2)
+        optimizer = torch.optim.Adam(
+            [*before.parameters(), *layer.parameters(), *after.parameters()], lr=1e-2
+        )
         losses, took_s = [], []
         for _ in range(STEPS):
             begun_s = swarm.now_s
@@ -85,7 +98,9 @@ def train(seed: int) -> tuple[list[float], Counter[str], str, list[float]]:
         return losses, events.counts, swarm.network.digest, took_s
 
 
-@pytest.mark.parametrize("seed", [4, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 5, 6))])
+@pytest.mark.parametrize(
+    "seed", [4, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 5, 6))]
+)
 def test_training_goes_on_while_servers_come_and_go(seed: int) -> None:
     losses, counts, _, took_s = train(seed)
     assert len(losses) == STEPS, "no step failed"

@@ -8,9 +8,19 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from swarm.errors import UsageError
+from swarm.core.errors import UsageError
 from swarm.testing.expert_swarm import ExpertSwarm
-from tests.sim.mixture_scenarios import MODULES, WIDTH, assert_close, batch, gradients, layer_of, local_mixture, output_of, serve_rows
+from tests.sim.mixture_scenarios import (
+    MODULES,
+    WIDTH,
+    assert_close,
+    batch,
+    gradients,
+    layer_of,
+    local_mixture,
+    output_of,
+    serve_rows,
+)
 
 
 @pytest.fixture
@@ -89,9 +99,13 @@ def test_inputs_of_another_precision_or_without_gradient(swarm: ExpertSwarm) -> 
     layer, x = layer_of(swarm), batch()
     output = output_of(layer, x.to(torch.bfloat16))
     assert output.dtype == torch.bfloat16
-    assert torch.allclose(output.float(), local_mixture(layer, MODULES, x.to(torch.bfloat16).float()), atol=0.05)
+    assert torch.allclose(
+        output.float(), local_mixture(layer, MODULES, x.to(torch.bfloat16).float()), atol=0.05
+    )
     output_of(layer, x.detach()).sum().backward()  # type: ignore[no-untyped-call]
-    assert {version for server in servers for version in server.versions.values()} == {1}, "experts learn though no input does"
+    assert {version for server in servers for version in server.versions.values()} == {1}, (
+        "experts learn though no input does"
+    )
     with torch.no_grad():
         assert not output_of(layer, x).requires_grad
 

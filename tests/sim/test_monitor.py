@@ -1,4 +1,6 @@
-"""A monitor and what it watches, on a simulated network: its way in dies, everybody goes, somebody lies, and it says what it sees."""
+"""A monitor and what it watches, on a simulated network: its way in dies, everybody goes, somebody lies, and
+it says what it sees.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from moe.declarations import Declarations, Directory, Load
-from moe.uid import ExpertUid
-from swarm.dht.service import DhtService
-from swarm.errors import UsageError
-from swarm.ids import PeerId
+from moe.protocol.declarations import Declarations, Directory, ServerLoad
+from moe.protocol.names import ExpertUid
+from swarm.core.errors import UsageError
+from swarm.core.ids import PeerId
+from swarm.dht.service.dht_service import DhtService
 from swarm.metrics.record import Metrics, metrics_key
 from swarm.metrics.reporter import MetricsConfig, Reporter
 from swarm.monitor.collector import Collector
 from swarm.monitor.experts import experts_of
-from swarm.monitor.model import Model
-from swarm.monitor.reading import progress_key
-from swarm.monitor.view import RunView, View
+from swarm.monitor.logic.model import Model
+from swarm.monitor.logic.reading import progress_key
+from swarm.monitor.logic.view import MonitorView, RunView
 from swarm.testing.chance import Chance
 from swarm.testing.network import SimulatedNetwork
 from tests.sim.dht_scenarios import peer_of, play, service_of, swarm_of
@@ -40,7 +42,15 @@ class Trainer:
     def metrics(self) -> Metrics:
         self.told += 1
         now_s = self.service.clock.swarm_s()
-        return Metrics(at_s=now_s, since_s=now_s - 60.0, every_s=2.0, epoch=5, samples_per_s=self.rate, loss=2.0, own=self.own)
+        return Metrics(
+            at_s=now_s,
+            since_s=now_s - 60.0,
+            every_s=2.0,
+            epoch=5,
+            samples_per_s=self.rate,
+            loss=2.0,
+            own=self.own,
+        )
 
     def reporter(self, **config: Any) -> Reporter:
         return Reporter(
@@ -57,7 +67,14 @@ class Trainer:
     async def progress(self) -> None:
         while True:
             now_s = self.service.clock.swarm_s()
-            value = {"epoch": 5, "samples": 50, "rate": self.rate, "at": now_s, "since": now_s - 1.0, "addresses": self.addresses}
+            value = {
+                "epoch": 5,
+                "samples": 50,
+                "rate": self.rate,
+                "at": now_s,
+                "since": now_s - 1.0,
+                "addresses": self.addresses,
+            }
             await self.service.store(progress_key(RUN.run_id), value, ttl_s=15.0)
             await asyncio.sleep(3.0)
 
@@ -69,7 +86,9 @@ class Trainer:
 class Stage:
     """A bootstrap peer, trainers, and a monitor that came in by the bootstrap."""
 
-    def __init__(self, network: SimulatedNetwork, services: list[DhtService], group: asyncio.TaskGroup) -> None:
+    def __init__(
+        self, network: SimulatedNetwork, services: list[DhtService], group: asyncio.TaskGroup
+    ) -> None:
         self.network, self.bootstrap, self.group = network, services[0], group
         self.trainers = [Trainer(service) for service in services[1:]]
         self.reporters = [trainer.reporter() for trainer in self.trainers]
@@ -94,7 +113,7 @@ class Stage:
         return collector
 
     @property
-    def view(self) -> View:
+    def view(self) -> MonitorView:
         return self.collector.model.view(self.collector.clock.swarm_s())
 
     def kinds(self) -> list[str]:
@@ -127,7 +146,9 @@ def test_everybody_who_tells_is_seen_and_called(seed: int) -> None:
         await asyncio.sleep(10.0)
         view = stage.view
         assert view.live
-        assert {peer.peer_id for peer in view.peers} == {str(trainer.service.peer_id) for trainer in stage.trainers}
+        assert {peer.peer_id for peer in view.peers} == {
+            str(trainer.service.peer_id) for trainer in stage.trainers
+        }
         assert (view.samples_per_s, view.loss, view.epoch) == (500.0, 2.0, 5)
         assert all(peer.fresh and peer.age_s < 6.0 and peer.reached for peer in view.peers)
         assert view.samples >= 250
@@ -158,7 +179,9 @@ def test_when_nobody_answers_nothing_looks_fresh_and_one_that_comes_back_is_enou
     async def act(stage: Stage) -> None:
         peers = [peer_of(stage.network, trainer.service) for trainer in stage.trainers]
         everybody = [peer_of(stage.network, stage.bootstrap), *peers]
-        stage.network.partition([peer for peer in stage.network.peers.values() if peer not in everybody], everybody)
+        stage.network.partition(
+            [peer for peer in stage.network.peers.values() if peer not in everybody], everybody
+        )
         await asyncio.sleep(50.0)
         view = stage.view
         assert view.link.status == "lost"
@@ -208,12 +231,22 @@ def test_who_says_goodbye_is_seen_to_have_left() -> None:
 def test_what_breaks_the_schema_is_kept_by_nobody() -> None:
     async def act(stage: Stage) -> None:
         liar = stage.trainers[0].service
-        for value in ({"at": 1.0}, {"at": float("inf")}, "text", {**stage.trainers[0].metrics().encode(), "name": "x" * 500}):
+        for value in (
+            {"at": 1.0},
+            {"at": float("inf")},
+            "text",
+            {**stage.trainers[0].metrics().encode(), "name": "x" * 500},
+        ):
             with pytest.raises(UsageError):
                 await liar.store(metrics_key(RUN.run_id, liar.peer_id), value, ttl_s=20.0)
         other = metrics_key(RUN.run_id, stage.trainers[1].service.peer_id)
         with pytest.raises(UsageError):
-            await liar.store(other, stage.trainers[0].metrics().encode(), ttl_s=20.0, subkey=str(stage.trainers[1].service.peer_id))
+            await liar.store(
+                other,
+                stage.trainers[0].metrics().encode(),
+                ttl_s=20.0,
+                subkey=str(stage.trainers[1].service.peer_id),
+            )
         await asyncio.sleep(3.0)
         assert stage.view.peers_live == 5
 
@@ -242,11 +275,16 @@ def test_who_does_not_want_to_tell_tells_nothing() -> None:
 def test_experts_below_a_grid_are_shown_with_their_servers_and_load(grids: tuple[str, ...]) -> None:
     async def act(stage: Stage) -> None:
         for trainer, names, wait_s in zip(
-            stage.trainers, (("ffn.0.1", "ffn.3"), ("ffn.0.1",), ("ffn.0.1", "other.1")), (1.0, 3.0, 2.0), strict=False
+            stage.trainers,
+            (("ffn.0.1", "ffn.3"), ("ffn.0.1",), ("ffn.0.1", "other.1")),
+            (1.0, 3.0, 2.0),
+            strict=False,
         ):
             experts = {ExpertUid.parse(name): bytes(16) for name in names}
-            load = Load(wait_s, 100.0)
-            await Declarations(trainer.service, trainer.service.own, experts, lambda load=load: load).declare()  # type: ignore[misc]
+            load = ServerLoad(wait_s, 100.0)
+            await Declarations(
+                trainer.service, trainer.service.own, experts, lambda load=load: load
+            ).declare()  # type: ignore[misc]
         directory = Directory(peer_of_collector(stage))
         stage.collector.experts = functools.partial(experts_of, directory, grids)
         await asyncio.sleep(10.0)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from swarm.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
-from swarm.ids import Address, Contact, PeerId
+from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
+from swarm.core.ids import Address, Contact, PeerId
 from swarm.net.rpc import Method, Stream, StreamMethod
 from swarm.testing.chance import Chance
 from swarm.testing.network import LinkConfig, SimulatedNetwork
@@ -124,7 +124,9 @@ def test_a_seed_repeats_and_another_differs() -> None:
         lost = 0
         for number in range(60):
             try:
-                await peers[number % 5].caller.call(peers[(number + 1 + number % 4) % 5].contact, ECHO, WireContact(), timeout_s=1)
+                await peers[number % 5].caller.call(
+                    peers[(number + 1 + number % 4) % 5].contact, ECHO, WireContact(), timeout_s=1
+                )
             except DeadlineExceeded:
                 lost += 1
         assert 5 < lost < 40
@@ -147,7 +149,9 @@ def test_a_duplicated_request_is_handled_twice_and_answered_once() -> None:
 
         two.handlers.unary(ECHO, count)
         for number in range(200):
-            reply = await one.caller.call(two.contact, ECHO, WireContact(addresses=[str(number)]), timeout_s=5)
+            reply = await one.caller.call(
+                two.contact, ECHO, WireContact(addresses=[str(number)]), timeout_s=5
+            )
             assert list(reply.addresses) == [str(number)]
         await asyncio.sleep(1)
         assert {int(number) for number in handled} == set(range(200))
@@ -171,7 +175,9 @@ def test_messages_overtake_one_another() -> None:
         two.handlers.unary(ECHO, note)
         async with asyncio.TaskGroup() as group:
             for number in range(100):
-                group.create_task(one.caller.call(two.contact, ECHO, WireContact(addresses=[str(number)]), timeout_s=5))
+                group.create_task(
+                    one.caller.call(two.contact, ECHO, WireContact(addresses=[str(number)]), timeout_s=5)
+                )
                 await asyncio.sleep(0.01)
         assert sorted(arrived) == list(range(100))
         assert arrived != list(range(100))
@@ -290,12 +296,16 @@ async def exchange() -> str:
 
 
 def test_the_order_of_hashes_changes_nothing() -> None:
-    """The same scenarios in processes whose sets of text are ordered differently; and the first one as it was on every Python so far."""
+    """The same scenarios in processes whose sets of text are ordered differently; and the first one as it was
+    on every Python so far.
+    """
     digests = []
     for hash_seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-c", DIGEST_PROGRAM]
-        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        )
         assert done.returncode == 0, done.stderr
         digests.append(done.stdout)
     assert digests[0] == digests[1]

@@ -7,11 +7,17 @@ from collections import deque
 
 import pytest
 
+from averaging.allreduce.config import MESSAGE_BYTES_MAX
+from averaging.allreduce.pieces import (
+    BURIED_BYTES,
+    PIECE_BYTES_LEAST,
+    PIECE_BYTES_MIN,
+    PieceSize,
+    PiecewiseStream,
+)
 from averaging.reduction.chunks import pack
-from averaging.rounds.config import MESSAGE_BYTES_MAX
-from averaging.rounds.pieces import BURIED_BYTES, PIECE_BYTES_LEAST, PIECE_BYTES_MIN, PieceSize, PiecewiseStream
-from swarm.errors import PeerError
-from swarm.ids import PeerId
+from swarm.core.errors import PeerError
+from swarm.core.ids import PeerId
 from swarm.testing.identities import SeededIdentity
 from swarm.testing.virtual_loop import VirtualClock, run_virtual
 from swarm.wire.reduce_pb2 import ExchangeChunk, ExchangeHeader, ExchangePieces

@@ -1,4 +1,6 @@
-"""Pipelines over simulated servers: equal to the same stages computed here; peers that die, freeze and dawdle on the way. Virtual time."""
+"""Pipelines over simulated servers: equal to the same stages computed here; peers that die, freeze and dawdle
+on the way. Virtual time.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from moe.pipeline.sequential import PipelineConfig, RemoteSequential
-from swarm.errors import NotEnoughPeers, UsageError
+from moe.client.pipeline.sequential import PipelineConfig, RemoteSequential
+from swarm.core.errors import NotEnoughPeers, UsageError
 from swarm.testing.expert_swarm import ExpertSwarm, SimulatedExperts
 
 WIDTH, STAGES = 6, 6
@@ -26,12 +28,20 @@ def swarm() -> Iterator[ExpertSwarm]:
         yield one
 
 
-def serve(swarm: ExpertSwarm, servers: int = 3, replicas: int = 1, **settings: float) -> list[list[SimulatedExperts]]:
+def serve(
+    swarm: ExpertSwarm, servers: int = 3, replicas: int = 1, **settings: float
+) -> list[list[SimulatedExperts]]:
     """The stages cut into as many runs as there are servers, each run held by `replicas` of them."""
     share = STAGES // servers
     return [
         [
-            swarm.serve({f"block.{stage}": MODULES[f"block.{stage}"] for stage in range(run * share, (run + 1) * share)}, **settings)  # type: ignore[arg-type]
+            swarm.serve(
+                {
+                    f"block.{stage}": MODULES[f"block.{stage}"]
+                    for stage in range(run * share, (run + 1) * share)
+                },
+                **settings,
+            )  # type: ignore[arg-type]
             for _ in range(replicas)
         ]
         for run in range(servers)
@@ -103,7 +113,11 @@ def test_every_stage_learns_once_per_micro_batch(swarm: ExpertSwarm) -> None:
             for there, parameter in zip(module.parameters(), MODULES[str(uid)].parameters(), strict=True):
                 assert parameter.grad is not None
                 assert torch.allclose(there, parameter - 0.1 * parameter.grad, atol=1e-6)
-    assert all(torch.equal(a, b) for name in MODULES for a, b in zip(before[name].parameters(), MODULES[name].parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for name in MODULES
+        for a, b in zip(before[name].parameters(), MODULES[name].parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("how", ["crash", "freeze"])
@@ -119,7 +133,9 @@ def test_a_peer_that_goes_in_the_forward_pass_is_replaced(swarm: ExpertSwarm, ho
 
 @pytest.mark.parametrize("how", ["crash", "freeze"])
 @pytest.mark.parametrize("run", [0, 1, 2])
-def test_a_peer_that_goes_between_forward_and_backward_is_replaced(swarm: ExpertSwarm, how: str, run: int) -> None:
+def test_a_peer_that_goes_between_forward_and_backward_is_replaced(
+    swarm: ExpertSwarm, how: str, run: int
+) -> None:
     servers = serve(swarm, replicas=2)
     pipeline, x = pipeline_of(swarm, config=PipelineConfig(stage_timeout_s=2.0)), batch()
     check_both_ways(pipeline, x)

@@ -1,4 +1,6 @@
-"""PowerSGD over the real all-reduce: members that die before, between and within its two all-reduces, and traffic as foretold."""
+"""PowerSGD over the real all-reduce: members that die before, between and within its two all-reduces, and
+traffic as foretold.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,12 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from averaging.groups.group import Group, Member
+from averaging.allreduce.allreduce import AllReduce, RoundOutcome
+from averaging.allreduce.config import RoundConfig
+from averaging.allreduce.twophase import TwoPhase, _first
+from averaging.matchmaking.logic.group import Group, Member
 from averaging.reduction.lowrank import PowerSgd
 from averaging.reduction.powersgd import LowRank
-from averaging.rounds.allreduce import AllReduce, RoundOutcome
-from averaging.rounds.config import RoundConfig
-from averaging.rounds.twophase import TwoPhase, _first
 from swarm.compression import find
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import run_virtual
@@ -42,16 +44,22 @@ class Peer:
 
 
 class Party:
-    def __init__(self, seed: int, weights: list[float], codec: str = "float32", auxiliary: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, seed: int, weights: list[float], codec: str = "float32", auxiliary: tuple[int, ...] = ()
+    ) -> None:
         self.rng, self.chance = random.Random(seed), torch.Generator().manual_seed(seed)
         self.network = SimulatedNetwork(seed, LinkConfig(delay_s=0.02, bandwidth=1e6))
         self.codec, self.auxiliary = codec, auxiliary
         self.peers: list[Peer] = []
         for weight in weights:
             peer = self.network.peer()
-            service = AllReduce(handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock)  # type: ignore[arg-type]
+            service = AllReduce(
+                handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock
+            )  # type: ignore[arg-type]
             tensors = [torch.zeros(shape) for shape in SHAPES]
-            self.peers.append(Peer(peer, service, tensors, LowRank(tensors, TERMS, find(codec), seed=b"party"), weight))
+            self.peers.append(
+                Peer(peer, service, tensors, LowRank(tensors, TERMS, find(codec), seed=b"party"), weight)
+            )
         self.fill()
 
     def fill(self) -> list[list[torch.Tensor]]:
@@ -62,7 +70,12 @@ class Party:
 
     def group(self) -> Group:
         members = tuple(
-            Member(contact=peer.simulated.contact, weight=peer.weight, bandwidth=1.0, auxiliary=place in self.auxiliary)
+            Member(
+                contact=peer.simulated.contact,
+                weight=peer.weight,
+                bandwidth=1.0,
+                auxiliary=place in self.auxiliary,
+            )
             for place, peer in enumerate(self.peers)
         )
         told = tuple(peer.low_rank.told + b"\xc3" for peer in self.peers)
@@ -81,7 +94,11 @@ class Party:
 
 
 def alike(peers: list[Peer]) -> bool:
-    return all(torch.equal(one, other) for peer in peers for one, other in zip(peer.tensors, peers[0].tensors, strict=True))
+    return all(
+        torch.equal(one, other)
+        for peer in peers
+        for one, other in zip(peer.tensors, peers[0].tensors, strict=True)
+    )
 
 
 @pytest.mark.parametrize("codec", ["float32", "float16"])
@@ -113,7 +130,9 @@ def test_traffic_is_what_the_factors_take(codec: str) -> None:
         party = Party(2, [1.0, 1.0], codec)
         layout = party.peers[0].low_rank.layout
         assert layout.first_numel + layout.second_numel == 3 * (96 + 200 + 40 + 90) + 57
-        payload = 2 * sum(find(codec).encoded_bytes(numel) for numel in (layout.first_numel, layout.second_numel))
+        payload = 2 * sum(
+            find(codec).encoded_bytes(numel) for numel in (layout.first_numel, layout.second_numel)
+        )
         sent = sum(outcome.bytes_sent for outcome in await party.round())
         messages = 2 * 2 * 4  # an opening and at most three parts each way, in each of the all-reduces
         assert payload < sent <= payload + 100 * messages
@@ -180,7 +199,9 @@ def test_a_round_that_fails_in_either_all_reduce_changes_nothing() -> None:
             reasons |= {"in the first" in (outcome.reason or "") for outcome in outcomes if outcome.failed}
             for peer, outcome, values, state in zip(party.peers, outcomes, before, states, strict=True):
                 if outcome.failed:
-                    assert all(torch.equal(tensor, value) for tensor, value in zip(peer.tensors, values, strict=True))
+                    assert all(
+                        torch.equal(tensor, value) for tensor, value in zip(peer.tensors, values, strict=True)
+                    )
                     found = peer.low_rank.state_dict()
                     for one, other in ((found["held"], state["held"]), (found["starts"], state["starts"])):
                         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
@@ -203,7 +224,9 @@ def test_who_starts_elsewhere_listens_in_the_first_all_reduce() -> None:
                     peer = one.peers[2]
                     state = peer.low_rank.state_dict()
                     if one is odd:  # as one that missed the round before, or comes new
-                        state["starts"] = LowRank(peer.tensors, TERMS, find("float32"), seed=b"other").state_dict()["starts"]
+                        state["starts"] = LowRank(
+                            peer.tensors, TERMS, find("float32"), seed=b"other"
+                        ).state_dict()["starts"]
                     peer.low_rank.load_state_dict(state)
                 outcomes = await one.round()
                 assert not any(outcome.failed for outcome in outcomes)
@@ -222,7 +245,10 @@ def test_most_contributors_say_from_where_to_start(seed: int) -> None:
 
     async def scenario() -> None:
         party = Party(seed, [1.0, 0.0, 2.0, 0.0, 1.0, 0.0])
-        starts = [LowRank(party.peers[0].tensors, TERMS, find("float32"), seed=name).told for name in (b"many", b"few", b"listeners")]
+        starts = [
+            LowRank(party.peers[0].tensors, TERMS, find("float32"), seed=name).told
+            for name in (b"many", b"few", b"listeners")
+        ]
         drawn = [starts[0], starts[2], starts[1], starts[2], starts[0], starts[2]]
         group = replace(party.group(), gathered=tuple(drawn))
         assert [member.weight for member in _first(group).members] == [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
@@ -246,7 +272,10 @@ def test_nan_is_refused_at_the_sender_and_what_it_holds_stays() -> None:
         assert all(bad.simulated.peer_id in outcome.left_out for outcome in outcomes)
         assert alike(party.peers)
         assert all(bool(tensor.isfinite().all()) for tensor in bad.tensors)
-        assert all(torch.equal(one, other) for one, other in zip(bad.low_rank.state_dict()["held"], held, strict=True))
+        assert all(
+            torch.equal(one, other)
+            for one, other in zip(bad.low_rank.state_dict()["held"], held, strict=True)
+        )
         await party.close()
 
     run_virtual(scenario())

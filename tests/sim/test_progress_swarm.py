@@ -1,4 +1,6 @@
-"""Swarms of progress machines under a virtual clock: claims travel late, get lost, or lie. A failing case is its seed."""
+"""Swarms of progress machines under a virtual clock: claims travel late, get lost, or lie. A failing case is
+its seed.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +9,24 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from averaging.training.progress import Claim, Progress, ProgressConfig
-from swarm.ids import PeerId
+from averaging.optim.progress.logic.reports import EpochProgress, ProgressConfig, ProgressReport
+from swarm.core.ids import PeerId
 
 
 @dataclass
 class Trainer:
-    progress: Progress
+    progress: EpochProgress
     batch: int
     step_s: float
     next_step_s: float
     samples: int = 0
-    inbox: list[tuple[float, PeerId, Claim]] = field(default_factory=list)
+    inbox: list[tuple[float, PeerId, ProgressReport]] = field(default_factory=list)
 
 
 class Swarm:
-    """Trainers of different speed; claims reach the others after random delays. Who sees the epoch full begins the next for all."""
+    """Trainers of different speed; claims reach the others after random delays. Who sees the epoch full
+    begins the next for all.
+    """
 
     def __init__(self, seed: int, peers: int, target: int) -> None:
         self.rng = random.Random(seed)
@@ -34,10 +38,12 @@ class Swarm:
     def _trainer(self, number: int) -> Trainer:
         speed = self.rng.choice([1.0, 0.5, 0.4])
         step_s = 0.1 / speed * self.rng.uniform(0.9, 1.1)
-        progress = Progress(PeerId(number.to_bytes(32, "big")), self.target, ProgressConfig(), self.now_s)
+        progress = EpochProgress(
+            PeerId(number.to_bytes(32, "big")), self.target, ProgressConfig(), self.now_s
+        )
         return Trainer(progress, batch=8, step_s=step_s, next_step_s=self.now_s + step_s)
 
-    def tell(self, sender: PeerId, claim: Claim) -> None:
+    def tell(self, sender: PeerId, claim: ProgressReport) -> None:
         for peer, trainer in self.trainers.items():
             if peer != sender and self.rng.random() > 0.1:  # one in ten is lost
                 trainer.inbox.append((self.now_s + self.rng.uniform(0.01, 0.6), sender, claim))
@@ -63,7 +69,9 @@ class Swarm:
 
     def close(self, leader: PeerId) -> None:
         epoch = self.trainers[leader].progress.epoch
-        self.unbelieved += sum(not t.progress.believes(epoch, self.now_s) for peer, t in self.trainers.items() if peer != leader)
+        self.unbelieved += sum(
+            not t.progress.believes(epoch, self.now_s) for peer, t in self.trainers.items() if peer != leader
+        )
         self.closed.append((self.now_s, sum(t.samples for t in self.trainers.values())))
         for trainer in self.trainers.values():
             trainer.samples = 0
@@ -89,9 +97,15 @@ def test_one_liar_neither_closes_epochs_early_nor_moves_the_epoch(seed: int) -> 
         epoch = next(iter(swarm.trainers.values())).progress.epoch
         wild = swarm.rng.choice([epoch, epoch, epoch + 1, epoch + 10**6])
         now_s = swarm.now_s
-        swarm.tell(liar, Claim(epoch=wild, samples=1 << 40, rate=1e12, at_s=now_s, since_s=swarm.rng.choice([0.0, now_s])))
+        swarm.tell(
+            liar,
+            ProgressReport(
+                epoch=wild, samples=1 << 40, rate=1e12, at_s=now_s, since_s=swarm.rng.choice([0.0, now_s])
+            ),
+        )
 
-    swarm.run(3.0)  # among the first two or three voices that a peer ever hears there is no majority; afterwards there is
+    # among the first two or three voices that a peer ever hears there is no majority; afterwards there is
+    swarm.run(3.0)
     for _ in range(150):
         lie()
         swarm.run(0.2)
@@ -111,7 +125,9 @@ def test_a_late_joiner_sees_the_epoch_as_the_others_do(seed: int) -> None:
     swarm.trainers[peer] = newcomer
     swarm.run(2.0)
     newcomer.samples = 0
-    newcomer.progress.begin_epoch(next(iter(swarm.trainers.values())).progress.epoch, swarm.now_s, joining=True)
+    newcomer.progress.begin_epoch(
+        next(iter(swarm.trainers.values())).progress.epoch, swarm.now_s, joining=True
+    )
     swarm.run(1.0)
     seen = newcomer.progress.view(swarm.now_s).samples
     truth = sum(trainer.samples for trainer in swarm.trainers.values())

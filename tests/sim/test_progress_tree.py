@@ -1,4 +1,6 @@
-"""Trackers of a run of several shards on virtual time: epochs go on, liars do not move them, and the run is divided and joined again."""
+"""Trackers of a run of several shards on virtual time: epochs go on, liars do not move them, and the run is
+divided and joined again.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from averaging.training.shards import AGGREGATORS, Sum, aggregators
-from averaging.training.tree import Tree
+from averaging.optim.progress.logic.shards import AGGREGATORS, ProgressTotal, aggregators
+from averaging.optim.progress.tree import Tree
 from swarm.testing.network import SimulatedNetwork
 from swarm.testing.progress_swarm import LINK, ProgressRun, Trainer, measure
 from swarm.testing.virtual_loop import run_virtual
@@ -46,21 +48,34 @@ def test_ninety_peers_make_four_shards_and_their_epochs_keep_to_the_target() -> 
 
 
 @pytest.mark.parametrize("members", [0, 20])
-def test_lying_members_and_one_lying_aggregator_a_shard_do_not_advance_the_epoch(monkeypatch: pytest.MonkeyPatch, members: int) -> None:
-    """Every fifth member claims a thousand times what it has; or one of the three aggregators of every shard makes its sums up."""
+def test_lying_members_and_one_lying_aggregator_a_shard_do_not_advance_the_epoch(
+    monkeypatch: pytest.MonkeyPatch, members: int
+) -> None:
+    """Every fifth member claims a thousand times what it has; or one of the three aggregators of every shard
+    makes its sums up.
+    """
     liars: set[Any] = set()
     climb = Tree._climb
 
-    async def lying(self: Tree, own: Sum, now_s: float) -> Sum | None:
+    async def lying(self: Tree, own: ProgressTotal, now_s: float) -> ProgressTotal | None:
         if self._own not in liars:
             return await climb(self, own, now_s)
-        told = await climb(self, replace(own, samples=1e11, rate=1e11, peers=10**6, median_rate=1e9, epoch=own.epoch + 3), now_s)
-        return None if told is None else replace(told, samples=1e11, epoch=told.epoch + 3, peers=10**6, bits=9)
+        told = await climb(
+            self,
+            replace(own, samples=1e11, rate=1e11, peers=10**6, median_rate=1e9, epoch=own.epoch + 3),
+            now_s,
+        )
+        return (
+            None if told is None else replace(told, samples=1e11, epoch=told.epoch + 3, peers=10**6, bits=9)
+        )
 
     monkeypatch.setattr(Tree, "_climb", lying)
 
     async def scenario(run: ProgressRun, group: asyncio.TaskGroup) -> None:
-        trainers = [run.add(RATE, (lambda samples: samples * 1000) if number < members else None) for number in range(PEERS)]
+        trainers = [
+            run.add(RATE, (lambda samples: samples * 1000) if number < members else None)
+            for number in range(PEERS)
+        ]
         for trainer in trainers:
             trainer.tracker.tree.bits = 2
         tasks = run.start(group, trainers)
@@ -70,14 +85,17 @@ def test_lying_members_and_one_lying_aggregator_a_shard_do_not_advance_the_epoch
             for trainer in trainers:
                 by_shard.setdefault(trainer.tracker.tree.leaf, []).append(trainer)
             for leaf, there in by_shard.items():
-                adding = aggregators(leaf, "a" * 20, [trainer.peer_id for trainer in there], there[0].peer.clock.swarm_s())
+                adding = aggregators(
+                    leaf, "a" * 20, [trainer.peer_id for trainer in there], there[0].peer.clock.swarm_s()
+                )
                 assert len(adding) == AGGREGATORS
                 liars.add(adding[0])
         first = max(run.gathered, default=0) + 1
         await asyncio.sleep(50.0)
         whole = [epoch for epoch in run.gathered if epoch >= first and len(run.ends[epoch]) == PEERS]
         assert whole, "and they do not hold it up"
-        honest_min = 0.75 if not members else 0.4  # a fifth of all counts three times each: 5/7 of the target is honest then
+        # a fifth of all counts three times each: 5/7 of the target is honest then
+        honest_min = 0.75 if not members else 0.4
         assert all(run.gathered[epoch] >= honest_min * TARGET for epoch in whole), run.gathered
         assert max(trainer.epoch for trainer in trainers) - first <= 50.0 / (EPOCH_S * honest_min) + 1
         assert {trainer.tracker.tree.bits for trainer in trainers} == {2}

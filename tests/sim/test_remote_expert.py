@@ -1,4 +1,6 @@
-"""One expert on other peers, called like a module, over simulated servers: equal to the module here, whoever dies, and applied once."""
+"""One expert on other peers, called like a module, over simulated servers: equal to the module here, whoever
+dies, and applied once.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from moe.remote import RemoteExpert
-from swarm.errors import NetworkError, NotEnoughPeers, UsageError
+from moe.client.remote import RemoteExpert
+from swarm.core.errors import NetworkError, NotEnoughPeers, UsageError
 from swarm.testing.expert_swarm import ExpertSwarm
 from tests.sim.mixture_scenarios import MODULES, WIDTH, batch, layer_of, output_of
 
@@ -72,7 +74,9 @@ def test_an_answer_that_was_lost_is_asked_for_again_and_applied_once(swarm: Expe
     assert 6.0 < swarm.now_s - begun_s < 7.0
     local(batch()).square().sum().backward()
     assert server.backwards[NAME] == 2
-    for there, parameter in zip(next(iter(server.modules.values())).parameters(), local.parameters(), strict=True):
+    for there, parameter in zip(
+        next(iter(server.modules.values())).parameters(), local.parameters(), strict=True
+    ):
         assert torch.allclose(there, parameter - 0.1 * parameter.grad, atol=1e-6)
 
 

@@ -1,4 +1,6 @@
-"""Calls of one expert among its replicas, the calls themselves scripted: retries, deadlines, blame; and what is known of who is there."""
+"""Calls of one expert among its replicas, the calls themselves scripted: retries, deadlines, blame; and what
+is known of who is there.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +12,27 @@ from typing import Any, cast
 import pytest
 import torch
 
-from moe.calls import AS_THEY_ARE, Backwarded, Described, Forwarded, GradientPass
-from moe.declarations import Branch, Replica
-from moe.errors import ExpertApplied, ExpertFailed, ExpertMissing, ExpertOverloaded, ExpertRefused
-from moe.replicas.atlas import Atlas, AtlasConfig
-from moe.replicas.calling import ForwardCall, Made, ReplicaCalls
-from moe.replicas.fleet import Fleet
-from moe.schema import Leaf, Schema
-from moe.uid import ExpertUid
-from swarm.errors import DeadlineExceeded, NetworkError, NotEnoughPeers, SwarmError
-from swarm.ids import Address, Contact, PeerId
+from moe.client.logic.replica_stats import ReplicaStats
+from moe.client.replicas.calling import ForwardCall, ForwardResult, ReplicaCalls
+from moe.client.replicas.directory_cache import AtlasConfig, ExpertDirectoryCache
+from moe.protocol.calls import UNCOMPRESSED, BackwardReply, ExpertClient, ForwardReply, GradientPass
+from moe.protocol.declarations import ExpertReplica, GridBranch
+from moe.protocol.errors import ExpertApplied, ExpertFailed, ExpertMissing, ExpertOverloaded, ExpertRefused
+from moe.protocol.names import ExpertUid
+from moe.protocol.schema import ExpertSchema, Leaf
+from swarm.core.errors import DeadlineExceeded, NetworkError, NotEnoughPeers, SwarmError
+from swarm.core.ids import Address, Contact, PeerId
 from swarm.runtime.supervise import Supervisor
 from swarm.testing.identities import SeededIdentity
 from swarm.testing.virtual_loop import EPOCH_UNIX_S, VirtualClock, run_virtual
 
 UID = ExpertUid.parse("ffn.0")
 PEERS = [SeededIdentity(f"replica/{number}").peer_id for number in range(3)]
-REPLICAS = [Replica(Contact(peer, (Address("10.0.0.1", 4000),)), b"", expiration=EPOCH_UNIX_S + 1e6) for peer in PEERS]
-SCHEMA = Schema((Leaf(torch.float32, (2,)),), Leaf(torch.float32, (2,)))
+REPLICAS = [
+    ExpertReplica(Contact(peer, (Address("10.0.0.1", 4000),)), b"", expiration=EPOCH_UNIX_S + 1e6)
+    for peer in PEERS
+]
+SCHEMA = ExpertSchema((Leaf(torch.float32, (2,)),), Leaf(torch.float32, (2,)))
 INPUTS = [torch.ones(1, 2)]
 Answer = Callable[[], Awaitable[None]]
 
@@ -36,22 +41,34 @@ class Scripted:
     """Stands where `ExpertCalls` would: each call waits, then raises or answers, as told per peer."""
 
     def __init__(
-        self, forward: dict[PeerId, Any] | None = None, backward: Sequence[Any] = (), schema: dict[PeerId, Any] | None = None
+        self,
+        forward: dict[PeerId, Any] | None = None,
+        backward: Sequence[Any] = (),
+        schema: dict[PeerId, Any] | None = None,
     ) -> None:
         self._forward, self._backward, self._schema = forward or {}, list(backward), schema or {}
         self.asked: list[tuple[float, PeerId]] = []
         self.request_ids: list[bytes] = []
 
-    async def schema_of(self, replica: Replica, uid: ExpertUid, *, timeout_s: float) -> Schema:
+    async def schema_of(self, replica: ExpertReplica, uid: ExpertUid, *, timeout_s: float) -> ExpertSchema:
         await self._play(self._schema.get(replica.peer_id, 0.0))
         return SCHEMA
 
-    async def forward(self, replica: Replica, uid: ExpertUid, inputs: Sequence[torch.Tensor], **settings: Any) -> Forwarded:
+    async def forward(
+        self, replica: ExpertReplica, uid: ExpertUid, inputs: Sequence[torch.Tensor], **settings: Any
+    ) -> ForwardReply:
         self.asked.append((asyncio.get_running_loop().time(), replica.peer_id))
         await self._play(self._forward.get(replica.peer_id, 0.1))
-        return Forwarded(outputs=[inputs[0]], version=1, request_id=b"one", wait_s=0.0)
+        return ForwardReply(outputs=[inputs[0]], version=1, request_id=b"one", wait_s=0.0)
 
-    async def backward(self, replica: Replica, uid: ExpertUid, forwarded: Forwarded, tensors: GradientPass, **settings: Any) -> Backwarded:
+    async def backward(
+        self,
+        replica: ExpertReplica,
+        uid: ExpertUid,
+        forwarded: ForwardReply,
+        tensors: GradientPass,
+        **settings: Any,
+    ) -> BackwardReply:
         self.asked.append((asyncio.get_running_loop().time(), replica.peer_id))
         self.request_ids.append(forwarded.request_id)
         try:
@@ -59,7 +76,7 @@ class Scripted:
                 await self._play(self._backward.pop(0) if self._backward else 0.1)
         except TimeoutError:
             raise DeadlineExceeded("silent") from None
-        return Backwarded(gradients=[tensors.inputs[0]], version=1, wait_s=0.0)
+        return BackwardReply(gradients=[tensors.inputs[0]], version=1, wait_s=0.0)
 
     async def _play(self, what: Any) -> None:
         if isinstance(what, BaseException):
@@ -69,24 +86,33 @@ class Scripted:
 
 def calls_of(scripted: Scripted, table: Table | None = None) -> ReplicaCalls:
     clock = VirtualClock()
-    return ReplicaCalls(cast(Described, scripted), Fleet(random.Random(0)), Atlas(table or Table(), clock, Supervisor()), clock)
+    return ReplicaCalls(
+        cast(ExpertClient, scripted),
+        ReplicaStats(random.Random(0)),
+        ExpertDirectoryCache(table or Table(), clock, Supervisor()),
+        clock,
+    )
 
 
-def forward(calls: ReplicaCalls, replicas: Sequence[Replica], deadline_s: float = 10.0) -> Awaitable[Made]:
-    return calls.forward(ForwardCall(UID, replicas, INPUTS, True), deadline_s=deadline_s, travel=AS_THEY_ARE)
+def forward(
+    calls: ReplicaCalls, replicas: Sequence[ExpertReplica], deadline_s: float = 10.0
+) -> Awaitable[ForwardResult]:
+    return calls.forward(ForwardCall(UID, replicas, INPUTS, True), deadline_s=deadline_s, travel=UNCOMPRESSED)
 
 
-def made() -> Made:
-    return Made(UID, REPLICAS[0], Forwarded(outputs=[INPUTS[0]], version=1, request_id=b"one", wait_s=0.0))
+def made() -> ForwardResult:
+    return ForwardResult(
+        UID, REPLICAS[0], ForwardReply(outputs=[INPUTS[0]], version=1, request_id=b"one", wait_s=0.0)
+    )
 
 
-def backward(calls: ReplicaCalls, deadline_s: float = 10.0) -> Awaitable[Backwarded]:
-    return calls.backward(made(), GradientPass(INPUTS, INPUTS), deadline_s=deadline_s, travel=AS_THEY_ARE)
+def backward(calls: ReplicaCalls, deadline_s: float = 10.0) -> Awaitable[BackwardReply]:
+    return calls.backward(made(), GradientPass(INPUTS, INPUTS), deadline_s=deadline_s, travel=UNCOMPRESSED)
 
 
-def anybody(calls: ReplicaCalls, timeout_s: float = 10.0) -> Awaitable[Made]:
+def anybody(calls: ReplicaCalls, timeout_s: float = 10.0) -> Awaitable[ForwardResult]:
     deadline_s = asyncio.get_running_loop().time() + timeout_s
-    return calls.forward_of(UID, INPUTS, keep=True, deadline_s=deadline_s, travel=AS_THEY_ARE)
+    return calls.forward_of(UID, INPUTS, keep=True, deadline_s=deadline_s, travel=UNCOMPRESSED)
 
 
 def test_a_failure_goes_to_the_next_replica_at_once() -> None:
@@ -108,7 +134,9 @@ def test_a_replica_that_dawdles_is_overtaken_and_comes_last_then() -> None:
         calls.fleet.answered(str(UID), PEERS[1], 5.0)  # so that the other is asked first
         answer = await forward(calls, REPLICAS[:2])
         assert answer.replica.peer_id == PEERS[1]
-        assert asyncio.get_running_loop().time() == pytest.approx(1.2), "a second of patience with the unknown, 0.2 for the answer"
+        assert asyncio.get_running_loop().time() == pytest.approx(1.2), (
+            "a second of patience with the unknown, 0.2 for the answer"
+        )
         assert calls.fleet.available(str(UID), PEERS[:2], 1.2) == [PEERS[1]]
         assert len([task for task in asyncio.all_tasks() if task is not asyncio.current_task()]) == 0
 
@@ -126,7 +154,10 @@ def test_the_one_that_dawdles_may_still_win() -> None:
     run_virtual(scenario())
 
 
-@pytest.mark.parametrize("error", [ExpertOverloaded("full", 9), ExpertMissing("gone"), ExpertRefused("no"), DeadlineExceeded("silent")])
+@pytest.mark.parametrize(
+    "error",
+    [ExpertOverloaded("full", 9), ExpertMissing("gone"), ExpertRefused("no"), DeadlineExceeded("silent")],
+)
 def test_what_one_replica_says_is_not_the_last_word(error: SwarmError) -> None:
     async def scenario() -> None:
         scripted = Scripted({PEERS[0]: error})
@@ -134,7 +165,9 @@ def test_what_one_replica_says_is_not_the_last_word(error: SwarmError) -> None:
         calls.fleet.answered(str(UID), PEERS[1], 5.0)  # so that the other is asked first
         for _ in range(3):
             assert (await forward(calls, REPLICAS[:2])).replica.peer_id == PEERS[1]
-        assert [peer for _, peer in scripted.asked] == [PEERS[0], *PEERS[1:2] * 3], "and it comes last for a while"
+        assert [peer for _, peer in scripted.asked] == [PEERS[0], *PEERS[1:2] * 3], (
+            "and it comes last for a while"
+        )
         held = calls.fleet.why_avoided(str(UID), PEERS[0], 0.5)
         assert held is None if isinstance(error, ExpertOverloaded) else held == str(error)
 
@@ -155,12 +188,20 @@ def test_when_all_queues_are_full_that_is_said_at_once() -> None:
 
 def test_an_expert_for_which_there_is_no_other_is_asked_of_everybody_and_then_of_those_who_came() -> None:
     async def scenario() -> None:
-        many = [Replica(Contact(SeededIdentity(f"many/{number}").peer_id), b"", expiration=EPOCH_UNIX_S + 1e6) for number in range(9)]
-        table, scripted = Table(many[:6]), Scripted({replica.peer_id: NetworkError("gone") for replica in many[:5]})
+        many = [
+            ExpertReplica(
+                Contact(SeededIdentity(f"many/{number}").peer_id), b"", expiration=EPOCH_UNIX_S + 1e6
+            )
+            for number in range(9)
+        ]
+        table, scripted = (
+            Table(many[:6]),
+            Scripted({replica.peer_id: NetworkError("gone") for replica in many[:5]}),
+        )
         calls = calls_of(scripted, table)
         assert (await anybody(calls)).replica == many[5]
         scripted._forward = {replica.peer_id: NetworkError("gone") for replica in many[:8]}
-        table.branches_of[ROOT] = Branch({0: tuple(many)})
+        table.branches_of[ROOT] = GridBranch({0: tuple(many)})
         assert (await anybody(calls)).replica == many[8]
         del scripted._forward[many[0].peer_id]
         scripted._forward[many[8].peer_id] = NetworkError("gone, too")
@@ -224,12 +265,17 @@ def test_a_call_that_is_cancelled_counts_as_late() -> None:
 
 def test_backward_is_repeated_under_the_same_request_id_until_it_is_answered() -> None:
     async def scenario() -> None:
-        scripted = Scripted(backward=[NetworkError("broken"), ExpertOverloaded("full"), NetworkError("broken")])
+        scripted = Scripted(
+            backward=[NetworkError("broken"), ExpertOverloaded("full"), NetworkError("broken")]
+        )
         answer = await backward(calls_of(scripted))
         assert answer.gradients[0] is not None
         assert scripted.request_ids == [b"one"] * 4
         assert {peer for _, peer in scripted.asked} == {PEERS[0]}, "nowhere else"
-        pauses_s = [later - sooner for (sooner, _), (later, _) in zip(scripted.asked, scripted.asked[1:], strict=False)]
+        pauses_s = [
+            later - sooner
+            for (sooner, _), (later, _) in zip(scripted.asked, scripted.asked[1:], strict=False)
+        ]
         assert pauses_s == [pytest.approx(pause_s) for pause_s in (0.05, 0.1, 0.2)]
 
     run_virtual(scenario())
@@ -247,14 +293,18 @@ def test_backward_is_repeated_under_the_same_request_id_until_it_is_answered() -
         ([ExpertApplied("twice")], ExpertApplied, False),
     ],
 )
-def test_a_backward_pass_that_is_lost_is_an_error(outcomes: list[Exception], error: type[Exception], avoided: bool) -> None:
+def test_a_backward_pass_that_is_lost_is_an_error(
+    outcomes: list[Exception], error: type[Exception], avoided: bool
+) -> None:
     async def scenario() -> None:
         scripted = Scripted(backward=outcomes)
         calls = calls_of(scripted)
         with pytest.raises(error):
             await backward(calls)
         assert len(scripted.asked) == (4 if len(outcomes) == 9 else 1)
-        assert (calls.fleet.why_avoided(str(UID), PEERS[0], asyncio.get_running_loop().time()) is not None) == avoided
+        assert (
+            calls.fleet.why_avoided(str(UID), PEERS[0], asyncio.get_running_loop().time()) is not None
+        ) == avoided
 
     run_virtual(scenario())
 
@@ -275,17 +325,19 @@ def test_an_answer_that_is_lost_is_asked_for_again_while_there_is_time() -> None
 class Table:
     """Stands where the DHT's directory would."""
 
-    def __init__(self, replicas: Sequence[Replica] = ()) -> None:
-        self.branches_of: dict[ExpertUid, Branch] = {ROOT: Branch({0: tuple(replicas)})} if replicas else {}
+    def __init__(self, replicas: Sequence[ExpertReplica] = ()) -> None:
+        self.branches_of: dict[ExpertUid, GridBranch] = (
+            {ROOT: GridBranch({0: tuple(replicas)})} if replicas else {}
+        )
         self.reads: list[Sequence[ExpertUid]] = []
         self.delay_s, self.down = 0.1, False
 
-    async def branches(self, prefixes: Sequence[ExpertUid], **_: Any) -> dict[ExpertUid, Branch]:
+    async def branches(self, prefixes: Sequence[ExpertUid], **_: Any) -> dict[ExpertUid, GridBranch]:
         self.reads.append(prefixes)
         await asyncio.sleep(self.delay_s)
         if self.down:
             raise DeadlineExceeded("the DHT is silent")
-        return {prefix: self.branches_of.get(prefix, Branch()) for prefix in prefixes}
+        return {prefix: self.branches_of.get(prefix, GridBranch()) for prefix in prefixes}
 
 
 ROOT = ExpertUid.parse_prefix("ffn")
@@ -294,9 +346,11 @@ ROOT = ExpertUid.parse_prefix("ffn")
 def test_an_atlas_reads_once_then_behind_the_callers_back_and_drops_what_expired() -> None:
     async def scenario() -> None:
         loop, table, clock = asyncio.get_running_loop(), Table(), VirtualClock()
-        atlas = Atlas(table, clock, Supervisor(), AtlasConfig(fresh_s=2.0, stale_s=10.0, empty_s=0.5))
-        soon = Replica(REPLICAS[0].contact, b"", expiration=EPOCH_UNIX_S + 5.0)
-        table.branches_of[ROOT] = Branch({0: (soon,), 1: (soon, REPLICAS[1])})
+        atlas = ExpertDirectoryCache(
+            table, clock, Supervisor(), AtlasConfig(fresh_s=2.0, stale_s=10.0, empty_s=0.5)
+        )
+        soon = ExpertReplica(REPLICAS[0].contact, b"", expiration=EPOCH_UNIX_S + 5.0)
+        table.branches_of[ROOT] = GridBranch({0: (soon,), 1: (soon, REPLICAS[1])})
         assert set((await atlas.look([ROOT], timeout_s=1.0))[ROOT].experts) == {0, 1}
         assert loop.time() == pytest.approx(0.1)
         await asyncio.sleep(1.0)
@@ -324,11 +378,11 @@ def test_an_atlas_reads_once_then_behind_the_callers_back_and_drops_what_expired
 def test_an_atlas_believes_for_a_moment_that_there_is_nothing_and_is_bounded() -> None:
     async def scenario() -> None:
         table = Table()
-        atlas = Atlas(table, VirtualClock(), Supervisor(), AtlasConfig(prefixes_max=3))
+        atlas = ExpertDirectoryCache(table, VirtualClock(), Supervisor(), AtlasConfig(prefixes_max=3))
         assert await atlas.replicas(UID, timeout_s=1.0) == ()
         assert await atlas.replicas(UID, timeout_s=1.0) == ()
         assert len(table.reads) == 1
-        table.branches_of[ROOT] = Branch({0: (REPLICAS[0],)})
+        table.branches_of[ROOT] = GridBranch({0: (REPLICAS[0],)})
         await asyncio.sleep(0.6)
         assert await atlas.replicas(UID, timeout_s=1.0) == (REPLICAS[0],)
         assert await atlas.replicas(UID, timeout_s=1.0, anew=True) == (REPLICAS[0],)

@@ -1,4 +1,6 @@
-"""Rounds of the real service in codecs of a few bits: members, clients and auxiliaries hold the same bytes, near the mean."""
+"""Rounds of the real service in codecs of a few bits: members, clients and auxiliaries hold the same bytes,
+near the mean.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,12 @@ def test_everybody_commits_the_same_bytes(codec: str) -> None:
             assert not outcomes[0].failed
             assert vector is not None
             if vector.numel():
-                mean = sum(weight * values.double() for weight, values in zip(weights, given.vectors, strict=True)) / sum(weights)
+                mean = sum(
+                    weight * values.double() for weight, values in zip(weights, given.vectors, strict=True)
+                ) / sum(weights)
                 largest = max(float(values.abs().max()) for values in given.vectors)
-                bound = 2.0 * find(codec).error_bound(largest) * 1.01  # at the senders, and at the reducer, of what may be a bit larger
+                # at the senders, and at the reducer, of what may be a bit larger
+                bound = 2.0 * find(codec).error_bound(largest) * 1.01
                 assert float((vector.double() - torch.as_tensor(mean)).abs().max()) <= bound
             given.close()
             await given.network.close()

@@ -1,4 +1,6 @@
-"""Rounds of members whose tensors lie on devices, some on the host: the same bits for all, also when a member dies in the middle."""
+"""Rounds of members whose tensors lie on devices, some on the host: the same bits for all, also when a member
+dies in the middle.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,14 @@ import random
 import pytest
 import torch
 
-from averaging.groups.group import Group, Member
-from averaging.reduction.averages import Landing
+from averaging.allreduce.allreduce import AllReduce, RoundOutcome
+from averaging.allreduce.config import RoundConfig
+from averaging.matchmaking.logic.group import Group, Member
+from averaging.reduction.averages import ResultBuffer
 from averaging.reduction.devices import Queues
 from averaging.reduction.feedback import Feedback
 from averaging.reduction.staging import Staging
 from averaging.reduction.vector import HOST
-from averaging.rounds.allreduce import AllReduce, RoundOutcome
-from averaging.rounds.config import RoundConfig
 from swarm.compression import find
 from swarm.testing.devices import LateQueue
 from swarm.testing.network import LinkConfig, SimulatedNetwork
@@ -41,12 +43,20 @@ async def _rounds(codec: str, dies: bool, devices: tuple[int, ...]) -> list[list
         AllReduce(handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock)  # type: ignore[arg-type]
         for peer in peers
     ]
-    members = tuple(Member(contact=peer.contact, weight=1.0 + place, bandwidth=1.0) for place, peer in enumerate(peers))
+    members = tuple(
+        Member(contact=peer.contact, weight=1.0 + place, bandwidth=1.0) for place, peer in enumerate(peers)
+    )
     stagings = [
-        Staging([torch.zeros(shape) for shape in SHAPES], Queues([HOST], LateQueue) if place in devices else None) for place in range(PEERS)
+        Staging(
+            [torch.zeros(shape) for shape in SHAPES], Queues([HOST], LateQueue) if place in devices else None
+        )
+        for place in range(PEERS)
     ]
-    feedback = [Feedback(staging.layout.numel, find(codec), cut=staging.cut, queues=staging.queues) for staging in stagings]
-    landings = [Landing(staging.queues) for staging in stagings]
+    feedback = [
+        Feedback(staging.layout.numel, find(codec), cut=staging.cut, queues=staging.queues)
+        for staging in stagings
+    ]
+    landings = [ResultBuffer(staging.queues) for staging in stagings]
     for nth in range(3):
         for staging in stagings:
             for tensor in staging.tensors:
@@ -82,4 +92,7 @@ async def _rounds(codec: str, dies: bool, devices: tuple[int, ...]) -> list[list
     for service in services:
         service.close()
     await network.close()
-    return [*(tensor.flatten().tolist() for tensor in stagings[0].tensors), *(list(one.norms()) for one in feedback)]
+    return [
+        *(tensor.flatten().tolist() for tensor in stagings[0].tensors),
+        *(list(one.norms()) for one in feedback),
+    ]

@@ -1,6 +1,8 @@
-"""Rounds in which members fail in every way, at any moment, in any role: who survives commits the exact average, the same on all.
+"""Rounds in which members fail in every way, at any moment, in any role: who survives commits the exact
+average, the same on all.
 
-A scenario is a seed and what befalls whom: `play(seed, kinds)` replays it, and every failed assertion names both.
+A scenario is a seed and what befalls whom: `play(seed, kinds)` replays it, and every failed assertion names
+both.
 """
 
 from __future__ import annotations
@@ -14,15 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from averaging.groups.group import Group, Member
+from averaging.allreduce.allreduce import AllReduce, RoundOutcome
+from averaging.allreduce.assembly import decode_places
+from averaging.allreduce.commit import digest_payload
+from averaging.allreduce.config import RoundConfig
+from averaging.allreduce.round import Round
+from averaging.allreduce.work import Averaged
+from averaging.matchmaking.logic.group import Group, Member
 from averaging.reduction.chunks import pack, unpack
 from averaging.reduction.reduce import Block, Contribution, Mean, relative_weights
-from averaging.rounds.allreduce import AllReduce, RoundOutcome
-from averaging.rounds.assembly import decode_places
-from averaging.rounds.commit import digest_payload
-from averaging.rounds.config import RoundConfig
-from averaging.rounds.round import Round
-from averaging.rounds.work import Averaged
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import run_virtual
 
@@ -30,7 +32,16 @@ DEADLINE_S = 120.0
 CONFIG = RoundConfig(part_bytes=4096)
 GONE = ("crash", "freeze", "leave", "rejoin")  # the victim takes no part any more
 BACK = ("thaw",)  # it comes back
-LIES = ("nan chunk", "short chunk", "skipped chunk", "nan average", "short average", "wrong part", "nobody's average", "wrong vote")
+LIES = (
+    "nan chunk",
+    "short chunk",
+    "skipped chunk",
+    "nan average",
+    "short average",
+    "wrong part",
+    "nobody's average",
+    "wrong vote",
+)
 LAME = ("slow", "stalled sender", "stalled reducer")
 CUTS = ("cut", "one-way cut")
 KINDS = (*GONE, *BACK, *LIES, *LAME, *CUTS)
@@ -40,7 +51,9 @@ class Recorded(AllReduce):
     """Keeps what its rounds held."""
 
     def __init__(self, peer: SimulatedPeer) -> None:
-        super().__init__(handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock)  # type: ignore[arg-type]
+        super().__init__(
+            handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock
+        )  # type: ignore[arg-type]
         self.began: list[Round] = []
         self.spoil: Callable[[Round], None] = lambda running: None
 
@@ -69,7 +82,9 @@ class Play:
 
     async def run(self, place: int) -> RoundOutcome:
         deadline_s = self.peers[place].clock.monotonic_s() + DEADLINE_S
-        return await self.services[place].run(self.group, self.vectors[place], deadline_s=deadline_s, config=CONFIG)
+        return await self.services[place].run(
+            self.group, self.vectors[place], deadline_s=deadline_s, config=CONFIG
+        )
 
     async def strike(self, place: int, kind: str, after_s: float, other: int) -> None:
         """What happens to this member."""
@@ -103,19 +118,34 @@ class Play:
 
 def setting(seed: int, count_min: int) -> Play:
     rng = random.Random(seed)
-    network = SimulatedNetwork(seed, LinkConfig(delay_s=rng.choice([0.001, 0.02, 0.1]), bandwidth=rng.choice([0.0, 1e5, 1e6])))
+    network = SimulatedNetwork(
+        seed, LinkConfig(delay_s=rng.choice([0.001, 0.02, 0.1]), bandwidth=rng.choice([0.0, 1e5, 1e6]))
+    )
     count = rng.randint(count_min, 6)
     clients = [place > 1 and rng.random() < 0.2 for place in range(count)]
     auxiliary = [place > 2 and not clients[place] and rng.random() < 0.15 for place in range(count)]
     peers = [network.peer(dialable=not client) for client in clients]
-    weights = [0.0 if aux else rng.choice([0.0, 1.0, 1.0, 1.0, 3.5]) if place else 1.0 for place, aux in enumerate(auxiliary)]
+    weights = [
+        0.0 if aux else rng.choice([0.0, 1.0, 1.0, 1.0, 3.5]) if place else 1.0
+        for place, aux in enumerate(auxiliary)
+    ]
     members = [
-        Member(contact=peer.contact, weight=weight, bandwidth=0.0 if client else rng.choice([1.0, 1.0, 2.0]), auxiliary=aux)
+        Member(
+            contact=peer.contact,
+            weight=weight,
+            bandwidth=0.0 if client else rng.choice([1.0, 1.0, 2.0]),
+            auxiliary=aux,
+        )
         for peer, weight, client, aux in zip(peers, weights, clients, auxiliary, strict=True)
     ]
     rng.shuffle(members)
     peers = [network.peers[member.peer_id] for member in members]
-    group = Group(group_id=rng.randbytes(32), members=tuple(members), codec=rng.choice(["float32", "float16"]), gathered=(b"",) * count)
+    group = Group(
+        group_id=rng.randbytes(32),
+        members=tuple(members),
+        codec=rng.choice(["float32", "float16"]),
+        gathered=(b"",) * count,
+    )
     generator = torch.Generator().manual_seed(seed)
     numel = rng.choice([5000, 20_000, 40_000])
     vectors = [torch.randn(numel, generator=generator) for _ in peers]
@@ -202,7 +232,9 @@ def check(play: Play, outcomes: dict[int, RoundOutcome]) -> None:
     assert not play.network.errors, (note, play.network.errors)
     committed = {place: outcome for place, outcome in outcomes.items() if not outcome.failed}
     tables = {place: dict(play.services[place].began[0].assembly.held) for place in committed}
-    taking = {place: outcome for place, outcome in committed.items() if not play.group.members[place].auxiliary}
+    taking = {
+        place: outcome for place, outcome in committed.items() if not play.group.members[place].auxiliary
+    }
     first = next(iter(taking), None)
     for place, outcome in taking.items():
         assert first is not None
@@ -238,10 +270,18 @@ def exact(play: Play, place: int, note: object) -> None:
         scratch = torch.empty(codec.encoded_bytes(part.numel), dtype=torch.uint8)
         for sender in decode_places(version.contributors, len(play.peers)):
             values = play.vectors[sender][part.start : part.stop]
-            given.append(Contribution(sender, weights[sender], values if sender == maker else bytes(codec.encode(values, scratch))))
+            given.append(
+                Contribution(
+                    sender,
+                    weights[sender],
+                    values if sender == maker else bytes(codec.encode(values, scratch)),
+                )
+            )
         assert given, note
         total = torch.empty(part.numel)
-        Mean(given, codec).compute(Block(0, part.numel, 0, codec.encoded_bytes(part.numel)), total, torch.empty(part.numel))
+        Mean(given, codec).compute(
+            Block(0, part.numel, 0, codec.encoded_bytes(part.numel)), total, torch.empty(part.numel)
+        )
         assert bytes(averages.payload(part).numpy()) == bytes(codec.encode(total, scratch)), (note, part)
 
 
@@ -261,7 +301,9 @@ async def conduct(play: Play) -> dict[int, RoundOutcome]:
             await asyncio.wait(waited)
         for task in play.running.values():
             task.cancel()
-    return {place: task.result() for place, task in play.running.items() if play.victims.get(place) not in GONE}
+    return {
+        place: task.result() for place, task in play.running.items() if play.victims.get(place) not in GONE
+    }
 
 
 def play(seed: int, kinds: Sequence[str]) -> Play:
@@ -278,7 +320,9 @@ def play(seed: int, kinds: Sequence[str]) -> Play:
         whole = [place for place in outcomes if place not in made.victims]
         contributing = [place for place in whole if made.group.members[place].weight]
         # what only a client holds, nobody can ask for
-        reducing = [place for place in whole if made.group.members[place].bandwidth and place not in made.cut_off]
+        reducing = [
+            place for place in whole if made.group.members[place].bandwidth and place not in made.cut_off
+        ]
         # members that all hold one lie are believed once they are most of those who hold anything
         holding = [place for place in whole if not made.group.members[place].auxiliary]
         believed = len(holding) <= sum(kind == "wrong vote" for kind in kinds)
@@ -319,9 +363,11 @@ def test_two_faults_at_once() -> None:
         (502, ["nobody's average"]),  # a successor without weight had believed that nobody contributed
         (106, ["thaw", "stalled reducer"]),  # nobody waited for a reducer that everybody had lost
         (2549, ["slow"]),  # the only one that could be asked what others had committed was taken for dead
-        (1115, ["crash"]),  # who was beaten less often had less time to answer, behind its own tensors on a slow link
+        # who was beaten less often had less time to answer, behind its own tensors on a slow link
+        (1115, ["crash"]),
         (1335, ["thaw"]),  # a client that only took averages did not beat, and was buried
-        (2156, ["slow", "stalled reducer"]),  # the exclusions of a member that was excluded itself left nobody to ask
+        # the exclusions of a member that was excluded itself left nobody to ask
+        (2156, ["slow", "stalled reducer"]),
     ],
 )
 def test_seeds_that_found_a_bug(seed: int, kinds: list[str]) -> None:

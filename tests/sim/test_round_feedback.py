@@ -1,4 +1,6 @@
-"""Error feedback in rounds of the real service: over committed, failed and cancelled rounds nothing is lost, and nothing counted twice."""
+"""Error feedback in rounds of the real service: over committed, failed and cancelled rounds nothing is lost,
+and nothing counted twice.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,10 @@ import random
 import pytest
 import torch
 
-from averaging.groups.group import Group, Member
+from averaging.allreduce.allreduce import AllReduce, RoundOutcome
+from averaging.allreduce.config import RoundConfig
+from averaging.matchmaking.logic.group import Group, Member
 from averaging.reduction.feedback import Feedback
-from averaging.rounds.allreduce import AllReduce, RoundOutcome
-from averaging.rounds.config import RoundConfig
 from swarm.compression import find
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.virtual_loop import run_virtual
@@ -45,9 +47,13 @@ async def _rounds(codec: str, seed: int) -> None:
         limit_s = 0.05 if nth % 3 == 1 else 30.0  # too short for this link
         before = [state.state_dict()["sender"].clone() for state in feedback]
 
-        async def run(place: int, group: Group = group, limit_s: float = limit_s, vectors: list[torch.Tensor] = vectors) -> RoundOutcome:
+        async def run(
+            place: int, group: Group = group, limit_s: float = limit_s, vectors: list[torch.Tensor] = vectors
+        ) -> RoundOutcome:
             deadline_s = peers[place].clock.monotonic_s() + limit_s
-            return await services[place].run(group, vectors[place], deadline_s=deadline_s, config=CONFIG, feedback=feedback[place])
+            return await services[place].run(
+                group, vectors[place], deadline_s=deadline_s, config=CONFIG, feedback=feedback[place]
+            )
 
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(run(place)) for place in range(3)]
@@ -55,7 +61,10 @@ async def _rounds(codec: str, seed: int) -> None:
         assert len({outcome.failed for outcome in outcomes}) == 1
         ended.append(outcomes[0].failed)
         if outcomes[0].failed:
-            assert all(torch.equal(state.state_dict()["sender"], was) for state, was in zip(feedback, before, strict=True))
+            assert all(
+                torch.equal(state.state_dict()["sender"], was)
+                for state, was in zip(feedback, before, strict=True)
+            )
             continue
         average = outcomes[0].vector
         assert average is not None

@@ -1,4 +1,6 @@
-"""What a round refuses before it moves anything: strangers, mismatches, wrong arguments. On the simulated network."""
+"""What a round refuses before it moves anything: strangers, mismatches, wrong arguments. On the simulated
+network.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +10,22 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from averaging.groups.group import Group, Member
+from averaging.allreduce.allreduce import AllReduce
+from averaging.allreduce.config import EXCHANGE, VOTE, RoundConfig
+from averaging.matchmaking.logic.group import Group, Member
 from averaging.reduction.chunks import pack
 from averaging.reduction.partition import plan_parts
-from averaging.rounds.allreduce import AllReduce
-from averaging.rounds.config import EXCHANGE, VOTE, RoundConfig
 from swarm.compression import find
-from swarm.errors import PeerError, UsageError
+from swarm.core.errors import PeerError, UsageError
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import run_virtual
 from swarm.wire.reduce_pb2 import ExchangeChunk, ExchangeHeader, ExchangeOpen, Vote, VoteRequest
 
 
 def service(peer: SimulatedPeer) -> AllReduce:
-    return AllReduce(handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock)  # type: ignore[arg-type]
+    return AllReduce(
+        handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock
+    )  # type: ignore[arg-type]
 
 
 def make_group(
@@ -35,7 +39,9 @@ def make_group(
         Member(contact=peer.contact, weight=weight, bandwidth=bandwidth)
         for peer, weight, bandwidth in zip(peers, weights, bandwidths, strict=True)
     ]
-    return Group(group_id=bytes(range(32)), members=tuple(members), codec=codec, gathered=(b"",) * len(members))
+    return Group(
+        group_id=bytes(range(32)), members=tuple(members), codec=codec, gathered=(b"",) * len(members)
+    )
 
 
 def test_strangers_and_mismatches_are_refused() -> None:
@@ -49,34 +55,45 @@ def test_strangers_and_mismatches_are_refused() -> None:
 
         async def refusal(peer: SimulatedPeer, header: ExchangeHeader) -> str:
             with pytest.raises(PeerError) as caught:  # noqa: PT012
-                async with peer.caller.open_stream(peers[0].contact, EXCHANGE, timeout_s=20, lane=1) as stream:
+                async with peer.caller.open_stream(
+                    peers[0].contact, EXCHANGE, timeout_s=20, lane=1
+                ) as stream:
                     await stream.send(pack(header))
                     await stream.receive()
             return str(caught.value)
 
         def opening(**changes: object) -> ExchangeHeader:
-            message = ExchangeOpen(group_id=group.group_id, codec=codec.wire_id, codec_version=codec.version, plan_digest=digest)
+            message = ExchangeOpen(
+                group_id=group.group_id, codec=codec.wire_id, codec_version=codec.version, plan_digest=digest
+            )
             for name, value in changes.items():
                 setattr(message, name, value)
             return ExchangeHeader(open=message)
 
         async with asyncio.TaskGroup() as tasks:
-            running = tasks.create_task(services[0].run(group, torch.zeros(5000), deadline_s=peers[0].clock.monotonic_s() + 60))
+            running = tasks.create_task(
+                services[0].run(group, torch.zeros(5000), deadline_s=peers[0].clock.monotonic_s() + 60)
+            )
             await asyncio.sleep(0)
             assert "not a member" in await refusal(peers[2], opening())
             assert "not this round's" in await refusal(peers[1], opening(codec=2))
             assert "not this round's" in await refusal(peers[1], opening(codec_version=9))
             assert "differs" in await refusal(peers[1], opening(plan_digest=b"x" * 32))
             assert "32 bytes" in await refusal(peers[1], opening(group_id=b"short"))
-            assert "begins with an opening" in await refusal(peers[1], ExchangeHeader(chunk=ExchangeChunk(part=0)))
-            assert "in no round of that name" in await refusal(peers[1], opening(group_id=b"n" * 32))  # after a wait
+            assert "begins with an opening" in await refusal(
+                peers[1], ExchangeHeader(chunk=ExchangeChunk(part=0))
+            )
+            # after a wait
+            assert "in no round of that name" in await refusal(peers[1], opening(group_id=b"n" * 32))
             for stranger, vote, message in [
                 (peers[2], Vote(place=1), "not a member"),
                 (peers[1], Vote(place=0, digest=b"x" * 32), "a vote for place 0"),
                 (peers[1], Vote(place=1, digest=b"x"), "32 bytes"),
             ]:
                 with pytest.raises(PeerError, match=message):
-                    await stranger.caller.call(peers[0].contact, VOTE, VoteRequest(group_id=group.group_id, vote=vote), timeout_s=5)
+                    await stranger.caller.call(
+                        peers[0].contact, VOTE, VoteRequest(group_id=group.group_id, vote=vote), timeout_s=5
+                    )
             assert services[0].waiting == 0
             running.cancel()
         services[0].close()

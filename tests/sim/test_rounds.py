@@ -1,4 +1,6 @@
-"""Rounds in a simulated swarm: the real service and messages, virtual time, crashes and freezes at any moment, everything from a seed."""
+"""Rounds in a simulated swarm: the real service and messages, virtual time, crashes and freezes at any
+moment, everything from a seed.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from averaging.groups.group import Group, Member
+from averaging.allreduce.allreduce import AllReduce, RoundOutcome
+from averaging.allreduce.config import RoundConfig
+from averaging.matchmaking.logic.group import Group, Member
 from averaging.reduction.vector import FlatVector
-from averaging.rounds.allreduce import AllReduce, RoundOutcome
-from averaging.rounds.config import RoundConfig
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import run_virtual
 
@@ -33,7 +35,9 @@ class Scenario:
 
     async def run(self, place: int) -> RoundOutcome:
         service, vector = self.services[place], self.vectors[place]
-        return await service.run(self.group, vector, deadline_s=self.peers[place].clock.monotonic_s() + DEADLINE_S, config=CONFIG)
+        return await service.run(
+            self.group, vector, deadline_s=self.peers[place].clock.monotonic_s() + DEADLINE_S, config=CONFIG
+        )
 
     def close(self) -> None:
         for service in self.services:
@@ -42,7 +46,9 @@ class Scenario:
 
 def scenario(seed: int) -> Scenario:
     rng = random.Random(seed)
-    network = SimulatedNetwork(seed, LinkConfig(delay_s=rng.choice([0.001, 0.02, 0.1]), bandwidth=rng.choice([0.0, 1e5, 1e6])))
+    network = SimulatedNetwork(
+        seed, LinkConfig(delay_s=rng.choice([0.001, 0.02, 0.1]), bandwidth=rng.choice([0.0, 1e5, 1e6]))
+    )
     count = rng.randint(2, 6)
     clients = [place > 1 and rng.random() < 0.25 for place in range(count)]
     peers = [network.peer(dialable=not client) for client in clients]
@@ -64,7 +70,9 @@ def scenario(seed: int) -> Scenario:
 
 
 def check(outcomes: dict[int, RoundOutcome], given: Scenario, victim: int | None) -> None:
-    """What holds of every round: nobody's vector is touched, all who commit hold the same, who fails says why."""
+    """What holds of every round: nobody's vector is touched, all who commit hold the same, who fails says
+    why.
+    """
     assert all(torch.equal(vector, was) for vector, was in zip(given.vectors, given.before, strict=True))
     committed = [outcome for outcome in outcomes.values() if not outcome.failed]
     failed = [outcome for outcome in outcomes.values() if outcome.failed]
@@ -92,7 +100,9 @@ def test_without_faults_everybody_commits_the_mean(first: int) -> None:
             outcomes = {place: task.result() for place, task in running.items()}
             check(outcomes, given, None)
             weights = [member.weight for member in given.group.members]
-            mean = sum(weight * vector.double() for weight, vector in zip(weights, given.vectors, strict=True)) / sum(weights)
+            mean = sum(
+                weight * vector.double() for weight, vector in zip(weights, given.vectors, strict=True)
+            ) / sum(weights)
             vector = outcomes[0].vector
             assert vector is not None
             tolerance = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2}[given.group.codec]
@@ -134,7 +144,9 @@ def test_a_member_is_lost_at_any_moment(first: int, how: str) -> None:
             if any(outcome.failed for outcome in outcomes.values()):
                 assert not already
                 name = str(given.peers[victim].peer_id)
-                assert all(name in str(outcome.reason) for outcome in outcomes.values()), [outcome.reason for outcome in outcomes.values()]
+                assert all(name in str(outcome.reason) for outcome in outcomes.values()), [
+                    outcome.reason for outcome in outcomes.values()
+                ]
                 assert ended_s - gone_s < 6.0  # a freeze before the first beat takes longest
             given.peers[victim].frozen = False
             given.close()
@@ -151,12 +163,17 @@ async def lone_contributor(seed: int, config: RoundConfig) -> str:
         AllReduce(handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock)  # type: ignore[arg-type]
         for peer in peers
     ]
-    members = tuple(Member(contact=peer.contact, weight=float(place == 0), bandwidth=1.0) for place, peer in enumerate(peers))
+    members = tuple(
+        Member(contact=peer.contact, weight=float(place == 0), bandwidth=1.0)
+        for place, peer in enumerate(peers)
+    )
     group = Group(group_id=bytes(32), members=members, codec="float32", gathered=(b"",) * 3)
     vectors = [torch.full((30_000,), float(place)) for place in range(3)]
     async with asyncio.TaskGroup() as tasks:
         running = [
-            tasks.create_task(service.run(group, vector, deadline_s=peer.clock.monotonic_s() + DEADLINE_S, config=config))
+            tasks.create_task(
+                service.run(group, vector, deadline_s=peer.clock.monotonic_s() + DEADLINE_S, config=config)
+            )
             for service, vector, peer in zip(services, vectors, peers, strict=True)
         ]
         await asyncio.sleep(0.04 + 0.004 * seed)
@@ -185,7 +202,9 @@ async def lone_contributor(seed: int, config: RoundConfig) -> str:
 
 @pytest.mark.parametrize("min_fraction", [1.0, 0.3, 0.01])
 def test_parts_that_nobody_contributes_to(min_fraction: float) -> None:
-    """What the only contributor had given is averaged, the rest is nobody's, and all who live agree which is which."""
+    """What the only contributor had given is averaged, the rest is nobody's, and all who live agree which is
+    which.
+    """
     config = RoundConfig(part_bytes=4096, min_fraction=min_fraction)
     ended = {run_virtual(lone_contributor(seed, config)) for seed in range(20)}
     assert ended >= ({"whole", "failed"} if min_fraction == 1.0 else {"partial", "whole"})

@@ -1,4 +1,6 @@
-"""A member with a slow way out, in virtual time: it is waited for while it moves and there is time, and costs nobody else anything."""
+"""A member with a slow way out, in virtual time: it is waited for while it moves and there is time, and costs
+nobody else anything.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,16 @@ import random
 import pytest
 import torch
 
-from averaging.groups.group import Group, Member
+from averaging.allreduce.allreduce import AllReduce, RoundOutcome
+from averaging.matchmaking.logic.group import Group, Member
 from averaging.reduction.speed import UNKNOWN_BYTES_PER_S
-from averaging.rounds.allreduce import AllReduce, RoundOutcome
-from swarm.ids import PeerId
+from swarm.core.ids import PeerId
 from swarm.testing.network import LinkConfig, SimulatedNetwork
 from swarm.testing.uplink import Uplink
 from swarm.testing.virtual_loop import run_virtual
 
-WIRE_PER_MESSAGE = 100  # beneath our messages, as measured for a beat: TLS, HTTP/2, gRPC, the envelope of a shared call
+# beneath our messages, as measured for a beat: TLS, HTTP/2, gRPC, the envelope of a shared call
+WIRE_PER_MESSAGE = 100
 
 
 class Scene:
@@ -31,15 +34,23 @@ class Scene:
         self.slow = self.peers[3]
         self.slow.uplink = Uplink(up_bytes_per_s)
         self.services = [
-            AllReduce(handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock)  # type: ignore[arg-type]
+            AllReduce(
+                handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock
+            )  # type: ignore[arg-type]
             for peer in self.peers
         ]
         members = [
-            Member(contact=peer.contact, weight=1.0, bandwidth=up_bytes_per_s if known and peer is self.slow else UNKNOWN_BYTES_PER_S)
+            Member(
+                contact=peer.contact,
+                weight=1.0,
+                bandwidth=up_bytes_per_s if known and peer is self.slow else UNKNOWN_BYTES_PER_S,
+            )
             for peer in self.peers
         ]
         rng.shuffle(members)
-        self.group = Group(group_id=rng.randbytes(32), members=tuple(members), codec="float32", gathered=(b"",) * 4)
+        self.group = Group(
+            group_id=rng.randbytes(32), members=tuple(members), codec="float32", gathered=(b"",) * 4
+        )
         generator = torch.Generator().manual_seed(seed)
         self.vectors = [torch.randn(numel, generator=generator) for _ in self.peers]
 
@@ -51,7 +62,9 @@ class Scene:
             began_s = loop.time()
             async with asyncio.TaskGroup() as tasks:
                 running = [
-                    tasks.create_task(service.run(self.group, vector, deadline_s=peer.clock.monotonic_s() + deadline_s))
+                    tasks.create_task(
+                        service.run(self.group, vector, deadline_s=peer.clock.monotonic_s() + deadline_s)
+                    )
                     for service, vector, peer in zip(self.services, self.vectors, self.peers, strict=True)
                 ]
             took_s = loop.time() - began_s
@@ -77,7 +90,9 @@ def agreed(outcomes: list[RoundOutcome]) -> RoundOutcome:
 @pytest.mark.parametrize("up_bytes_per_s", [40e3, 125e3, 400e3])
 @pytest.mark.parametrize("seed", range(3))
 def test_who_moves_slowly_and_steadily_is_waited_for(seed: int, up_bytes_per_s: float) -> None:
-    """The first round: shares are equal, since no speed is known, and the slow one's last bytes arrive when its link has carried them."""
+    """The first round: shares are equal, since no speed is known, and the slow one's last bytes arrive when
+    its link has carried them.
+    """
     scene = Scene(seed, numel=1 << 18, up_bytes_per_s=up_bytes_per_s)
     outcomes, took_s = scene.run(deadline_s=120.0)
     outcome = agreed(outcomes)
@@ -91,7 +106,9 @@ def test_who_moves_slowly_and_steadily_is_waited_for(seed: int, up_bytes_per_s: 
 
 @pytest.mark.parametrize("up_bytes_per_s", [15e3, 60e3])
 @pytest.mark.parametrize("seed", range(3))
-def test_who_cannot_make_it_in_time_is_left_out_and_named_and_all_else_is_whole(seed: int, up_bytes_per_s: float) -> None:
+def test_who_cannot_make_it_in_time_is_left_out_and_named_and_all_else_is_whole(
+    seed: int, up_bytes_per_s: float
+) -> None:
     scene = Scene(seed, numel=1 << 19, up_bytes_per_s=up_bytes_per_s)
     outcomes, took_s = scene.run(deadline_s=30.0)
     slow = scene.slow.peer_id

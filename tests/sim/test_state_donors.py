@@ -7,8 +7,8 @@ import asyncio
 import pytest
 import torch
 
-from averaging.training.donor import DonorConfig
-from swarm.errors import PeerError
+from averaging.optim.state.donor import DonorConfig
+from swarm.core.errors import PeerError
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 from swarm.wire import state_pb2
 from tests.sim.donors import RUN, donor, joining, play, state_of
@@ -39,7 +39,9 @@ def test_a_donor_that_trains_keeps_the_leased_state_and_limits_its_copies() -> N
         with pytest.raises(PeerError, match="busy"):
             await made.on_open(joiner.peer_id, state_pb2.OpenRequest(run=RUN))
         await asyncio.sleep(DonorConfig().lease_idle_s + 1)
-        assert (await made.on_open(joiner.peer_id, state_pb2.OpenRequest(run=RUN))).epoch == 6, "idle leases make room"
+        assert (await made.on_open(joiner.peer_id, state_pb2.OpenRequest(run=RUN))).epoch == 6, (
+            "idle leases make room"
+        )
         with pytest.raises(PeerError, match="epoch 6 only"):
             await made.on_open(joiner.peer_id, state_pb2.OpenRequest(run=RUN, epoch_min=7))
 
@@ -48,17 +50,27 @@ def test_a_donor_that_trains_keeps_the_leased_state_and_limits_its_copies() -> N
 
 def test_a_lease_is_its_openers_and_requests_are_checked() -> None:
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
-        from averaging.training import runexchange
+        from averaging.optim.state import exchange as runexchange
 
         made = donor(peers[0], state_of(1))
         reply = await made.on_open(joiner.peer_id, state_pb2.OpenRequest(run=RUN))
         for caller, request, complaint in [
             (peers[1], state_pb2.ChunksRequest(run=RUN, lease=reply.lease, indices=[0]), "lease is over"),
-            (joiner, state_pb2.ChunksRequest(run=RUN, lease=reply.lease, indices=[99]), "there is no number 99"),
+            (
+                joiner,
+                state_pb2.ChunksRequest(run=RUN, lease=reply.lease, indices=[99]),
+                "there is no number 99",
+            ),
             (joiner, state_pb2.ChunksRequest(run=RUN, lease=reply.lease, indices=[0] * 2000), "at most 1024"),
-            (joiner, state_pb2.ChunksRequest(run="another", lease=reply.lease, indices=[0]), "does not take part in run 'another'"),
+            (
+                joiner,
+                state_pb2.ChunksRequest(run="another", lease=reply.lease, indices=[0]),
+                "does not take part in run 'another'",
+            ),
         ]:
-            async with caller.caller.open_stream(peers[0].contact, runexchange.CHUNKS, timeout_s=10) as stream:
+            async with caller.caller.open_stream(
+                peers[0].contact, runexchange.CHUNKS, timeout_s=10
+            ) as stream:
                 await stream.send(request.SerializeToString())
                 with pytest.raises(PeerError, match=complaint):
                     await stream.receive()

@@ -1,4 +1,6 @@
-"""Donors and a joiner on a simulated network: who lies, dies or stalls is named, and the state arrives all the same."""
+"""Donors and a joiner on a simulated network: who lies, dies or stalls is named, and the state arrives all
+the same.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,13 @@ import asyncio
 import pytest
 import torch
 
-from averaging.training.donor import Donor
-from averaging.training.download import Download, DownloadConfig, Fetched
-from averaging.training.runexchange import chunk_head, parse_chunks_request
-from averaging.training.snapshot import CHUNK_BYTES
-from averaging.training.state import TrainingState
-from averaging.training.view import StateView
-from swarm.errors import DeadlineExceeded, NotEnoughPeers, PeerError
+from averaging.optim.state.donor import Donor
+from averaging.optim.state.download import Download, DownloadConfig, Fetched
+from averaging.optim.state.exchange import chunk_head, parse_chunks_request
+from averaging.optim.state.snapshot import CHUNK_BYTES
+from averaging.optim.state.training_state import TrainingState
+from averaging.optim.state.view import StateView
+from swarm.core.errors import DeadlineExceeded, NotEnoughPeers, PeerError
 from swarm.net.rpc import Stream
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 from swarm.wire import state_pb2
@@ -55,7 +57,9 @@ def test_three_slow_donors_are_two_and_a_half_times_as_fast_as_one() -> None:
     took_s: dict[int, float] = {}
     torch.manual_seed(1)
     elements = 48 * CHUNK_BYTES // 4
-    states = [TrainingState(torch.optim.SGD([torch.nn.Parameter(torch.ones(elements))], lr=0.1)) for _ in range(4)]
+    states = [
+        TrainingState(torch.optim.SGD([torch.nn.Parameter(torch.ones(elements))], lr=0.1)) for _ in range(4)
+    ]
 
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
         for state, peer in zip(states, peers, strict=False):
@@ -97,7 +101,9 @@ class _Quitter(Donor):
         raise PeerError("out of memory")
 
 
-@pytest.mark.parametrize(("kind", "complaint"), [(_Liar, "digest is not what it had declared"), (_Quitter, "out of memory")])
+@pytest.mark.parametrize(
+    ("kind", "complaint"), [(_Liar, "digest is not what it had declared"), (_Quitter, "out of memory")]
+)
 def test_a_bad_donor_is_named_and_the_others_give_the_rest(kind: type[Donor], complaint: str) -> None:
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
         donor(peers[0], state_of(1), kind)
@@ -121,7 +127,9 @@ def test_a_donor_that_dies_half_way_costs_only_its_unsent_chunks() -> None:
 
         async with asyncio.TaskGroup() as group:
             group.create_task(kill())
-            task = group.create_task(joining(joiner, state_of(2)).fetch([peer.contact for peer in peers[:2]], 60))
+            task = group.create_task(
+                joining(joiner, state_of(2)).fetch([peer.contact for peer in peers[:2]], 60)
+            )
         fetched: Fetched = task.result()
         assert gone.peer_id in fetched.failures
         assert sum(fetched.donors.values()) == len(fetched.blob), "no chunk was downloaded twice"
@@ -144,9 +152,13 @@ def test_a_frozen_donor_holds_nothing_up() -> None:
         began_s = loop.time()
         async with asyncio.TaskGroup() as group:
             group.create_task(freeze())
-            task = group.create_task(joining(joiner, state_of(2)).fetch([peer.contact for peer in peers[:2]], 60))
+            task = group.create_task(
+                joining(joiner, state_of(2)).fetch([peer.contact for peer in peers[:2]], 60)
+            )
         fetched = task.result()
-        assert loop.time() - began_s < 5.0, "what it was asked for comes from the other, before it counts as dead"
+        assert loop.time() - began_s < 5.0, (
+            "what it was asked for comes from the other, before it counts as dead"
+        )
         assert sum(fetched.donors.values()) == len(fetched.blob)
         state_of(2).load(fetched.blob)
 
@@ -156,7 +168,9 @@ def test_a_frozen_donor_holds_nothing_up() -> None:
 def test_a_donor_that_is_alone_and_frozen_is_given_up() -> None:
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
         donor(peers[0], state_of(1))
-        download = joining(joiner, state_of(2), config=DownloadConfig(chunk_timeout_s=3.0, open_timeout_s=2.0, resume_s=4.0))
+        download = joining(
+            joiner, state_of(2), config=DownloadConfig(chunk_timeout_s=3.0, open_timeout_s=2.0, resume_s=4.0)
+        )
 
         async def freeze() -> None:
             await asyncio.sleep(0.8)
@@ -172,7 +186,9 @@ def test_a_donor_that_is_alone_and_frozen_is_given_up() -> None:
 
 
 def test_after_a_break_nothing_is_fetched_again() -> None:
-    """The joiner's cable is out for ten seconds, while the swarm goes on to another epoch: the donors hold what was leased."""
+    """The joiner's cable is out for ten seconds, while the swarm goes on to another epoch: the donors hold
+    what was leased.
+    """
 
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
         states = [state_of(1) for _ in peers]
@@ -197,7 +213,9 @@ def test_after_a_break_nothing_is_fetched_again() -> None:
         fetched = task.result()
         assert fetched.digest == digest
         assert download.received_bytes == len(fetched.blob), "every chunk once"
-        assert not any(one._leases for one in donors if one._drop_idle() is None), "the leases of before the break are closed, too"
+        assert not any(one._leases for one in donors if one._drop_idle() is None), (
+            "the leases of before the break are closed, too"
+        )
         mine = state_of(2)
         mine.load(fetched.blob)
         assert mine.snapshot().digest == digest
@@ -254,8 +272,12 @@ def test_what_most_hold_is_taken() -> None:
     play(scenario)
 
 
-@pytest.mark.parametrize(("seeds", "taken"), [((1, 1, 2), 1), ((2, 1, 1), 1), ((1, 2), None), ((1, 2, 3), None), ((4,), 4)])
-def test_with_majority_only_what_most_of_those_who_answer_hold_is_taken(seeds: tuple[int, ...], taken: int | None) -> None:
+@pytest.mark.parametrize(
+    ("seeds", "taken"), [((1, 1, 2), 1), ((2, 1, 1), 1), ((1, 2), None), ((1, 2, 3), None), ((4,), 4)]
+)
+def test_with_majority_only_what_most_of_those_who_answer_hold_is_taken(
+    seeds: tuple[int, ...], taken: int | None
+) -> None:
     """However high an epoch the others claim."""
 
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
@@ -285,7 +307,9 @@ def test_offers_that_cannot_be_right_are_refused_by_name() -> None:
         with pytest.raises(NotEnoughPeers, match="no peer could give the state") as caught:
             await download.fetch([peer.contact for peer in peers], 60)
         assert "another model" in str(caught.value)
-        assert "epoch 1000000000, while the swarm is known to be in epoch 5" in (await _complaint(joining(joiner, state_of(2)), peers[0]))
+        assert "epoch 1000000000, while the swarm is known to be in epoch 5" in (
+            await _complaint(joining(joiner, state_of(2)), peers[0])
+        )
         assert "epoch 2 only" in await _complaint(joining(joiner, state_of(2)), peers[1])
 
     async def _complaint(download: Download, peer: SimulatedPeer) -> str:

@@ -6,18 +6,35 @@ import asyncio
 
 import pytest
 
-from swarm.dht.records import Entry, Record, encode_value, signed
-from swarm.ids import Key
-from swarm.testing.checkers import Authorship, Deadlines, Expiry, Ledger, Limits, OneSwarm, Survival, Violations, Write, sizes_of
-from swarm.testing.dht_swarm import DhtSwarm, Member
+from swarm.core.ids import Key
+from swarm.dht.logic.records import Entry, Record, encode_value, signed
+from swarm.testing.checkers import (
+    Authorship,
+    CheckLimits,
+    Deadlines,
+    Expiry,
+    Ledger,
+    OneSwarm,
+    RecordedWrite,
+    Survival,
+    Violations,
+    sizes_of,
+)
+from swarm.testing.dht_swarm import DhtSwarm, SwarmMember
 from swarm.testing.network import SimulatedNetwork
 from swarm.testing.virtual_loop import EPOCH_UNIX_S, run_virtual
 
 KEY = Key("public", "thing")
 
 
-def entry_of(write: Write, value: object, expiration: float) -> Entry:
-    return Entry(value=value, subkey=write.subkey, writer=write.writer, issued_at=expiration - 60, expiration=expiration)
+def entry_of(write: RecordedWrite, value: object, expiration: float) -> Entry:
+    return Entry(
+        value=value,
+        subkey=write.subkey,
+        writer=write.writer,
+        issued_at=expiration - 60,
+        expiration=expiration,
+    )
 
 
 async def swarm_of(count: int) -> DhtSwarm:
@@ -26,7 +43,7 @@ async def swarm_of(count: int) -> DhtSwarm:
     return swarm
 
 
-async def written(ledger: Ledger, member: Member, ttl_s: float = 600.0) -> Write:
+async def written(ledger: Ledger, member: SwarmMember, ttl_s: float = 600.0) -> RecordedWrite:
     now_s = asyncio.get_running_loop().time()
     write = ledger.begin(KEY, None, member.peer.peer_id, now_s, now_s + ttl_s)
     assert (await member.service.store(KEY, write.number, ttl_s=ttl_s)).ok
@@ -43,7 +60,12 @@ def test_what_nobody_wrote_is_seen() -> None:
         write = await written(ledger, swarm.members[0])
         assert authorship.entry("read", KEY, one, None, write.number, 1.0) is write
         assert not violations.lines
-        for writer, subkey, value in ((two, None, write.number), (one, "a", write.number), (one, None, 99), (one, None, "x")):
+        for writer, subkey, value in (
+            (two, None, write.number),
+            (one, "a", write.number),
+            (one, None, 99),
+            (one, None, "x"),
+        ):
             assert authorship.entry("read", KEY, writer, subkey, value, 1.0) is None
         assert violations.count == 4
         await swarm.network.close()
@@ -78,7 +100,11 @@ def test_what_dies_before_its_time_is_seen(repair_s: float, broken: bool) -> Non
         survival = Survival(ledger, Authorship(ledger, violations), violations, repair_s)
         write = await written(ledger, swarm.members[0])
         survival.check(swarm.live, loop.time())
-        holders = [member for member in swarm.members if member.service.storage.records(KEY, member.service.overlay.now_us)]
+        holders = [
+            member
+            for member in swarm.members
+            if member.service.storage.records(KEY, member.service.overlay.now_us)
+        ]
         assert len(holders) == 5
         assert write.last_plenty_s == loop.time()
         for holder in holders:  # at once: no protocol survives that
@@ -101,7 +127,12 @@ def test_a_replica_that_holds_a_forgery_is_seen() -> None:
         member = swarm.members[1]
         now_us = member.service.overlay.now_us
         record = Record(
-            key=KEY, subkey=None, value=encode_value(77), issued_at_us=now_us, expiration_us=now_us + 10**8, writer=member.peer.peer_id
+            key=KEY,
+            subkey=None,
+            value=encode_value(77),
+            issued_at_us=now_us,
+            expiration_us=now_us + 10**8,
+            writer=member.peer.peer_id,
         )
         member.service.storage.store(signed(record, member.peer.identity), now_us)
         survival.check(swarm.live, loop.time())
@@ -131,7 +162,7 @@ def test_what_grows_is_seen_wherever_it_is() -> None:
     async def scenario() -> None:
         swarm = await swarm_of(3)
         violations = Violations()
-        limits = Limits(violations, {"tasks": 50}, default_max=100)
+        limits = CheckLimits(violations, {"tasks": 50}, default_max=100)
         limits.check(swarm.members, 0.0)
         assert not violations.lines
         assert any(name.endswith("table._by_peer") for name in limits.largest)

@@ -1,4 +1,6 @@
-"""The measurements of `benchmarks.simulated`, in small: that they run, count rightly, and stay within their bounds."""
+"""The measurements of `benchmarks.simulated`, in small: that they run, count rightly, and stay within their
+bounds.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def test_every_figure_becomes_a_row() -> None:
     assert "simulated-30-heal-reads" in values
     assert (values["simulated-30-rest-messages"] or 0) > 10
     assert (values["simulated-40-eclipse"] or 0) > 50
-    cells = report.cells(report.as_record(next(row for row in rows if row.identifier.endswith("-hops")), "run"))
+    cells = report.cells(
+        report.as_record(next(row for row in rows if row.identifier.endswith("-hops")), "run")
+    )
     assert cells[4] in ("1 hops", "2 hops")
     assert cells[6].startswith("≤ 4.5")
 
@@ -90,9 +94,17 @@ def test_churn_reads_count_what_is_lost() -> None:
 
 
 def test_a_round_sends_little_but_its_tensors_and_survives_a_crash() -> None:
-    rows = {row.identifier: row.ours.median or 0.0 for section in simulated_rounds.rows(lambda text: None, (16,)) for row in section}
+    rows = {
+        row.identifier: row.ours.median or 0.0
+        for section in simulated_rounds.rows(lambda text: None, (16,))
+        for row in section
+    }
     assert rows["simulated-round-16-bytes"] < 2.0, "per cent over the butterfly's own bytes"
     assert rows["simulated-round-16-messages"] < 9 * (simulated_rounds.GROUP_SIZE - 1)
     # open and chunk, average, vote and its answer: four messages that follow one upon the other
     assert rows["simulated-round-16-time"] < 4 * 1.25 * simulated_rounds.LINK.delay_s + 0.15
-    assert rows["simulated-round-16-time"] < rows["simulated-round-16-lost-time"] < rows["simulated-round-16-time"] + 0.5
+    assert (
+        rows["simulated-round-16-time"]
+        < rows["simulated-round-16-lost-time"]
+        < rows["simulated-round-16-time"] + 0.5
+    )

@@ -1,4 +1,6 @@
-"""Whole swarms with everything going wrong, in short; `make sim` is the long form. A failure names the line that replays it."""
+"""Whole swarms with everything going wrong, in short; `make sim` is the long form. A failure names the line
+that replays it.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,8 @@ import logging
 
 import pytest
 
-from swarm.dht.service import DhtService
-from swarm.dht.storage import Storage
+from swarm.dht.logic.storage import Storage
+from swarm.dht.service.dht_service import DhtService
 from swarm.testing.scenarios import SCENARIOS, ScenarioConfig, ScenarioFailed, run_scenario
 
 
@@ -30,14 +32,26 @@ def test_no_promise_is_broken(name: str, seed: int) -> None:
 
 
 def test_the_same_seed_is_the_same_run() -> None:
-    config = ScenarioConfig(seed=9, peers=12, hours=0.02, name="crash", faults_s=60.0, settle_s=10.0, every_s=10.0)
+    config = ScenarioConfig(
+        seed=9, peers=12, hours=0.02, name="crash", faults_s=60.0, settle_s=10.0, every_s=10.0
+    )
     assert run_scenario(config).digest == run_scenario(config).digest
 
 
 def test_a_failure_ends_with_the_line_that_replays_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = ScenarioConfig(seed=3, peers=6, hours=0.01, name="calm", faults_s=30.0, settle_s=30.0, repair_s=-1.0, operations_per_s=5.0)
+    config = ScenarioConfig(
+        seed=3,
+        peers=6,
+        hours=0.01,
+        name="calm",
+        faults_s=30.0,
+        settle_s=30.0,
+        repair_s=-1.0,
+        operations_per_s=5.0,
+    )
     with monkeypatch.context() as broken:
-        broken.setattr(Storage, "store", lambda self, *args, **kwargs: None)  # says that it holds what it throws away
+        # says that it holds what it throws away
+        broken.setattr(Storage, "store", lambda self, *args, **kwargs: None)
         with pytest.raises(ScenarioFailed, match="is held by nobody") as caught:
             run_scenario(config)
     assert str(caught.value).splitlines()[-1] == "replay: make sim SEED=3 PEERS=6 HOURS=0.01 SCENARIO=calm"

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from moe.mixture.switch import RemoteSwitchMixtureOfExperts, SwitchConfig
-from swarm.errors import UsageError
+from moe.client.mixture.switch import RemoteSwitchMixtureOfExperts, SwitchConfig
+from swarm.core.errors import UsageError
 from swarm.testing.expert_swarm import ExpertSwarm
 
 WIDTH = 6
@@ -24,7 +24,9 @@ def swarm() -> Iterator[ExpertSwarm]:
         yield one
 
 
-def layer_of(swarm: ExpertSwarm, config: SwitchConfig | None = None, **settings: object) -> RemoteSwitchMixtureOfExperts:
+def layer_of(
+    swarm: ExpertSwarm, config: SwitchConfig | None = None, **settings: object
+) -> RemoteSwitchMixtureOfExperts:
     torch.manual_seed(1)
     return RemoteSwitchMixtureOfExperts(swarm.node, WIDTH, grid="sw.[0:2].[0:3]", config=config, **settings)  # type: ignore[arg-type]
 
@@ -54,7 +56,9 @@ def test_values_and_all_gradients_equal_the_local_switch(swarm: ExpertSwarm) -> 
     assert torch.allclose(output, wanted, atol=1e-5)
     parameters = [x, *layer.parameters()]
     for found, expected in zip(
-        torch.autograd.grad(output.square().sum(), parameters), torch.autograd.grad(wanted.square().sum(), parameters), strict=True
+        torch.autograd.grad(output.square().sum(), parameters),
+        torch.autograd.grad(wanted.square().sum(), parameters),
+        strict=True,
     ):
         assert torch.allclose(found, expected, atol=1e-5)
 

@@ -1,4 +1,6 @@
-"""A server and a caller of one method over real sockets, for tests of calls and of the connections under them."""
+"""A server and a caller of one method over real sockets, for tests of calls and of the connections under
+them.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from swarm.identity import Identity
-from swarm.ids import Address, Contact, PeerId
+from swarm.core.identity import Identity
+from swarm.core.ids import Address, Contact, PeerId
 from swarm.net.channels import Channels, ChannelsConfig
 from swarm.net.rpc import Handlers, Method
 from swarm.net.server import Server
 from swarm.wire import peer_pb2
 
-ECHO = Method(name="/swarm.Test/Echo", request=peer_pb2.Hello, reply=peer_pb2.Hello, request_bytes_max=1000, reply_bytes_max=2000)
+ECHO = Method(
+    name="/swarm.Test/Echo",
+    request=peer_pb2.Hello,
+    reply=peer_pb2.Hello,
+    request_bytes_max=1000,
+    reply_bytes_max=2000,
+)
 
 
 @dataclass
@@ -26,8 +34,12 @@ class Pair:
     channels: Channels
     contact: Contact
 
-    async def echo(self, agent: str, method: Method[peer_pb2.Hello, peer_pb2.Hello] = ECHO, timeout_s: float = 5.0) -> str:
-        return (await self.channels.call(self.contact, method, peer_pb2.Hello(agent=agent), timeout_s=timeout_s)).agent
+    async def echo(
+        self, agent: str, method: Method[peer_pb2.Hello, peer_pb2.Hello] = ECHO, timeout_s: float = 5.0
+    ) -> str:
+        return (
+            await self.channels.call(self.contact, method, peer_pb2.Hello(agent=agent), timeout_s=timeout_s)
+        ).agent
 
 
 @asynccontextmanager

@@ -1,4 +1,6 @@
-"""A peer of test_links.py, in a process and a network of its own: rounds and streams, with a bandwidth cap or without."""
+"""A peer of test_links.py, in a process and a network of its own: rounds and streams, with a bandwidth cap or
+without.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,14 @@ import sys
 import torch
 
 import swarm
-from swarm.ids import Contact
+from swarm.core.ids import Contact
 from swarm.net.rpc import Stream, StreamMethod
 from swarm.net.throttle import Bandwidth
 from swarm.node import Node, NodeConfig
 
 POUR = StreamMethod(name="/test.Capped/Pour")
-MESSAGE_BYTES = 16_000  # some thirty a second at the lowest cap: a window of two seconds counts them to a few per cent
+# some thirty a second at the lowest cap: a window of two seconds counts them to a few per cent
+MESSAGE_BYTES = 16_000
 
 
 async def take(stream: Stream) -> None:
@@ -38,7 +41,9 @@ def main() -> None:
     with swarm.Node(bootstrap, f"{settings['host']}:0", config=NodeConfig(bandwidth=bandwidth)) as node:
         node.handlers.stream(POUR, take)
         print(node.addresses[0], flush=True)
-        averager = swarm.Averager(node, [tensor], name="capped", target_group_size=3, min_group_size=3, codec="float32")
+        averager = swarm.Averager(
+            node, [tensor], name="capped", target_group_size=3, min_group_size=3, codec="float32"
+        )
         print("ready", flush=True)
         pouring = []
         for line in sys.stdin:

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 
 import swarm
-from moe.calls import ExpertCalls
-from moe.declarations import Replica
-from moe.uid import ExpertUid
+from moe.protocol.calls import ExpertCalls
+from moe.protocol.declarations import ExpertReplica
+from moe.protocol.names import ExpertUid
 
 T = TypeVar("T")
 UID = ExpertUid.parse("ffn.0")
@@ -34,7 +34,7 @@ class Pair:
 
     def __init__(self, host: swarm.Node, guest: swarm.Node, server: swarm.ExpertServer) -> None:
         self.host, self.guest, self.server = host, guest, server
-        self.replica = Replica(host.contact, server.experts[next(iter(server.experts))].schema.digest)
+        self.replica = ExpertReplica(host.contact, server.experts[next(iter(server.experts))].schema.digest)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self.guest.network.run(work, 20.0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from averaging.optimizer import Diloco, Gossip, Gradients, Local, Optimizer
+from averaging.optim.optimizer import Diloco, Gossip, Gradients, Local, Optimizer
 from swarm.node import Node
 from tests.wire.test_optimizer import QUICK
 
@@ -54,7 +54,9 @@ def adamw(net: torch.nn.Module) -> torch.optim.Optimizer:
 class Plain:
     """What a mode does on one machine, with torch's own optimizers."""
 
-    def __init__(self, mode: str, inner: torch.optim.Optimizer, on_epoch: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, mode: str, inner: torch.optim.Optimizer, on_epoch: Callable[[], object] = lambda: None
+    ) -> None:
         self.mode, self.inner, self.on_epoch = mode, inner, on_epoch
         self.parameters = [p for group in inner.param_groups for p in group["params"] if p.requires_grad]
         self.base = self.vector()
@@ -119,7 +121,14 @@ class Plain:
 class Both:
     """The same model twice: in plain torch, and in a swarm of one."""
 
-    def __init__(self, node: Node, mode: str, make: Make = adamw, model: Callable[[], torch.nn.Module] = build, **options: Any) -> None:
+    def __init__(
+        self,
+        node: Node,
+        mode: str,
+        make: Make = adamw,
+        model: Callable[[], torch.nn.Module] = build,
+        **options: Any,
+    ) -> None:
         self.plain_net, self.net = model(), model()
         scheduler = options.get("scheduler")
         inner = make(self.plain_net)
@@ -127,7 +136,13 @@ class Both:
         self.plain = Plain(mode, inner, schedule.step if schedule is not None else lambda: None)
         options = {"codec": "float32", "config": QUICK, "state_sync_epochs": 0, **options}
         self.opt = Optimizer(
-            make(self.net), node=node, run=next_run(), target_batch_size=TARGET, batch_size_per_step=BATCH, mode=MODES[mode], **options
+            make(self.net),
+            node=node,
+            run=next_run(),
+            target_batch_size=TARGET,
+            batch_size_per_step=BATCH,
+            mode=MODES[mode],
+            **options,
         )
 
     def __enter__(self) -> Both:
@@ -141,7 +156,12 @@ class Both:
             torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
         assert self.opt.epoch == self.plain.epoch
 
-    def train(self, steps: int = STEPS, before_step: Callable[[torch.nn.Module], object] = lambda net: None, start: int = 0) -> None:
+    def train(
+        self,
+        steps: int = STEPS,
+        before_step: Callable[[torch.nn.Module], object] = lambda net: None,
+        start: int = 0,
+    ) -> None:
         for seed in range(start, start + steps):
             for net, step in ((self.plain_net, self.plain.step), (self.net, self.opt.step)):
                 net.zero_grad()

@@ -13,5 +13,8 @@ def nodes_of(count: int) -> Iterator[list[Node]]:
     """The first is the others' bootstrap."""
     with ExitStack() as stack:
         first = stack.enter_context(Node(listen="127.0.0.1:0"))
-        others = [stack.enter_context(Node(bootstrap=first.addresses, listen="127.0.0.1:0")) for _ in range(count - 1)]
+        others = [
+            stack.enter_context(Node(bootstrap=first.addresses, listen="127.0.0.1:0"))
+            for _ in range(count - 1)
+        ]
         yield [first, *others]

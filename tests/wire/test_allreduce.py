@@ -12,18 +12,18 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from averaging.groups.group import Group, Member
+from averaging.allreduce.allreduce import AllReduce, RoundOutcome
+from averaging.allreduce.commit import digest_payload, digest_round
+from averaging.allreduce.config import EXCHANGE, VOTE, RoundConfig
+from averaging.matchmaking.logic.group import Group, Member
 from averaging.reduction.balance import shares_of
 from averaging.reduction.chunks import pack, unpack
 from averaging.reduction.partition import Plan, plan_parts
 from averaging.reduction.reduce import Block, Contribution, Mean, relative_weights
-from averaging.rounds.allreduce import AllReduce, RoundOutcome
-from averaging.rounds.commit import digest_payload, digest_round
-from averaging.rounds.config import EXCHANGE, VOTE, RoundConfig
-from swarm.clock import SystemClock
 from swarm.compression import find
-from swarm.identity import Identity
-from swarm.ids import Address, Contact
+from swarm.core.clock import SystemClock
+from swarm.core.identity import Identity
+from swarm.core.ids import Address, Contact
 from swarm.net.channels import Channels
 from swarm.net.rpc import Handlers, Stream
 from swarm.net.server import Server
@@ -42,7 +42,13 @@ class RoundPeer:
         self.contact = Contact(identity.peer_id, (Address("127.0.0.1", port),))
         self.channels = Channels(identity)
         self.pool = ThreadPoolExecutor(2)
-        self.allreduce = AllReduce(handlers=handlers, channels=self.channels, own=identity.peer_id, pool=self.pool, clock=SystemClock())
+        self.allreduce = AllReduce(
+            handlers=handlers,
+            channels=self.channels,
+            own=identity.peer_id,
+            pool=self.pool,
+            clock=SystemClock(),
+        )
 
     @classmethod
     async def start(cls) -> RoundPeer:
@@ -90,7 +96,12 @@ def make_group(
         )
         for place, (peer, weight, bandwidth) in enumerate(zip(members, weights, bandwidths, strict=True))
     ]
-    return Group(group_id=secrets.token_bytes(32), members=tuple(described), codec=codec, gathered=(b"",) * len(described))
+    return Group(
+        group_id=secrets.token_bytes(32),
+        members=tuple(described),
+        codec=codec,
+        gathered=(b"",) * len(described),
+    )
 
 
 async def run_round(
@@ -104,7 +115,9 @@ async def run_round(
     """Everybody runs the round at once."""
     async with asyncio.TaskGroup() as tasks:
         running = [
-            tasks.create_task(peer.allreduce.run(group, vector, deadline_s=time.monotonic() + timeout_s, config=config))
+            tasks.create_task(
+                peer.allreduce.run(group, vector, deadline_s=time.monotonic() + timeout_s, config=config)
+            )
             for peer, vector in zip(members, vectors, strict=True)
         ]
     return [task.result() for task in running]
@@ -119,8 +132,12 @@ def plan_of(group: Group, numel: int, part_bytes: int) -> Plan:
     return plan_parts(numel, shares_of(group.members), find(group.codec), part_bytes)
 
 
-def oracle(group: Group, vectors: Sequence[torch.Tensor], part_bytes: int, without: Sequence[int] = ()) -> torch.Tensor:
-    """The same arithmetic on one machine: what a reducer has of others has travelled, its own values have not."""
+def oracle(
+    group: Group, vectors: Sequence[torch.Tensor], part_bytes: int, without: Sequence[int] = ()
+) -> torch.Tensor:
+    """The same arithmetic on one machine: what a reducer has of others has travelled, its own values have
+    not.
+    """
     codec = find(group.codec)
     numel = vectors[0].numel()
     result = torch.empty(numel)
@@ -131,11 +148,19 @@ def oracle(group: Group, vectors: Sequence[torch.Tensor], part_bytes: int, witho
         for place, vector in enumerate(vectors):
             if weights[place] and place not in without:
                 values = vector[part.start : part.stop]
-                given.append(Contribution(place, weights[place], values if place == part.reducer else bytes(codec.encode(values, scratch))))
+                given.append(
+                    Contribution(
+                        place,
+                        weights[place],
+                        values if place == part.reducer else bytes(codec.encode(values, scratch)),
+                    )
+                )
         total = torch.empty(part.numel)
         whole = Block(0, part.numel, 0, codec.encoded_bytes(part.numel))
         Mean(given, codec).compute(whole, total, torch.empty(part.numel))
-        result[part.start : part.stop] = codec.decode(bytes(codec.encode(total, scratch)), torch.empty(part.numel))
+        result[part.start : part.stop] = codec.decode(
+            bytes(codec.encode(total, scratch)), torch.empty(part.numel)
+        )
     return result
 
 
@@ -146,7 +171,9 @@ def test_exact_and_identical(codec: str, inline: bool) -> None:
         async with peers(4) as members:
             for numel in (0, 1, 3, 1024, 100_003):
                 config = RoundConfig(part_bytes=16 << 10, inline=inline)
-                group = make_group(members, codec=codec, weights=[1.0, 2.5, 0.0, 7.0], bandwidths=[1.0, 3.0, 2.0, 0.5])
+                group = make_group(
+                    members, codec=codec, weights=[1.0, 2.5, 0.0, 7.0], bandwidths=[1.0, 3.0, 2.0, 0.5]
+                )
                 vectors = vectors_of(4, numel)
                 before = [vector.clone() for vector in vectors]
                 outcomes = await run_round(members, group, vectors, config=config)
@@ -160,19 +187,27 @@ def test_exact_and_identical(codec: str, inline: bool) -> None:
                     assert len(outcome.digest) == 64
                     assert outcome.left_out == {}
                     if numel:
-                        assert outcome.contributions == {members[place].contact.peer_id: 1.0 for place in (0, 1, 3)}
+                        assert outcome.contributions == {
+                            members[place].contact.peer_id: 1.0 for place in (0, 1, 3)
+                        }
                 assert all(torch.equal(vector, was) for vector, was in zip(vectors, before, strict=True))
 
     asyncio.run(main())
 
 
 def test_roles() -> None:
-    """A client peer that nobody can dial, an auxiliary one, one of weight 0: five members, three of them reduce."""
+    """A client peer that nobody can dial, an auxiliary one, one of weight 0: five members, three of them
+    reduce.
+    """
 
     async def main() -> None:
         async with peers(5) as members:
             group = make_group(
-                members, weights=[1.0, 2.0, 0.0, 0.0, 3.0], bandwidths=[1.0, 0.0, 1.0, 2.0, 0.0], auxiliary=[3], codec="float16"
+                members,
+                weights=[1.0, 2.0, 0.0, 0.0, 3.0],
+                bandwidths=[1.0, 0.0, 1.0, 2.0, 0.0],
+                auxiliary=[3],
+                codec="float16",
             )
             vectors = vectors_of(5, 50_000)
             outcomes = await run_round(members, group, vectors, config=SMALL)
@@ -192,7 +227,9 @@ def test_alone() -> None:
     async def main() -> None:
         async with peers(1) as members:
             (vector,) = vectors_of(1, 5000)
-            (outcome,) = await run_round(members, make_group(members, bandwidths=[0.0], codec="float16"), [vector])
+            (outcome,) = await run_round(
+                members, make_group(members, bandwidths=[0.0], codec="float16"), [vector]
+            )
             assert outcome.vector is not None
             assert torch.equal(outcome.vector, vector.half().float())
 
@@ -212,7 +249,10 @@ def test_rounds_side_by_side_and_one_after_another() -> None:
                     ]
                 for group, vectors, task in zip(groups, inputs, both, strict=True):
                     expected = oracle(group, vectors, SMALL.part_bytes)
-                    assert all(outcome.vector is not None and torch.equal(outcome.vector, expected) for outcome in task.result())
+                    assert all(
+                        outcome.vector is not None and torch.equal(outcome.vector, expected)
+                        for outcome in task.result()
+                    )
 
     asyncio.run(main())
 
@@ -255,7 +295,9 @@ def test_a_member_that_never_comes() -> None:
 
 @pytest.mark.parametrize("victim", [0, 1, 3])
 def test_a_member_dies_in_the_middle(victim: int) -> None:
-    """The survivors take its span over, fast, and commit the exact average of those who contributed to each part."""
+    """The survivors take its span over, fast, and commit the exact average of those who contributed to each
+    part.
+    """
 
     async def main() -> None:
         async with peers(4) as members:
@@ -279,7 +321,9 @@ def test_a_member_dies_in_the_middle(victim: int) -> None:
             assert original is not None
             async with asyncio.TaskGroup() as tasks:
                 running = [
-                    tasks.create_task(peer.allreduce.run(group, vector, deadline_s=time.monotonic() + 20, config=SMALL))
+                    tasks.create_task(
+                        peer.allreduce.run(group, vector, deadline_s=time.monotonic() + 20, config=SMALL)
+                    )
                     for peer, vector in zip(members, vectors, strict=True)
                 ]
                 await enough.wait()
@@ -291,15 +335,22 @@ def test_a_member_dies_in_the_middle(victim: int) -> None:
             whole = oracle(group, vectors, SMALL.part_bytes)
             for outcome in survivors:
                 assert (outcome.reason, outcome.digest) == (None, survivors[0].digest)
-                assert "while reducing" in outcome.left_out[dead.contact.peer_id]  # "died", or "gave up" if its other half could say so
+                # "died", or "gave up" if its other half could say so
+                assert "while reducing" in outcome.left_out[dead.contact.peer_id]
                 assert outcome.vector is not None
                 assert torch.equal(outcome.vector, survivors[0].vector)
-                assert all(outcome.contributions[members[place].contact.peer_id] == 1.0 for place in range(4) if place != victim)
+                assert all(
+                    outcome.contributions[members[place].contact.peer_id] == 1.0
+                    for place in range(4)
+                    if place != victim
+                )
                 assert survivors[0].contributions.get(dead.contact.peer_id, 0.0) < 1.0
                 without = oracle(group, vectors, SMALL.part_bytes, without=[victim])
                 for part in plan_of(group, 400_000, SMALL.part_bytes).parts:
                     found, span = outcome.vector[part.start : part.stop], slice(part.start, part.stop)
-                    assert torch.equal(found, without[span]) or (part.reducer != victim and torch.equal(found, whole[span]))
+                    assert torch.equal(found, without[span]) or (
+                        part.reducer != victim and torch.equal(found, whole[span])
+                    )
             assert all(torch.equal(vector, was) for vector, was in zip(vectors, before, strict=True))
 
     asyncio.run(main())
@@ -307,7 +358,9 @@ def test_a_member_dies_in_the_middle(victim: int) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e6])
 def test_a_vector_that_cannot_be_sent_is_left_out(value: float) -> None:
-    """NaN, infinity, and what float16 cannot carry: the member is told, contributes nothing from there on, and has the others' average."""
+    """NaN, infinity, and what float16 cannot carry: the member is told, contributes nothing from there on,
+    and has the others' average.
+    """
 
     async def main() -> None:
         async with peers(3) as members:
@@ -354,9 +407,16 @@ def test_garbage_is_refused_and_its_sender_left_out() -> None:
 
 
 async def _misbehave(peer: RoundPeer, group: Group, plan: Plan, nonsense: str) -> str:
-    """A client member that sends one bad message to each reducer, takes the averages, and votes for what it got."""
+    """A client member that sends one bad message to each reducer, takes the averages, and votes for what it
+    got.
+    """
     codec = find(group.codec)
-    opening = ExchangeOpen(group_id=group.group_id, codec=codec.wire_id, codec_version=codec.version, plan_digest=plan.digest(codec))
+    opening = ExchangeOpen(
+        group_id=group.group_id,
+        codec=codec.wire_id,
+        codec_version=codec.version,
+        plan_digest=plan.digest(codec),
+    )
     got: dict[int, tuple[bytes, bytes]] = {}
 
     async def one(place: int) -> None:
@@ -376,7 +436,9 @@ async def _misbehave(peer: RoundPeer, group: Group, plan: Plan, nonsense: str) -
             "opens again": [pack(ExchangeHeader(open=opening))],
         }[nonsense]
         refusals = averages = 0
-        async with peer.channels.open_stream(group.members[place].contact, EXCHANGE, timeout_s=20, lane=1) as stream:
+        async with peer.channels.open_stream(
+            group.members[place].contact, EXCHANGE, timeout_s=20, lane=1
+        ) as stream:
             for message in [pack(ExchangeHeader(open=opening)), *bad]:
                 await stream.send(message)
             await stream.finish()

@@ -8,15 +8,24 @@ import contextlib
 import pytest
 import torch
 
-from averaging.groups.group import Group
+from averaging.allreduce.commit import digest_payload, digest_round
+from averaging.allreduce.config import EXCHANGE, VOTE
+from averaging.matchmaking.logic.group import Group
 from averaging.reduction.chunks import pack, unpack
 from averaging.reduction.partition import Plan
-from averaging.rounds.commit import digest_payload, digest_round
-from averaging.rounds.config import EXCHANGE, VOTE
 from swarm.compression import find
-from swarm.errors import PeerError
+from swarm.core.errors import PeerError
 from swarm.wire.reduce_pb2 import ExchangeChunk, ExchangeHeader, ExchangeOpen, Vote, VoteRequest
-from tests.wire.test_allreduce import SMALL, RoundPeer, make_group, oracle, peers, plan_of, run_round, vectors_of
+from tests.wire.test_allreduce import (
+    SMALL,
+    RoundPeer,
+    make_group,
+    oracle,
+    peers,
+    plan_of,
+    run_round,
+    vectors_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +39,9 @@ from tests.wire.test_allreduce import SMALL, RoundPeer, make_group, oracle, peer
     ],
 )
 def test_every_lane_carries_its_own_parts_in_order(sent: list[list[int]], words: str) -> None:
-    """A client with two lanes to each reducer: what the lanes carry must be theirs, in order; then both bring their averages back."""
+    """A client with two lanes to each reducer: what the lanes carry must be theirs, in order; then both bring
+    their averages back.
+    """
 
     async def main() -> None:
         async with peers(4) as members:
@@ -57,16 +68,25 @@ def test_every_lane_carries_its_own_parts_in_order(sent: list[list[int]], words:
     asyncio.run(main())
 
 
-async def _in_lanes(peer: RoundPeer, group: Group, plan: Plan, vector: torch.Tensor, sent: list[list[int]]) -> str:
+async def _in_lanes(
+    peer: RoundPeer, group: Group, plan: Plan, vector: torch.Tensor, sent: list[list[int]]
+) -> str:
     """A client member with a stream per element of `sent`: places in the span of the parts that it carries."""
     codec = find(group.codec)
     got: dict[int, tuple[bytes, bytes]] = {}
 
     async def one(place: int, lane: int) -> None:
-        opening = ExchangeOpen(group_id=group.group_id, codec=codec.wire_id, codec_version=codec.version, plan_digest=plan.digest(codec))
+        opening = ExchangeOpen(
+            group_id=group.group_id,
+            codec=codec.wire_id,
+            codec_version=codec.version,
+            plan_digest=plan.digest(codec),
+        )
         opening.lane, opening.lanes = lane, len(sent)
         parts = plan.of_reducer(place)
-        async with peer.channels.open_stream(group.members[place].contact, EXCHANGE, timeout_s=20, lane=1 + lane) as stream:
+        async with peer.channels.open_stream(
+            group.members[place].contact, EXCHANGE, timeout_s=20, lane=1 + lane
+        ) as stream:
             await stream.send(pack(ExchangeHeader(open=opening)))
             for nth in sent[lane]:
                 values = vector[parts[nth].start : parts[nth].stop].numpy().tobytes()
@@ -92,7 +112,12 @@ async def _in_lanes(peer: RoundPeer, group: Group, plan: Plan, vector: torch.Ten
 
 @pytest.mark.parametrize(
     ("openings", "words"),
-    [([(2, 2)], "lane 2 of 2"), ([(0, 17)], "lane 0 of 17"), ([(0, 2), (0, 2)], "a second stream"), ([(0, 2), (1, 3)], "a second stream")],
+    [
+        ([(2, 2)], "lane 2 of 2"),
+        ([(0, 17)], "lane 0 of 17"),
+        ([(0, 2), (0, 2)], "a second stream"),
+        ([(0, 2), (1, 3)], "a second stream"),
+    ],
 )
 def test_lanes_that_cannot_be_are_refused(openings: list[tuple[int, int]], words: str) -> None:
     async def main() -> None:
@@ -105,9 +130,13 @@ def test_lanes_that_cannot_be_are_refused(openings: list[tuple[int, int]], words
                 async with contextlib.AsyncExitStack() as stack:
                     for lane, lanes in openings:
                         stream = await stack.enter_async_context(
-                            members[2].channels.open_stream(members[0].contact, EXCHANGE, timeout_s=20, lane=1)
+                            members[2].channels.open_stream(
+                                members[0].contact, EXCHANGE, timeout_s=20, lane=1
+                            )
                         )
-                        opening = ExchangeOpen(group_id=group.group_id, codec=codec.wire_id, codec_version=codec.version)
+                        opening = ExchangeOpen(
+                            group_id=group.group_id, codec=codec.wire_id, codec_version=codec.version
+                        )
                         opening.plan_digest, opening.lane, opening.lanes = plan.digest(codec), lane, lanes
                         await stream.send(pack(ExchangeHeader(open=opening)))
                     with pytest.raises(PeerError, match=words):

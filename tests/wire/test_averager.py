@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from averaging.averager import Averager, AveragerConfig
-from averaging.result import AveragingResult
-from swarm.errors import DeadlineExceeded, UsageError
+from averaging.result import RoundResult
+from swarm.core.errors import DeadlineExceeded, UsageError
 from swarm.node import Node
 from tests.wire.some_nodes import nodes_of
 
@@ -28,16 +28,22 @@ def nodes() -> Iterator[list[Node]]:
 class Party:
     """One averager of the same name on each of some nodes."""
 
-    def __init__(self, nodes: list[Node], name: str, tensors: Callable[[int], list[torch.Tensor]], **settings: Any) -> None:
+    def __init__(
+        self, nodes: list[Node], name: str, tensors: Callable[[int], list[torch.Tensor]], **settings: Any
+    ) -> None:
         self.tensors = [tensors(index) for index in range(len(nodes))]
         self.averagers = [
-            Averager(node, mine, name=name, **{"codec": "float32", **settings}) for node, mine in zip(nodes, self.tensors, strict=True)
+            Averager(node, mine, name=name, **{"codec": "float32", **settings})
+            for node, mine in zip(nodes, self.tensors, strict=True)
         ]
 
-    def step(self, each: Callable[[int], dict[str, Any]] = lambda index: {}) -> list[AveragingResult]:
+    def step(self, each: Callable[[int], dict[str, Any]] = lambda index: {}) -> list[RoundResult]:
         """Everybody steps at once, each in a thread of its own."""
         with concurrent.futures.ThreadPoolExecutor(len(self.averagers)) as pool:
-            futures = [pool.submit(averager.step, **{"timeout_s": 20.0, **each(index)}) for index, averager in enumerate(self.averagers)]
+            futures = [
+                pool.submit(averager.step, **{"timeout_s": 20.0, **each(index)})
+                for index, averager in enumerate(self.averagers)
+            ]
             return [future.result(30.0) for future in futures]
 
     def __enter__(self) -> Party:
@@ -48,7 +54,7 @@ class Party:
             averager.close()
 
 
-def fine(results: list[AveragingResult]) -> None:
+def fine(results: list[RoundResult]) -> None:
     assert not any(result.failed for result in results), results
     assert len({result.digest for result in results}) == 1
     assert len({result.group_id for result in results}) == 1
@@ -72,14 +78,18 @@ def test_weighted_averages_are_exact_whatever_the_tensors_look_like(nodes: list[
         results = party.step(lambda index: {"weight": weights[index], "gather": {"loss": index * 1.5}})
         fine(results)
         for place, tensor in enumerate(party.tensors[0]):
-            expected = sum(weights[index] * before[index][place].double() for index in range(NODES)) / sum(weights)
+            expected = sum(weights[index] * before[index][place].double() for index in range(NODES)) / sum(
+                weights
+            )
             tolerance = 1e-2 if tensor.dtype == torch.bfloat16 else 1e-6
             assert torch.allclose(tensor.double(), expected, rtol=tolerance, atol=tolerance)
             assert all(torch.equal(tensor, mine[place]) for mine in party.tensors)
         for result in results:
             assert set(result.peers) == {node.peer_id for node in nodes}
             assert result.contributions == {node.peer_id: 1.0 for node in nodes}
-            assert result.gathered == {node.peer_id: {"loss": index * 1.5} for index, node in enumerate(nodes)}
+            assert result.gathered == {
+                node.peer_id: {"loss": index * 1.5} for index, node in enumerate(nodes)
+            }
             assert result.left_out == {}
             assert result.attempts == 1
             assert result.bytes_sent > 0
@@ -87,7 +97,9 @@ def test_weighted_averages_are_exact_whatever_the_tensors_look_like(nodes: list[
 
 
 def test_a_group_smaller_than_its_target_forms_at_once(nodes: list[Node]) -> None:
-    with Party(nodes[:3], "smaller", lambda index: [torch.full((4,), float(index))], target_group_size=8) as party:
+    with Party(
+        nodes[:3], "smaller", lambda index: [torch.full((4,), float(index))], target_group_size=8
+    ) as party:
         fine(party.step())
         times = []
         for _ in range(5):
@@ -119,7 +131,12 @@ def test_more_peers_than_a_group_takes_form_two(nodes: list[Node]) -> None:
 
 def test_rounds_to_mix_make_a_swarm_larger_than_a_group_exact(nodes: list[Node]) -> None:
     weights = [1.0, 2.0, 0.5, 4.5]
-    with Party(nodes, "grid", lambda index: [torch.full((4,), float(index)), torch.arange(9.0) * index], target_group_size=2) as party:
+    with Party(
+        nodes,
+        "grid",
+        lambda index: [torch.full((4,), float(index)), torch.arange(9.0) * index],
+        target_group_size=2,
+    ) as party:
         mean = sum(weight * index for index, weight in enumerate(weights)) / sum(weights)
         results = party.step(lambda index: {"weight": weights[index], "round_key": 0})
         assert not any(result.failed for result in results), results
@@ -146,7 +163,10 @@ def test_being_alone_is_a_result_and_takes_no_time(nodes: list[Node]) -> None:
 
 
 def test_different_tensors_are_named(nodes: list[Node]) -> None:
-    with Averager(nodes[0], [torch.zeros(4)], name="schema"), Averager(nodes[1], [torch.zeros(5)], name="schema") as other:
+    with (
+        Averager(nodes[0], [torch.zeros(4)], name="schema"),
+        Averager(nodes[1], [torch.zeros(5)], name="schema") as other,
+    ):
         began_s = time.monotonic()
         result = other.step(timeout_s=20.0)
         assert time.monotonic() - began_s < 2.0
@@ -211,7 +231,8 @@ def test_a_broken_round_is_tried_again_with_who_is_left(nodes: list[Node]) -> No
             futures = [pool.submit(averager.step, timeout_s=20.0) for averager in party.averagers]
             while not doomed._service.all_reduce._rounds and not leaving.done:
                 time.sleep(0.001)
-            guest.network.run(guest.channels.close(), 5.0)  # as when a process dies: every connection of its is gone
+            # as when a process dies: every connection of its is gone
+            guest.network.run(guest.channels.close(), 5.0)
             guest.close()
             results = [future.result(30.0) for future in futures]
     fine(results)
@@ -246,7 +267,10 @@ def test_several_averagers_on_one_node(nodes: list[Node]) -> None:
 
 def test_wrong_use_is_said_so(nodes: list[Node]) -> None:
     for settings, words in [
-        ({"aggregation": "krum"}, "no aggregation 'krum'; there is: mean, trimmed_mean, median, centered_clip"),
+        (
+            {"aggregation": "krum"},
+            "no aggregation 'krum'; there is: mean, trimmed_mean, median, centered_clip",
+        ),
         ({"clip_to_median": 0.5}, "clip_to_median"),
         ({"codec": "float12"}, "float12"),
         ({"min_group_size": 5}, "min_group_size"),
@@ -288,19 +312,33 @@ def test_a_closed_node_is_a_usage_error() -> None:
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_what_cannot_be_sent_is_refused_at_the_sender_with_the_name_of_its_tensor(nodes: list[Node], named: bool) -> None:
+def test_what_cannot_be_sent_is_refused_at_the_sender_with_the_name_of_its_tensor(
+    nodes: list[Node], named: bool
+) -> None:
     tensors = [{"weight": torch.ones(3, 4), "bias": torch.ones(4)} for _ in range(3)]
     tensors[1]["bias"][2] = float("nan")
     averagers = [
-        Averager(node, mine if named else list(mine.values()), name=f"nan {named}".replace(" ", "-"), target_group_size=3, min_group_size=3)
+        Averager(
+            node,
+            mine if named else list(mine.values()),
+            name=f"nan {named}".replace(" ", "-"),
+            target_group_size=3,
+            min_group_size=3,
+        )
         for node, mine in zip(nodes, tensors, strict=False)
     ]
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        results = [future.result(30.0) for future in [pool.submit(averager.step, timeout_s=20.0) for averager in averagers]]
+        results = [
+            future.result(30.0)
+            for future in [pool.submit(averager.step, timeout_s=20.0) for averager in averagers]
+        ]
     fine(results)
     tensor = "'bias'" if named else "1"
     for result in results:  # it is told, and so are the others
-        assert f"element 2 of its tensor {tensor}, (4,), is nan, which float16 cannot carry" in result.left_out[nodes[1].peer_id]
+        assert (
+            f"element 2 of its tensor {tensor}, (4,), is nan, which float16 cannot carry"
+            in result.left_out[nodes[1].peer_id]
+        )
     assert torch.equal(tensors[0]["bias"], torch.ones(4))
     for averager in averagers:
         averager.close()

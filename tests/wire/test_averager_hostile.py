@@ -1,4 +1,6 @@
-"""Hostile members of `swarm.Averager`'s groups, between real nodes on loopback: what is clipped, outvoted, audited and named."""
+"""Hostile members of `swarm.Averager`'s groups, between real nodes on loopback: what is clipped, outvoted,
+audited and named.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from averaging.allreduce.config import RoundConfig
+from averaging.allreduce.work import ReductionKernels
 from averaging.averager import Averager, AveragerConfig
 from averaging.reduction.reduce import Contribution
 from averaging.reduction.robust import Aggregation
-from averaging.result import AveragingResult
-from averaging.rounds.config import RoundConfig
-from averaging.rounds.work import Workbench
-from swarm.errors import UsageError
+from averaging.result import RoundResult
+from swarm.core.errors import UsageError
 from swarm.node import Node
 from tests.wire.some_nodes import nodes_of
 
@@ -30,11 +32,18 @@ def nodes() -> Iterator[list[Node]]:
         yield made
 
 
-def step(nodes: Sequence[Node], values: Sequence[float], name: str, timeout_s: float = 20.0, **settings: Any) -> list[AveragingResult]:
-    """One round in which every node contributes a constant vector; afterwards each tensor is in `settings["out"]`, if given."""
+def step(
+    nodes: Sequence[Node], values: Sequence[float], name: str, timeout_s: float = 20.0, **settings: Any
+) -> list[RoundResult]:
+    """One round in which every node contributes a constant vector; afterwards each tensor is in
+    `settings["out"]`, if given.
+    """
     out = settings.pop("out", [])
     tensors = [torch.full((NUMEL,), value) for value in values]
-    averagers = [Averager(node, [tensor], name=name, config=SMALL_PARTS, **settings) for node, tensor in zip(nodes, tensors, strict=True)]
+    averagers = [
+        Averager(node, [tensor], name=name, config=SMALL_PARTS, **settings)
+        for node, tensor in zip(nodes, tensors, strict=True)
+    ]
     try:
         with concurrent.futures.ThreadPoolExecutor(len(nodes)) as pool:
             futures = [pool.submit(averager.step, timeout_s=timeout_s) for averager in averagers]
@@ -48,7 +57,15 @@ def step(nodes: Sequence[Node], values: Sequence[float], name: str, timeout_s: f
 
 def test_a_median_outvotes_and_clipping_names(nodes: list[Node]) -> None:
     after: list[torch.Tensor] = []
-    results = step(nodes, [1.0, 1.5, 2.0, -1e4], "outvoted", aggregation="median", clip_to_median=10.0, audit=0.5, out=after)
+    results = step(
+        nodes,
+        [1.0, 1.5, 2.0, -1e4],
+        "outvoted",
+        aggregation="median",
+        clip_to_median=10.0,
+        audit=0.5,
+        out=after,
+    )
     assert not any(result.failed for result in results), results
     assert len({result.digest for result in results}) == 1
     assert all(torch.equal(tensor, torch.full((NUMEL,), 1.25)) for tensor in after)
@@ -57,14 +74,16 @@ def test_a_median_outvotes_and_clipping_names(nodes: list[Node]) -> None:
 
 
 def test_a_lying_reducer_is_named_and_left_behind(nodes: list[Node], monkeypatch: pytest.MonkeyPatch) -> None:
-    reduce = Workbench._reduce_one
+    reduce = ReductionKernels._reduce_one
 
-    def lie(self: Workbench, part: Any, contributions: list[Contribution], scratch: Any) -> Any:
+    def lie(self: ReductionKernels, part: Any, contributions: list[Contribution], scratch: Any) -> Any:
         if self.vector.element(part.start) == 7.0:  # the liar's own
-            contributions = [Contribution(item.place, item.weight, bytes(len(item.values))) for item in contributions]
+            contributions = [
+                Contribution(item.place, item.weight, bytes(len(item.values))) for item in contributions
+            ]
         return reduce(self, part, contributions, scratch)
 
-    monkeypatch.setattr(Workbench, "_reduce_one", lie)
+    monkeypatch.setattr(ReductionKernels, "_reduce_one", lie)
     after: list[torch.Tensor] = []
     *honest, lied = step(nodes[:3], [1.0, 2.0, 7.0], "audited", timeout_s=8.0, audit=1.0, out=after)
     liar = nodes[2].peer_id
@@ -81,7 +100,11 @@ def test_a_lying_reducer_is_named_and_left_behind(nodes: list[Node], monkeypatch
 
 def test_who_aggregates_otherwise_is_not_met(nodes: list[Node]) -> None:
     with Averager(nodes[0], [torch.zeros(5)], name="differ", aggregation="median") as one:
-        for settings in ({}, {"aggregation": "median", "clip_to_median": 5.0}, {"aggregation": "median", "audit": 0.1}):
+        for settings in (
+            {},
+            {"aggregation": "median", "clip_to_median": 5.0},
+            {"aggregation": "median", "audit": 0.1},
+        ):
             with Averager(nodes[1], [torch.zeros(5)], name="differ", **settings) as other:  # type: ignore[arg-type]
                 assert other.schema.digest != one.schema.digest
         with Averager(nodes[1], [torch.zeros(5)], name="differ", aggregation="median") as same:
@@ -96,5 +119,7 @@ def test_who_aggregates_otherwise_is_not_met(nodes: list[Node]) -> None:
     trimmed = AveragerConfig(aggregation=Aggregation(rule="trimmed_mean", trim=0.4))
     with pytest.raises(UsageError, match="numbers for 'trimmed_mean'"):
         Averager(nodes[0], [torch.zeros(5)], name="trim", config=trimmed)
-    with Averager(nodes[0], [torch.zeros(5)], name="trim", aggregation="trimmed_mean", config=trimmed) as averager:
+    with Averager(
+        nodes[0], [torch.zeros(5)], name="trim", aggregation="trimmed_mean", config=trimmed
+    ) as averager:
         assert "trim 0.4" in averager.schema.text

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from swarm.errors import DeadlineExceeded, NetworkError, UsageError
-from swarm.identity import Identity
-from swarm.ids import Address, Contact, PeerId
+from swarm.core.errors import DeadlineExceeded, NetworkError, UsageError
+from swarm.core.identity import Identity
+from swarm.core.ids import Address, Contact, PeerId
 from swarm.net.channels import Channels, ChannelsConfig
 from swarm.net.server import Server
 from swarm.wire import peer_pb2
@@ -21,7 +21,9 @@ def test_nobody_there_names_the_peer_and_every_address() -> None:
     async def scenario() -> None:
         channels = Channels(Identity.generate())
         peer_id = Identity.generate().peer_id
-        contact = Contact(peer_id, (Address("127.0.0.1", 1), Address("127.0.0.1", 2), Address("no-such-host.invalid", 3)))
+        contact = Contact(
+            peer_id, (Address("127.0.0.1", 1), Address("127.0.0.1", 2), Address("no-such-host.invalid", 3))
+        )
         with pytest.raises(NetworkError) as caught:
             await channels.call(contact, ECHO, peer_pb2.Hello(), timeout_s=5)
         text = str(caught.value)
@@ -136,7 +138,10 @@ def test_the_pool_is_bounded_and_closes_what_is_idle() -> None:
             for identity, server in zip(identities, servers, strict=True):
                 port = await server.start(identity, two.handlers, "127.0.0.1", 0)
                 await two.channels.call(
-                    Contact(identity.peer_id, (Address("127.0.0.1", port),)), ECHO, peer_pb2.Hello(agent="x"), timeout_s=5
+                    Contact(identity.peer_id, (Address("127.0.0.1", port),)),
+                    ECHO,
+                    peer_pb2.Hello(agent="x"),
+                    timeout_s=5,
                 )
                 assert len(two.channels._links) <= 2
             assert two.channels.connected(identities[3].peer_id)

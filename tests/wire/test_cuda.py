@@ -1,4 +1,6 @@
-"""`swarm.Averager` and `swarm.Optimizer` over tensors on a GPU, between real nodes. Skipped where there is no GPU."""
+"""`swarm.Averager` and `swarm.Optimizer` over tensors on a GPU, between real nodes. Skipped where there is no
+GPU.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,15 @@ import pytest
 import torch
 
 from averaging.averager import Averager
-from averaging.optimizer import Optimizer, OptimizerConfig
+from averaging.optim.optimizer import Optimizer, OptimizerConfig
+from averaging.optim.progress.logic.reports import ProgressConfig
 from averaging.reduction.lowrank import PowerSgd
-from averaging.training.progress import ProgressConfig
 from swarm.node import Node
 from tests.wire.test_optimizer import together
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="no CUDA device at hand: averagers and optimizers over GPU tensors cannot be run"
+    not torch.cuda.is_available(),
+    reason="no CUDA device at hand: averagers and optimizers over GPU tensors cannot be run",
 )
 
 QUICK = OptimizerConfig(round_timeout_s=30.0, no_donor_s=0.2, progress=ProgressConfig(refresh_s_max=0.5))
@@ -32,10 +35,14 @@ def nodes() -> Iterator[list[Node]]:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"codec": "float16"}, {"codec": "int8", "error_feedback": True}, {"strategy": PowerSgd(rank=4)}], ids=str
+    "settings",
+    [{"codec": "float16"}, {"codec": "int8", "error_feedback": True}, {"strategy": PowerSgd(rank=4)}],
+    ids=str,
 )
 @pytest.mark.parametrize("apply", ["replace", "delta"])
-def test_a_round_over_gpu_tensors_is_that_of_the_host(nodes: list[Node], settings: dict[str, Any], apply: Any) -> None:
+def test_a_round_over_gpu_tensors_is_that_of_the_host(
+    nodes: list[Node], settings: dict[str, Any], apply: Any
+) -> None:
     """One member on the GPU (and the host, mixed), one on the host: they end with the same bits."""
     chance = torch.Generator().manual_seed(1)
     host = [[torch.randn(300, 700, generator=chance), torch.randn(100_000, generator=chance)] for _ in nodes]
@@ -44,7 +51,8 @@ def test_a_round_over_gpu_tensors_is_that_of_the_host(nodes: list[Node], setting
     with ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(2) as pool:
         name = "".join(filter(str.isalnum, f"{settings}{apply}"))[:60]
         averagers = [
-            stack.enter_context(Averager(node, mine, name=name, **settings)) for node, mine in zip(nodes, (host[0], mixed), strict=True)
+            stack.enter_context(Averager(node, mine, name=name, **settings))
+            for node, mine in zip(nodes, (host[0], mixed), strict=True)
         ]
         for _ in range(3):
             steps = [pool.submit(averager.step, timeout_s=20.0, apply=apply) for averager in averagers]
@@ -52,7 +60,11 @@ def test_a_round_over_gpu_tensors_is_that_of_the_host(nodes: list[Node], setting
             assert not any(result.failed for result in results), results
             assert results[0].digest == results[1].digest
             for one, other in zip(host[0], mixed, strict=True):
-                close = torch.equal(one, other.cpu()) if apply == "replace" else torch.allclose(one, other.cpu(), atol=1e-5)
+                close = (
+                    torch.equal(one, other.cpu())
+                    if apply == "replace"
+                    else torch.allclose(one, other.cpu(), atol=1e-5)
+                )
                 assert close
         assert mixed[0].is_cuda
         assert torch.allclose(mixed[1], (before[0][1] + before[1][1]) / 2, atol=0.1)
@@ -64,10 +76,19 @@ def test_an_optimizer_trains_on_the_gpu(nodes: list[Node]) -> None:
     with ExitStack() as stack:
         for node in nodes:
             torch.manual_seed(0)
-            nets.append(torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).cuda())
+            nets.append(
+                torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).cuda()
+            )
             inner = torch.optim.AdamW(nets[-1].parameters(), lr=0.01)
-            options: dict[str, Any] = {"target_batch_size": 64, "batch_size_per_step": 16, "codec": "float16", "state_sync_epochs": 4}
-            optimizers.append(stack.enter_context(Optimizer(inner, node=node, run="gpu", config=QUICK, **options)))
+            options: dict[str, Any] = {
+                "target_batch_size": 64,
+                "batch_size_per_step": 16,
+                "codec": "float16",
+                "state_sync_epochs": 4,
+            }
+            optimizers.append(
+                stack.enter_context(Optimizer(inner, node=node, run="gpu", config=QUICK, **options))
+            )
 
         def train(place: int) -> None:
             chance = torch.Generator().manual_seed(place)

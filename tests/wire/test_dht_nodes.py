@@ -9,9 +9,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from swarm.errors import UsageError
-from swarm.identity import Identity
-from swarm.ids import Key
+from swarm.core.errors import UsageError
+from swarm.core.identity import Identity
+from swarm.core.ids import Key
 from swarm.node import Node
 
 LISTEN = "127.0.0.1:0"
@@ -45,7 +45,9 @@ def test_four_nodes_store_read_merge_and_delete(nodes: list[Node]) -> None:
         assert node.dht.store(Key("run.abc", "presence"), number, ttl_s=60).replicas == 4
     everybody = nodes[3].dht.get("run.abc/presence")
     assert isinstance(everybody, dict)
-    assert {subkey: entry.value for subkey, entry in everybody.items()} == {str(node.peer_id): number for number, node in enumerate(nodes)}
+    assert {subkey: entry.value for subkey, entry in everybody.items()} == {
+        str(node.peer_id): number for number, node in enumerate(nodes)
+    }
     one = nodes[0].dht.get("run.abc/presence", writer=nodes[2].peer_id)
     assert not isinstance(one, dict)
     assert one is not None
@@ -89,7 +91,9 @@ def test_records_reach_a_newcomer() -> None:
             while len(storage.keys()) < 20 and time.monotonic() < deadline_s:
                 time.sleep(0.01)
             founder.close()
-            assert all(newcomer.dht.get(f"run.abc/thing{number}", writer=founder.peer_id) for number in range(20))
+            assert all(
+                newcomer.dht.get(f"run.abc/thing{number}", writer=founder.peer_id) for number in range(20)
+            )
 
 
 def test_a_client_reads_and_writes_but_holds_nothing() -> None:
@@ -107,7 +111,10 @@ def test_many_threads_at_once(nodes: list[Node]) -> None:
     def work(worker: int) -> None:
         for number in range(20):
             key = f"thread{worker}/{number}".replace("/", "-")
-            if not nodes[worker].dht.store(key, number, ttl_s=60).ok or value_at(nodes[(worker + 1) % 4], key) != number:
+            if (
+                not nodes[worker].dht.store(key, number, ttl_s=60).ok
+                or value_at(nodes[(worker + 1) % 4], key) != number
+            ):
                 failures.append(key)
 
     threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]

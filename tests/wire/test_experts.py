@@ -1,4 +1,6 @@
-"""Experts over real sockets: results equal the local module's, repeated backward passes count once, and bad requests cost nothing."""
+"""Experts over real sockets: results equal the local module's, repeated backward passes count once, and bad
+requests cost nothing.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,10 @@ import pytest
 import torch
 
 import swarm
-from moe.calls import GradientPass
-from moe.declarations import Directory
-from moe.uid import ExpertUid
-from swarm.errors import NotEnoughPeers, UsageError
+from moe.protocol.calls import GradientPass
+from moe.protocol.declarations import Directory
+from moe.protocol.names import ExpertUid
+from swarm.core.errors import NotEnoughPeers, UsageError
 from tests.wire.expert_pair import UID, expert, gated, network, pair, sgd
 
 
@@ -51,7 +53,10 @@ def test_it_learns_as_the_local_module_does() -> None:
 
 class Nested(torch.nn.Module):
     def forward(self, ids: torch.Tensor, more: dict[str, torch.Tensor]) -> dict[str, Any]:
-        return {"scaled": more["x"] * 2 + ids.unsqueeze(1).to(torch.bfloat16), "parts": (ids + 1, more["x"].float())}
+        return {
+            "scaled": more["x"] * 2 + ids.unsqueeze(1).to(torch.bfloat16),
+            "parts": (ids + 1, more["x"].float()),
+        }
 
 
 def test_several_inputs_and_outputs_nested_and_in_bfloat16() -> None:
@@ -93,7 +98,10 @@ def test_a_repeated_backward_pass_is_applied_once() -> None:
             forwarded = await calls.forward(two.replica, UID, [x], timeout_s=5.0)
             passed = GradientPass([x], [gradient])
             async with asyncio.TaskGroup() as tasks:
-                same = [tasks.create_task(calls.backward(two.replica, UID, forwarded, passed, timeout_s=5.0)) for _ in range(5)]
+                same = [
+                    tasks.create_task(calls.backward(two.replica, UID, forwarded, passed, timeout_s=5.0))
+                    for _ in range(5)
+                ]
             again = await calls.backward(two.replica, UID, forwarded, passed, timeout_s=5.0)
             return [again, *(task.result() for task in same)]
 
@@ -126,7 +134,9 @@ def test_inputs_are_sent_again_only_when_the_server_has_them_no_more(forgets: st
         assert x.grad is not None
         assert mirror.grad is not None
         assert torch.equal(x.grad, mirror.grad)
-        assert two.server.statistics().experts["ffn.0"].refusals == ({} if forgets == "nothing" else {"EXPERT_FORGOTTEN": 1})
+        assert two.server.statistics().experts["ffn.0"].refusals == (
+            {} if forgets == "nothing" else {"EXPERT_FORGOTTEN": 1}
+        )
         assert not two.server._service._inputs.size_bytes
 
 
@@ -140,7 +150,9 @@ def test_a_second_replica_is_asked_when_the_first_is_slow_and_backward_goes_to_w
     with (
         pair({"ffn.0": slow}) as two,
         swarm.Node(bootstrap=two.host.addresses, listen="127.0.0.1:0") as other,
-        swarm.ExpertServer(other, {"ffn.0": swarm.Expert(torch.nn.Identity(), (torch.zeros(1, 16),))}) as second,
+        swarm.ExpertServer(
+            other, {"ffn.0": swarm.Expert(torch.nn.Identity(), (torch.zeros(1, 16),))}
+        ) as second,
     ):
         remote = two.remote()
 
@@ -194,7 +206,10 @@ def test_replicas_are_averaged_and_a_newcomer_takes_over_what_was_learned() -> N
             second.result(20.0)
             assert two.server._replicating.rounds == newcomer._replicating.rounds == 1
             for one, both, before in zip(
-                newcomer.experts[UID].averaged_tensors(), two.server.experts[UID].averaged_tensors(), learned, strict=True
+                newcomer.experts[UID].averaged_tensors(),
+                two.server.experts[UID].averaged_tensors(),
+                learned,
+                strict=True,
             ):
                 assert torch.allclose(one, before, atol=1e-3)
                 assert torch.allclose(both, before, atol=1e-3)

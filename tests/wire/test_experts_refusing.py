@@ -1,4 +1,6 @@
-"""What a server of experts refuses, and how: bad requests, full queues, computations that fail. Nothing costs others anything."""
+"""What a server of experts refuses, and how: bad requests, full queues, computations that fail. Nothing costs
+others anything.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,10 @@ import pytest
 import torch
 
 import swarm
-from moe.calls import Forwarded, GradientPass
-from moe.methods import CALL, EXCHANGE
-from moe.serving.batching import BatchingConfig
-from swarm.errors import NetworkError, PeerError
+from moe.protocol.calls import ForwardReply, GradientPass
+from moe.protocol.methods import CALL, EXCHANGE
+from moe.server.logic.batching import BatchingConfig
+from swarm.core.errors import NetworkError, PeerError
 from swarm.wire import expert_pb2
 from swarm.wire.expert_pb2 import ExpertReply, ExpertRequest, TensorHeader
 from tests.wire.expert_pair import UID, Gated, Pair, expert, gated, pair, sgd, until
@@ -23,18 +25,28 @@ from tests.wire.expert_pair import UID, Gated, Pair, expert, gated, pair, sgd, u
 def test_a_full_queue_says_so_at_once_and_tells_how_many_wait() -> None:
     module, made = gated()
     batching = BatchingConfig(queued_requests_max=3)
-    with pair({"ffn.0": made}, max_batch_size=10_000, config=swarm.ExpertServerConfig(batching=batching)) as two:
+    with pair(
+        {"ffn.0": made}, max_batch_size=10_000, config=swarm.ExpertServerConfig(batching=batching)
+    ) as two:
         calls = two.calls
 
         async def flood() -> None:
             async with asyncio.TaskGroup() as tasks:
-                waiting = [tasks.create_task(calls.forward(two.replica, UID, [torch.ones(1, 16)], timeout_s=10.0))]
+                waiting = [
+                    tasks.create_task(calls.forward(two.replica, UID, [torch.ones(1, 16)], timeout_s=10.0))
+                ]
                 await asyncio.get_running_loop().run_in_executor(None, module.entered.wait, 10.0)
                 for _ in range(3):
-                    waiting.append(tasks.create_task(calls.forward(two.replica, UID, [torch.ones(1, 16)], timeout_s=10.0)))
+                    waiting.append(
+                        tasks.create_task(
+                            calls.forward(two.replica, UID, [torch.ones(1, 16)], timeout_s=10.0)
+                        )
+                    )
                 await until(lambda: two.server.statistics().queued == 3)
                 for batch in (1, 5000):  # within a call, and as a stream
-                    with pytest.raises(swarm.ExpertOverloaded, match="overloaded, the queue is full: 3 queued") as told:
+                    with pytest.raises(
+                        swarm.ExpertOverloaded, match="overloaded, the queue is full: 3 queued"
+                    ) as told:
                         await calls.forward(two.replica, UID, [torch.ones(batch, 16)], timeout_s=10.0)
                     assert told.value.queued == 3
                 module.open.set()
@@ -55,7 +67,9 @@ def test_a_call_that_is_given_up_while_it_waits_is_not_computed() -> None:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(calls.forward(two.replica, UID, [torch.ones(1, 16)], timeout_s=10.0))
                 await asyncio.get_running_loop().run_in_executor(None, module.entered.wait, 10.0)
-                second = tasks.create_task(calls.forward(two.replica, UID, [torch.ones(1, 16)], timeout_s=10.0))
+                second = tasks.create_task(
+                    calls.forward(two.replica, UID, [torch.ones(1, 16)], timeout_s=10.0)
+                )
                 await until(lambda: two.server.statistics().queued == 1)
                 second.cancel()
                 await until(lambda: two.server.statistics().queued == 0)
@@ -127,13 +141,23 @@ def test_malformed_requests_are_told_what_is_wrong_and_cost_nothing(streamed: bo
                     setattr(request, name, value)
             try:
                 reply = two.run(ask(request))
-            except (PeerError, NetworkError):  # a stream that ends before its bytes do, or is refused before it has sent them
+            # a stream that ends before its bytes do, or is refused before it has sent them
+            except (PeerError, NetworkError):
                 assert streamed
                 continue
-            assert reply.status in (expert_pb2.EXPERT_REFUSED, expert_pb2.EXPERT_MISSING, expert_pb2.EXPERT_FORGOTTEN), (change, reply)
+            assert reply.status in (
+                expert_pb2.EXPERT_REFUSED,
+                expert_pb2.EXPERT_MISSING,
+                expert_pb2.EXPERT_FORGOTTEN,
+            ), (change, reply)
             assert any(part in reply.reason for part in said.split("|")) or streamed, (change, reply.reason)
         statistics = two.server.statistics().experts["ffn.0"]
-        assert statistics.counts.forward_requests == statistics.counts.backward_requests == statistics.version == 0
+        assert (
+            statistics.counts.forward_requests
+            == statistics.counts.backward_requests
+            == statistics.version
+            == 0
+        )
         assert two.run(ask(good_request(two))).status == expert_pb2.EXPERT_OK
 
 
@@ -173,7 +197,7 @@ def test_a_poisonous_request_in_a_batch_is_its_callers_alone(backward: bool) -> 
             if not backward:
                 return (await calls.forward(two.replica, UID, [x], timeout_s=10.0)).outputs[0]
             passed = GradientPass([x], [torch.ones(1, 16)])
-            forwarded = Forwarded(outputs=[x], version=0, request_id=os.urandom(16), wait_s=0.0)
+            forwarded = ForwardReply(outputs=[x], version=0, request_id=os.urandom(16), wait_s=0.0)
             return (await calls.backward(two.replica, UID, forwarded, passed, timeout_s=10.0)).gradients[0]
 
         async def together() -> list[Any]:

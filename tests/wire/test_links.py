@@ -96,7 +96,8 @@ def test_nothing_stays_behind_when_it_ends_or_is_killed() -> None:
         with pytest.raises(LinksFailed):
             links.traffic()
     interfaces = subprocess.run(["ip", "-json", "link"], capture_output=True, text=True, check=True).stdout
-    assert "swarm0" not in {interface["ifname"] for interface in json.loads(interfaces)}  # they were in the namespaces only
+    # they were in the namespaces only
+    assert "swarm0" not in {interface["ifname"] for interface in json.loads(interfaces)}
 
 
 def test_the_model_queues_delays_and_drops() -> None:
@@ -124,15 +125,23 @@ PEER = Path(__file__).parent / "capped_peer.py"
 class Peers:
     """Three peers on fast links, the second one with caps. Lines go to their standard input."""
 
-    def __init__(self, links: Links, *, elements: int, up: float | None = None, down: float | None = None) -> None:
+    def __init__(
+        self, links: Links, *, elements: int, up: float | None = None, down: float | None = None
+    ) -> None:
         self.links = links
         self.workers: list[subprocess.Popen[str]] = []
         self.addresses: list[str] = []
         for place in range(3):
-            settings = {"host": links.host(place), "bootstrap": self.addresses[0] if place else "", "elements": elements}
+            settings = {
+                "host": links.host(place),
+                "bootstrap": self.addresses[0] if place else "",
+                "elements": elements,
+            }
             caps = {"up": up, "down": down} if place == 1 else {}
             command = links.command(place, [sys.executable, str(PEER), json.dumps(settings | caps)])
-            self.workers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+            self.workers.append(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
             if not place:
                 self.addresses.append(self.hear(0))
         self.addresses += [self.hear(1), self.hear(2)]
@@ -150,8 +159,8 @@ class Peers:
         worker.stdin.flush()
 
     def windows(self, places: list[int], settle_s: float, cap: float) -> list[tuple[float, int]]:
-        """Once it has been going on for so long, (seconds, bytes that these have sent on the wire) of consecutive windows,
-        until one of them has used the cap up, or there were enough.
+        """Once it has been going on for so long, (seconds, bytes that these have sent on the wire) of
+        consecutive windows, until one of them has used the cap up, or there were enough.
         """
         time.sleep(settle_s)  # what a measurement is made of, not a wait for something to happen
         found = []
@@ -159,7 +168,9 @@ class Peers:
             began_s, before = time.monotonic(), self.links.traffic()
             time.sleep(WINDOW_S)
             after, took_s = self.links.traffic(), time.monotonic() - began_s
-            found.append((took_s, sum(after[place].sent_bytes - before[place].sent_bytes for place in places)))
+            found.append(
+                (took_s, sum(after[place].sent_bytes - before[place].sent_bytes for place in places))
+            )
             if len(found) > 1 and found[-1][1] >= 0.95 * cap * took_s:
                 break
         return found
@@ -180,8 +191,9 @@ BEST_OF = 4
 def check_cap(windows: list[tuple[float, int]], cap: float) -> None:
     """Never above the cap, from the beginning to the end of any window; and used up in one of them at least.
 
-    A process that gets no processor for more than 50 ms loses what it might have sent (`swarm.net.bucket`), which says nothing about the
-    cap: the best window counts. A bucket that gives 10 % less than asked for shows in all of them.
+    A process that gets no processor for more than 50 ms loses what it might have sent (`swarm.net.bucket`),
+    which says nothing about the cap: the best window counts. A bucket that gives 10 % less than asked for
+    shows in all of them.
     """
     for count in range(1, len(windows) + 1):
         seconds, sent = (sum(column) for column in zip(*windows[:count], strict=True))
@@ -191,12 +203,16 @@ def check_cap(windows: list[tuple[float, int]], cap: float) -> None:
 
 @needs_links
 def test_caps_are_kept_and_used_up_on_the_wire() -> None:
-    """While there is always something to send: what leaves a peer with caps, and what comes to it, from two others at once.
+    """While there is always something to send: what leaves a peer with caps, and what comes to it, from two
+    others at once.
 
     So low that a machine with much other work can still carry it.
     """
     up, down = 0.5e6, 0.8e6
-    with Links([Link.of(mbit_per_s=200, round_trip_s=0.01)] * 3) as links, Peers(links, elements=16, up=up, down=down) as peers:
+    with (
+        Links([Link.of(mbit_per_s=200, round_trip_s=0.01)] * 3) as links,
+        Peers(links, elements=16, up=up, down=down) as peers,
+    ):
         peers.tell(1, f"{peers.addresses[0]} {peers.addresses[2]}")
         check_cap(peers.windows([1], 0.7, up), up)
         peers.tell(1, "stop")
@@ -212,7 +228,12 @@ def test_a_capped_peer_is_given_less_to_reduce_and_a_round_takes_what_its_cap_al
     cap, elements = 1.5e6, 1 << 20
     with (
         Links([Link.of(mbit_per_s=400, round_trip_s=0.01)] * 3) as links,
-        Peers(links, elements=elements, up=cap if direction == "up" else None, down=cap if direction == "down" else None) as peers,
+        Peers(
+            links,
+            elements=elements,
+            up=cap if direction == "up" else None,
+            down=cap if direction == "down" else None,
+        ) as peers,
     ):
         before = links.traffic()
         for place in range(3):
@@ -220,7 +241,9 @@ def test_a_capped_peer_is_given_less_to_reduce_and_a_round_takes_what_its_cap_al
         told = [json.loads(peers.hear(place)) for place in range(3)]
         sent = [new.sent_bytes - old.sent_bytes for new, old in zip(links.traffic(), before, strict=True)]
     assert [report["reason"] for report in told] == [""] * 3
-    # what the capped peer took is what it was sent: with three alike it is not told apart on the wire, so its own count, framing added
+    # what the capped peer took is what it was sent: with three alike it is not told apart on the wire, so its
+    # own count, framing added
     moved = sent[1] if direction == "up" else told[1]["received"] * 1.04
     assert 0.8 * cap <= moved / told[1]["exchange_s"] <= 1.05 * cap  # the round waits for nothing else
-    assert told[1]["sent"] < min(told[0]["sent"], told[2]["sent"])  # the others reduce more, and have more averages to give
+    # the others reduce more, and have more averages to give
+    assert told[1]["sent"] < min(told[0]["sent"], told[2]["sent"])

@@ -1,4 +1,6 @@
-"""Mixture layers, switch layers and pipelines over real servers and sockets; the examples train to the loss of local models."""
+"""Mixture layers, switch layers and pipelines over real servers and sockets; the examples train to the loss
+of local models.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from torch import nn
 
 import swarm
 from examples import experts_bytelm, experts_digits
-from moe.mixture.gate import ProductKeyGate
-from moe.uid import Grid
+from moe.client.logic.gate import ProductKeyGate
+from moe.protocol.names import ExpertGrid
 
 WAIT_S = 60.0
 
@@ -33,14 +35,20 @@ def nodes() -> Iterator[tuple[swarm.Node, list[swarm.Node]]]:
 
 
 class LocalMixture(nn.Module):
-    """The same mixture with its experts here: each has an optimizer of its own, which steps when the expert was used."""
+    """The same mixture with its experts here: each has an optimizer of its own, which steps when the expert
+    was used.
+    """
 
-    def __init__(self, width: int, grid: str, k_best: int, experts: dict[str, nn.Module], learning_rate: float) -> None:
+    def __init__(
+        self, width: int, grid: str, k_best: int, experts: dict[str, nn.Module], learning_rate: float
+    ) -> None:
         super().__init__()
-        self.grid, self.k_best = Grid.parse(grid), k_best
+        self.grid, self.k_best = ExpertGrid.parse(grid), k_best
         self.gate = ProductKeyGate(width, self.grid.shape)
         self._experts = [copy.deepcopy(experts[str(name)]) for name in self.grid.names()]
-        self._optimizers = [torch.optim.Adam(expert.parameters(), lr=learning_rate) for expert in self._experts]
+        self._optimizers = [
+            torch.optim.Adam(expert.parameters(), lr=learning_rate) for expert in self._experts
+        ]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scores = self.gate(x)
@@ -73,7 +81,7 @@ def experts_for(names: list[str], make: Callable[[], swarm.Expert]) -> dict[str,
 
 def test_digits_train_to_the_loss_of_the_local_model(nodes: tuple[swarm.Node, list[swarm.Node]]) -> None:
     trainer, hosts = nodes
-    names = [str(name) for name in Grid.parse(experts_digits.GRID).names()]
+    names = [str(name) for name in ExpertGrid.parse(experts_digits.GRID).names()]
     experts = experts_for(names, experts_digits.make_expert)
     modules = {name: copy.deepcopy(expert.module) for name, expert in experts.items()}
     with (
@@ -84,7 +92,9 @@ def test_digits_train_to_the_loss_of_the_local_model(nodes: tuple[swarm.Node, li
             trainer, experts_digits.WIDTH, grid=experts_digits.GRID, k_best=2, k_min=2, backward_k_min=2
         )
         loss, accuracy = experts_digits.train(remote, 40, lambda _: None)
-    local = partial(LocalMixture, experts_digits.WIDTH, experts_digits.GRID, 2, modules, experts_digits.LEARNING_RATE)
+    local = partial(
+        LocalMixture, experts_digits.WIDTH, experts_digits.GRID, 2, modules, experts_digits.LEARNING_RATE
+    )
     local_loss, _ = experts_digits.train(local, 40, lambda _: None)
     assert loss == pytest.approx(local_loss, rel=0.05)
     assert accuracy > 0.6
@@ -96,13 +106,19 @@ def test_a_language_model_trains_to_the_loss_of_the_local_model(
 ) -> None:
     monkeypatch.setattr(experts_bytelm, "DATA_BYTES", 500_000)
     trainer, hosts = nodes
-    names = [str(name) for layer in range(experts_bytelm.LAYERS) for name in Grid.parse(experts_bytelm.grid_of(layer)).names()]
+    names = [
+        str(name)
+        for layer in range(experts_bytelm.LAYERS)
+        for name in ExpertGrid.parse(experts_bytelm.grid_of(layer)).names()
+    ]
     experts = experts_for(names, experts_bytelm.make_expert)
     modules = {name: copy.deepcopy(expert.module) for name, expert in experts.items()}
     width, steps = experts_bytelm.WIDTH, 30
 
     def remote(layer: int) -> nn.Module:
-        return swarm.RemoteMixtureOfExperts(trainer, width, grid=experts_bytelm.grid_of(layer), k_best=2, k_min=2, backward_k_min=2)
+        return swarm.RemoteMixtureOfExperts(
+            trainer, width, grid=experts_bytelm.grid_of(layer), k_best=2, k_min=2, backward_k_min=2
+        )
 
     def local(layer: int) -> nn.Module:
         return LocalMixture(width, experts_bytelm.grid_of(layer), 2, modules, experts_bytelm.LEARNING_RATE)
@@ -122,8 +138,13 @@ def test_a_switch_layer_and_a_pipeline_over_real_servers(nodes: tuple[swarm.Node
     torch.manual_seed(0)
     blocks = {f"block.{stage}": nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for stage in range(4)}
     experts = {f"sw.{place}": nn.Linear(8, 8) for place in range(4)}
-    hosted = {name: swarm.Expert(copy.deepcopy(module), (torch.zeros(1, 8),)) for name, module in (blocks | experts).items()}
-    again = {name: swarm.Expert(copy.deepcopy(module), (torch.zeros(1, 8),)) for name, module in blocks.items()}
+    hosted = {
+        name: swarm.Expert(copy.deepcopy(module), (torch.zeros(1, 8),))
+        for name, module in (blocks | experts).items()
+    }
+    again = {
+        name: swarm.Expert(copy.deepcopy(module), (torch.zeros(1, 8),)) for name, module in blocks.items()
+    }
     x = torch.randn(10, 8, requires_grad=True)
     with swarm.ExpertServer(hosts[0], hosted), swarm.ExpertServer(hosts[1], again):
         pipeline = swarm.RemoteSequential(trainer, "block.[0:4]", micro_batch_size=3)

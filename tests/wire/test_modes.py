@@ -1,4 +1,6 @@
-"""The modes on real sockets: several peers in one process, against one machine that does the same in sequence."""
+"""The modes on real sockets: several peers in one process, against one machine that does the same in
+sequence.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +13,53 @@ from typing import Any
 import pytest
 import torch
 
-from averaging.optimizer import Diloco, Gossip, Gradients, Local
-from averaging.training.modes import ModeSettings
-from averaging.training.modes.diloco import DilocoMode
-from averaging.training.modes.gradients import GradientsMode
+from averaging.optim.modes import ModeSettings
+from averaging.optim.modes.diloco import DilocoMode
+from averaging.optim.modes.gradients import GradientsMode
+from averaging.optim.optimizer import Diloco, Gossip, Gradients, Local
 from benchmarks import speeds
-from swarm.errors import UsageError
-from tests.wire.test_optimizer import BATCH, QUICK, Peer, adam, assert_close, batch, build, halving, one_more, swarm_of, together
+from swarm.core.errors import UsageError
+from tests.wire.test_optimizer import (
+    BATCH,
+    QUICK,
+    Peer,
+    adam,
+    assert_close,
+    batch,
+    build,
+    halving,
+    one_more,
+    swarm_of,
+    together,
+)
 
 ATTEMPTS_MAX = 4
 
 
 @contextmanager
 def trained(count: int, run: str, train: Callable[[Peer], object], **options: Any) -> Iterator[list[Peer]]:
-    """Peers after their training, all of whose rounds had everybody in them: on a busy machine some go on without a peer."""
+    """Peers after their training, all of whose rounds had everybody in them: on a busy machine some go on
+    without a peer.
+    """
     for attempt in range(ATTEMPTS_MAX):
         with swarm_of(count, f"{run} {attempt}", **options) as peers:
             together([lambda peer=peer: train(peer) for peer in peers])  # type: ignore[misc]
-            whole = not any(report.resynchronised or report.alone or report.rounds_failed for peer in peers for report in peer.reports)
+            whole = not any(
+                report.resynchronised or report.alone or report.rounds_failed
+                for peer in peers
+                for report in peer.reports
+            )
             if whole or attempt == ATTEMPTS_MAX - 1:
                 yield peers
                 return
 
 
-def plain_diloco(epochs: int, peers: list[Peer], lr: float, momentum: float, newcomer: int = -1) -> list[torch.Tensor]:
-    """All peers' local steps in sequence, and an outer step of torch's SGD on the mean by samples; the parameters after that."""
+def plain_diloco(
+    epochs: int, peers: list[Peer], lr: float, momentum: float, newcomer: int = -1
+) -> list[torch.Tensor]:
+    """All peers' local steps in sequence, and an outer step of torch's SGD on the mean by samples; the
+    parameters after that.
+    """
     nets = {peer.number: build() for peer in peers}
     inner = {number: adam(net) for number, net in nets.items()}
     schedules = [halving(one) for one in inner.values()]
@@ -51,7 +75,9 @@ def plain_diloco(epochs: int, peers: list[Peer], lr: float, momentum: float, new
                 inner[peer.number].step()
                 samples[peer.number] += BATCH
         for place, p in enumerate(shared):
-            deltas = [samples[n] * (p.detach() - list(net.parameters())[place].detach()) for n, net in nets.items()]
+            deltas = [
+                samples[n] * (p.detach() - list(net.parameters())[place].detach()) for n, net in nets.items()
+            ]
             p.grad = torch.stack(deltas).sum(0) / sum(samples.values())
         outer.step()
         for net in nets.values():
@@ -62,8 +88,12 @@ def plain_diloco(epochs: int, peers: list[Peer], lr: float, momentum: float, new
     return [p.detach() for p in shared]
 
 
-@pytest.mark.parametrize(("mode", "lr", "momentum"), [("local", 1.0, 0.0), (Diloco(outer_lr=0.6, momentum=0.8), 0.6, 0.8)])
-def test_peers_with_local_steps_train_as_in_sequence(mode: str | ModeSettings, lr: float, momentum: float) -> None:
+@pytest.mark.parametrize(
+    ("mode", "lr", "momentum"), [("local", 1.0, 0.0), (Diloco(outer_lr=0.6, momentum=0.8), 0.6, 0.8)]
+)
+def test_peers_with_local_steps_train_as_in_sequence(
+    mode: str | ModeSettings, lr: float, momentum: float
+) -> None:
     with trained(3, f"sequence {lr}", lambda peer: peer.train_to(5), mode=mode) as peers:
         assert len({peer.opt.state_digest() for peer in peers}) == 1, "all hold the same base and momentum"
         assert all(report.dropped == 0 for peer in peers for report in peer.reports)
@@ -83,7 +113,9 @@ def test_streaming_overlaps_rounds_with_training_and_states_stay_equal(codec: st
             seen.append(peer.opt.in_flight)
             peer.train_once()
 
-    with trained(3, f"streaming {codec}", train, mode=Diloco(streaming=3), codec=codec, error_feedback=True) as peers:
+    with trained(
+        3, f"streaming {codec}", train, mode=Diloco(streaming=3), codec=codec, error_feedback=True
+    ) as peers:
         assert any(seen), "training went on during rounds"
         assert len({peer.opt.state_digest() for peer in peers}) == 1
         for peer in peers:
@@ -92,13 +124,19 @@ def test_streaming_overlaps_rounds_with_training_and_states_stay_equal(codec: st
             assert all(report.dropped == 0 for report in peer.reports)
             launched = peer.opt._loop._launched
             rest = peer.reports[-1].accumulated + (launched.contributed if launched is not None else 0)
-            assert sum(report.contributed for report in done) + rest == BATCH * len(peer.reports), "every sample counts once"
+            assert sum(report.contributed for report in done) + rest == BATCH * len(peer.reports), (
+                "every sample counts once"
+            )
             feedback = peer.opt.state_dict()["swarm"]["feedback"]
-            assert [one["committed"] for one in feedback] == [3, 2, 2], "each fragment has a feedback of its own"
+            assert [one["committed"] for one in feedback] == [3, 2, 2], (
+                "each fragment has a feedback of its own"
+            )
 
 
 def test_streaming_rounds_can_be_applied_after_a_fixed_number_of_steps() -> None:
-    with trained(2, "fixed delay", lambda peer: peer.train_to(4), mode=Diloco(streaming=2, delay_steps=3)) as peers:
+    with trained(
+        2, "fixed delay", lambda peer: peer.train_to(4), mode=Diloco(streaming=2, delay_steps=3)
+    ) as peers:
         for peer in peers:
             flown = [0]
             for report in peer.reports:
@@ -109,7 +147,8 @@ def test_streaming_rounds_can_be_applied_after_a_fixed_number_of_steps() -> None
 
 
 def test_delayed_gradients_train_as_in_sequence() -> None:
-    noted: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # peer: (epoch of the parameters, epoch it counts for, seed)
+    # peer: (epoch of the parameters, epoch it counts for, seed)
+    noted: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
 
     def train(peer: Peer) -> None:
         noted[peer.number] = []
@@ -121,8 +160,12 @@ def test_delayed_gradients_train_as_in_sequence() -> None:
     with trained(2, "delayed", train, mode=Gradients(delayed=True)) as peers:
         assert len({peer.opt.state_digest() for peer in peers}) == 1
         batches = [one for found in noted.values() for one in found]
-        assert any(computed < counts for computed, counts, _ in batches), "gradients were computed during rounds"
-        assert all(counts - 1 <= computed <= counts for computed, counts, _ in batches), "delayed by one step at most"
+        assert any(computed < counts for computed, counts, _ in batches), (
+            "gradients were computed during rounds"
+        )
+        assert all(counts - 1 <= computed <= counts for computed, counts, _ in batches), (
+            "delayed by one step at most"
+        )
         net = build()
         inner, versions = adam(net), []
         schedule = halving(inner)
@@ -136,7 +179,11 @@ def test_delayed_gradients_train_as_in_sequence() -> None:
                 for p, value in zip(probe.parameters(), versions[computed], strict=True):
                     p.data.copy_(value)
                 (probe(batch(seed)[0]) - batch(seed)[1]).square().mean().backward()
-                sums = [one + p.grad for one, p in zip(sums, probe.parameters(), strict=True) if p.grad is not None]
+                sums = [
+                    one + p.grad
+                    for one, p in zip(sums, probe.parameters(), strict=True)
+                    if p.grad is not None
+                ]
             for p, one in zip(net.parameters(), sums, strict=True):
                 p.grad = one / len(own)
             inner.step()
@@ -149,13 +196,21 @@ def test_gossip_is_held_in_pairs_that_change() -> None:
         together([lambda peer=peer: peer.train_to(6) for peer in peers])  # type: ignore[misc]
         partners: dict[int, set[object]] = {}
         for peer in peers:
-            rounds = [report.round for report in peer.reports if report.stepped and report.round is not None and not report.round.failed]
+            rounds = [
+                report.round
+                for report in peer.reports
+                if report.stepped and report.round is not None and not report.round.failed
+            ]
             assert rounds
             assert all(len(one.peers) == 2 for one in rounds)
             assert all(report.state_round is None for report in peer.reports)
-            partners[peer.number] = {other for one in rounds for other in one.peers if other != peer.node.peer_id}
+            partners[peer.number] = {
+                other for one in rounds for other in one.peers if other != peer.node.peer_id
+            }
         assert max(len(found) for found in partners.values()) >= 2, "others each time"
-        vectors = torch.stack([torch.nn.utils.parameters_to_vector(peer.net.parameters()).detach() for peer in peers])
+        vectors = torch.stack(
+            [torch.nn.utils.parameters_to_vector(peer.net.parameters()).detach() for peer in peers]
+        )
         start = torch.nn.utils.parameters_to_vector(build().parameters()).detach()
         assert vectors.std(0).norm() < 0.5 * (vectors.mean(0) - start).norm(), "they moved together"
         with pytest.raises(UsageError, match="averages parameters themselves"):
@@ -187,7 +242,9 @@ def test_a_late_joiner_takes_base_and_momentum_and_counts_from_its_second_round_
         assert len({peer.opt.state_digest() for peer in everybody}) == 1
         assert weights[0] == 0.0
         assert all(weight > 0 for weight in weights[1:]), weights
-        assert late.opt.inner.param_groups[0]["lr"] == peers[0].opt.inner.param_groups[0]["lr"], "the schedule came with the state"
+        assert late.opt.inner.param_groups[0]["lr"] == peers[0].opt.inner.param_groups[0]["lr"], (
+            "the schedule came with the state"
+        )
 
 
 def test_a_frozen_peer_adds_what_it_had_learned_to_the_base_that_it_missed() -> None:
@@ -218,7 +275,9 @@ def test_a_frozen_peer_adds_what_it_had_learned_to_the_base_that_it_missed() -> 
         assert report.accumulated >= BATCH
         moved = [theta - base.detach() for theta, base in zip(carried[0], learner.base, strict=True)]  # type: ignore[attr-defined]
         before, after = (torch.cat([one.flatten() for one in parts]) for parts in (progress, moved))
-        assert torch.nn.functional.cosine_similarity(before, after, dim=0) > 0.3, "it is what it had learned, and a step or two more"
+        assert torch.nn.functional.cosine_similarity(before, after, dim=0) > 0.3, (
+            "it is what it had learned, and a step or two more"
+        )
         together([lambda peer=peer: peer.train_to(6) for peer in peers])  # type: ignore[misc]
         assert len({peer.opt.state_digest() for peer in peers}) == 1
 
@@ -227,7 +286,11 @@ def test_peers_that_began_with_different_weights_become_equal() -> None:
     with ExitStack() as stack:
         peers: list[Peer] = []
         for number in range(2):
-            peers.append(stack.enter_context(one_more(peers, "apart", number, seed=number, mode="diloco", state_sync_epochs=None)))
+            peers.append(
+                stack.enter_context(
+                    one_more(peers, "apart", number, seed=number, mode="diloco", state_sync_epochs=None)
+                )
+            )
         together([lambda peer=peer: peer.train_to(3) for peer in peers])  # type: ignore[misc]
         assert len({peer.opt.state_digest() for peer in peers}) == 1
         assert all(any(report.drift for report in peer.reports) for peer in peers)
@@ -253,10 +316,14 @@ def test_a_round_that_fails_for_everybody_is_made_up_for_by_the_next() -> None:
         assert all(peer.opt.epoch == 0 for peer in peers)
         failed = [sum(report.rounds_failed for report in peer.reports) for peer in peers]
         assert all(1 <= count <= 12 for count in failed)
-        assert all(len(peer.reports) > count for peer, count in zip(peers, failed, strict=True)), "training goes on between two attempts"
+        assert all(len(peer.reports) > count for peer, count in zip(peers, failed, strict=True)), (
+            "training goes on between two attempts"
+        )
         failing.clear()
         together([lambda peer=peer: peer.train_to(1) for peer in peers])  # type: ignore[misc]
-        assert all(peer.reports[-1].contributed == BATCH * len(peer.reports) for peer in peers), "no step of theirs is lost"
+        assert all(peer.reports[-1].contributed == BATCH * len(peer.reports) for peer in peers), (
+            "no step of theirs is lost"
+        )
         expected = plain_diloco(1, peers, 0.7, 0.9)
         for ours, theirs in zip(peers[0].net.parameters(), expected, strict=True):
             torch.testing.assert_close(ours.detach(), theirs, rtol=1e-5, atol=1e-5)
@@ -276,7 +343,9 @@ def test_peers_with_other_settings_do_not_meet() -> None:
             reports.append(peer.reports[-1])
 
         together([lambda peer=peer: train(peer) for peer in peers])  # type: ignore[misc]
-        assert any("outer_lr=0.7" in report.reason or "outer_lr=0.5" in report.reason for report in reports), reports
+        assert any(
+            "outer_lr=0.7" in report.reason or "outer_lr=0.5" in report.reason for report in reports
+        ), reports
         assert all(peer.opt.epoch == 0 for peer in peers)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from swarm.cli import main
-from swarm.ids import Contact
+from swarm.core.ids import Contact
 from swarm.metrics.record import metrics_keys
 from swarm.monitor.prometheus import MetricsServer
 from swarm.monitor.watching import Watch, WatchConfig
@@ -45,30 +45,38 @@ def told(run: list[Node]) -> None:
     def everybody() -> bool:
         answers = run[0].dht.get_many(metrics_keys(run_id()), max_age_s=0).answers
         entries = [entry for found in answers.values() if isinstance(found, dict) for entry in found.values()]
-        return len(entries) == 2 and all(entry.value.get("rounds") and "loss" in entry.value for entry in entries)
+        return len(entries) == 2 and all(
+            entry.value.get("rounds") and "loss" in entry.value for entry in entries
+        )
 
     until(everybody, "metrics with a round")
 
 
 def run_id() -> str:
-    from swarm.ids import open_run_id
+    from swarm.core.ids import open_run_id
 
     return open_run_id(NAME)
 
 
-def test_once_json_is_one_line_that_holds_the_run(run: list[Node], capsys: pytest.CaptureFixture[str]) -> None:
+def test_once_json_is_one_line_that_holds_the_run(
+    run: list[Node], capsys: pytest.CaptureFixture[str]
+) -> None:
     told(run)
     assert main(["monitor", run[0].addresses[0], "--run", NAME, "--once", "--json"]) == 0
     (line,) = capsys.readouterr().out.strip().splitlines()
     view = json.loads(line)
     assert (view["event"], view["link"]["status"], view["run"]["name"]) == ("view", "live", NAME)
     assert {peer["name"] for peer in view["peers"]} == {"anna", "ben"}
-    assert all(peer["fresh"] and peer["device"] == "cpu" and peer["reach"] == "direct" for peer in view["peers"])
+    assert all(
+        peer["fresh"] and peer["device"] == "cpu" and peer["reach"] == "direct" for peer in view["peers"]
+    )
     assert view["validation_loss"] == 1.5
     assert view["loss"] > 0
     assert view["own"]["accuracy"] == {"median": 0.9, "least": 0.9, "most": 0.9, "peers": 2}
     assert view["samples_per_s"] > 0
-    assert any(round["members"] == 2 and round["digest"] and round["digests"] == 1 for round in view["rounds"])
+    assert any(
+        round["members"] == 2 and round["digest"] and round["digests"] == 1 for round in view["rounds"]
+    )
     assert all(peer["up_bytes"] > 0 and peer["rounds_done"] > 0 for peer in view["peers"])
 
 
@@ -80,11 +88,26 @@ def test_once_as_text_is_for_people(run: list[Node], capsys: pytest.CaptureFixtu
     assert "\x1b" not in shown
 
 
-def test_a_monitor_leaves_a_log_and_a_history_that_the_next_one_finds(run: list[Node], tmp_path: Path) -> None:
+def test_a_monitor_leaves_a_log_and_a_history_that_the_next_one_finds(
+    run: list[Node], tmp_path: Path
+) -> None:
     log, history = tmp_path / "run.jsonl", tmp_path / "history.sqlite"
-    command = [sys.executable, "-m", "swarm.cli", "monitor", run[0].addresses[0], "--run", NAME, "--json", "--exit-with-parent"]
+    command = [
+        sys.executable,
+        "-m",
+        "swarm.cli",
+        "monitor",
+        run[0].addresses[0],
+        "--run",
+        NAME,
+        "--json",
+        "--exit-with-parent",
+    ]
     child = subprocess.Popen(
-        [*command, "--log", str(log), "--history", str(history)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [*command, "--log", str(log), "--history", str(history)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert child.stdout is not None
     lines: list[dict[str, Any]] = []
@@ -101,7 +124,9 @@ def test_a_monitor_leaves_a_log_and_a_history_that_the_next_one_finds(run: list[
         child.stdout.close()
     assert {line["kind"] for line in lines if line["event"] == "event"} >= {"joined"}
     assert {json.loads(line)["event"] for line in log.read_text().splitlines()} == {"view", "event"}
-    with Watch(WatchConfig(entry=(Contact.parse(run[0].addresses[0]),), run=NAME, history=lambda run_id: history)) as watch:
+    with Watch(
+        WatchConfig(entry=(Contact.parse(run[0].addresses[0]),), run=NAME, history=lambda run_id: history)
+    ) as watch:
         now_s = watch.node.clock.swarm_s()
         assert len(watch.history.series(now_s - 60.0, now_s)["series"]["samples_per_s"]) >= 1
         assert watch.view().events[0].kind == "joined"
@@ -112,7 +137,10 @@ def test_prometheus_reads_a_live_run(run: list[Node]) -> None:
     config = WatchConfig(entry=(Contact.parse(run[0].addresses[0]),), run=NAME)
     with Watch(config) as watch:
         until(lambda: watch.view().live, "a live view")
-        with MetricsServer(watch, ("127.0.0.1", 0)) as server, urllib.request.urlopen(server.url, timeout=5) as reply:
+        with (
+            MetricsServer(watch, ("127.0.0.1", 0)) as server,
+            urllib.request.urlopen(server.url, timeout=5) as reply,
+        ):
             text = reply.read().decode()
     assert "swarm_monitor_up 1.0" in text
     assert 'name="anna"' in text

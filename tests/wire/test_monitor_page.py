@@ -1,4 +1,6 @@
-"""The page in a real browser: it renders, live data arrives, charts are drawn and zoom, nobody else is asked, and old is called old."""
+"""The page in a real browser: it renders, live data arrives, charts are drawn and zoom, nobody else is asked,
+and old is called old.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from swarm.ids import Contact
+from swarm.core.ids import Contact
 from swarm.monitor.watching import Watch, WatchConfig
 from swarm.monitor.web import WebServer
 from swarm.node import Node
@@ -22,7 +24,8 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 DRIVER = shutil.which("chromedriver")
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 pytestmark = pytest.mark.skipif(
-    not CHROMIUM or not DRIVER, reason="there is no chromium with its chromedriver here (apt-get install chromium-driver)"
+    not CHROMIUM or not DRIVER,
+    reason="there is no chromium with its chromedriver here (apt-get install chromium-driver)",
 )
 
 _WAIT_S = 15.0
@@ -80,7 +83,9 @@ class Page:
     def until(self, seen: Callable[[], Any], what: str) -> Any:
         deadline_s = time.monotonic() + _WAIT_S
         while not (found := seen()):
-            assert time.monotonic() < deadline_s, f"{what} did not come within {_WAIT_S:.0f} s; the page says: {self.text('status-text')}"
+            assert time.monotonic() < deadline_s, (
+                f"{what} did not come within {_WAIT_S:.0f} s; the page says: {self.text('status-text')}"
+            )
             time.sleep(0.1)
         return found
 
@@ -92,12 +97,18 @@ class Page:
 
     def hosts(self) -> set[str]:
         events = [json.loads(entry["message"])["message"] for entry in self.browser.get_log("performance")]
-        urls = [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
+        urls = [
+            event["params"]["request"]["url"]
+            for event in events
+            if event["method"] == "Network.requestWillBeSent"
+        ]
         return {str(urlsplit(url).hostname) for url in urls if not url.startswith(("data:", "chrome"))}
 
 
 def watch(run: list[Node], history: Path) -> Watch:
-    return Watch(WatchConfig(entry=(Contact.parse(run[0].addresses[0]),), run=NAME, history=lambda run_id: history))
+    return Watch(
+        WatchConfig(entry=(Contact.parse(run[0].addresses[0]),), run=NAME, history=lambda run_id: history)
+    )
 
 
 def test_the_page(run: list[Node], browser: Any, tmp_path: Path) -> None:
@@ -138,8 +149,13 @@ def _live(page: Page) -> None:
 def _charts(page: Page) -> None:
     wanted = {"Loss", "Peers", "Throughput", "Traffic", "Rounds", "accuracy"}
     page.until(lambda: page.points() >= 3, "three points")
-    page.until(lambda: wanted <= {title for title, colors in page.js(_DRAWN) if colors >= 4}, "charts with lines, labels and grids")
-    labels = page.js("return [...document.querySelectorAll('.plot')].map((plot) => plot.getAttribute('aria-label'))")
+    page.until(
+        lambda: wanted <= {title for title, colors in page.js(_DRAWN) if colors >= 4},
+        "charts with lines, labels and grids",
+    )
+    labels = page.js(
+        "return [...document.querySelectorAll('.plot')].map((plot) => plot.getAttribute('aria-label'))"
+    )
     assert any(label.startswith("Loss: training now ") for label in labels)
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
@@ -148,13 +164,17 @@ def _charts(page: Page) -> None:
     ActionChains(page.browser).move_to_element(over).perform()
     page.until(lambda: page.js("return !document.querySelector('.chart .tip').hidden"), "a tooltip")
     assert "training" in page.js("return document.querySelector('.chart .tip').textContent")
-    ActionChains(page.browser).move_to_element(over).click_and_hold().move_by_offset(90, 0).release().perform()
+    ActionChains(page.browser).move_to_element(over).click_and_hold().move_by_offset(
+        90, 0
+    ).release().perform()
     page.until(lambda: page.js("return !document.getElementById('unzoom').hidden"), "a zoom by dragging")
     page.js("document.getElementById('unzoom').click()")
     assert page.js("return document.getElementById('unzoom').hidden")
     plot = page.browser.find_element("css selector", ".chart .plot")
     plot.send_keys(Keys.ARROW_LEFT)
-    page.until(lambda: page.js("return !document.querySelector('.chart .tip').hidden"), "a tooltip by keyboard")
+    page.until(
+        lambda: page.js("return !document.querySelector('.chart .tip').hidden"), "a tooltip by keyboard"
+    )
     plot.send_keys("+")
     page.until(lambda: page.js("return !document.getElementById('unzoom').hidden"), "a zoom by keyboard")
     plot.send_keys("0")
@@ -163,7 +183,11 @@ def _charts(page: Page) -> None:
 
 def _table(page: Page) -> None:
     def names() -> list[str]:
-        return list(page.js("return [...document.querySelectorAll('#peers tbody button.who')].map((one) => one.dataset.name)"))
+        return list(
+            page.js(
+                "return [...document.querySelectorAll('#peers tbody button.who')].map((one) => one.dataset.name)"
+            )
+        )
 
     assert sorted(names()) == ["anna", "ben"]
     page.js("document.querySelector('#peers th button').click()")
@@ -171,9 +195,13 @@ def _table(page: Page) -> None:
     assert page.js("return document.querySelector('#peers th').getAttribute('aria-sort')") == "ascending"
     page.js("document.querySelector('#peers button.who').click()")
     assert "12D3KooW" in page.js("return document.querySelector('#peers .details').textContent")
-    page.js("const find = document.getElementById('filter'); find.value = 'ben'; find.dispatchEvent(new Event('input'))")
+    page.js(
+        "const find = document.getElementById('filter'); find.value = 'ben'; find.dispatchEvent(new Event('input'))"
+    )
     assert names() == ["ben"]
-    page.js("const find = document.getElementById('filter'); find.value = ''; find.dispatchEvent(new Event('input'))")
+    page.js(
+        "const find = document.getElementById('filter'); find.value = ''; find.dispatchEvent(new Event('input'))"
+    )
 
 
 def _phone_and_dark(page: Page) -> None:
@@ -184,5 +212,7 @@ def _phone_and_dark(page: Page) -> None:
     page.js("document.getElementById('theme').click()")
     metrics = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": True}
     page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-    page.until(lambda: page.js("return document.documentElement.scrollWidth <= 390"), "a page as wide as a phone")
+    page.until(
+        lambda: page.js("return document.documentElement.scrollWidth <= 390"), "a page as wide as a phone"
+    )
     page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

@@ -9,10 +9,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from averaging.training.checkpoint import read
-from swarm.errors import UsageError
-from swarm.ids import Contact
-from swarm.monitor.saving import SavingConfig
+from averaging.optim.state.checkpoint import read
+from swarm.core.errors import UsageError
+from swarm.core.ids import Contact
+from swarm.monitor.saving import StateSavingConfig
 from swarm.monitor.watching import Watch, WatchConfig
 from swarm.node import Node
 from swarm.run import events
@@ -34,7 +34,11 @@ def test_a_monitor_saves_what_the_donors_agree_on(texts: Path, tmp_path: Path) -
         second.wait(events.EpochDone, lambda event: event.peers == 2)
         entry = (Contact.parse(node.addresses[0]),)
         try:
-            with Watch(WatchConfig(entry=entry, saving=SavingConfig(folder=folder, every_s=0.2, kept_max=2, retry_s=0.1))) as watch:
+            with Watch(
+                WatchConfig(
+                    entry=entry, saving=StateSavingConfig(folder=folder, every_s=0.2, kept_max=2, retry_s=0.1)
+                )
+            ) as watch:
                 deadline_s = time.monotonic() + _WAIT_S
                 while sum(event.kind == "saved" for event in watch.view().events) < 3:
                     assert time.monotonic() < deadline_s, [event.text for event in watch.view().events]
@@ -53,7 +57,9 @@ def test_a_monitor_saves_what_the_donors_agree_on(texts: Path, tmp_path: Path) -
     newest = read(kept[-1])
     tensors = safetensors.torch.load_file(kept[-1])
     model = make_task("bytelm", signed.specification.task.settings).build_model(signed.specification.seed)
-    named = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    named = {
+        name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")
+    }
     model.load_state_dict(named, strict=False)
     assert named.keys() == dict(model.named_parameters()).keys()
     assert newest.epoch > 0
@@ -62,6 +68,6 @@ def test_a_monitor_saves_what_the_donors_agree_on(texts: Path, tmp_path: Path) -
 
 def test_a_run_without_a_specification_cannot_be_saved(tmp_path: Path) -> None:
     with watched_run() as nodes:
-        config = WatchConfig(entry=(nodes[0].contact,), run=NAME, saving=SavingConfig(folder=tmp_path))
+        config = WatchConfig(entry=(nodes[0].contact,), run=NAME, saving=StateSavingConfig(folder=tmp_path))
         with pytest.raises(UsageError, match="--save needs a run with a specification"):
             Watch(config)

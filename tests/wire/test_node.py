@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import swarm
-from swarm.errors import DeadlineExceeded, PeerError, UsageError
-from swarm.identity import Identity
-from swarm.ids import Address, Contact
+from swarm.core.errors import DeadlineExceeded, PeerError, UsageError
+from swarm.core.identity import Identity
+from swarm.core.ids import Address, Contact
 from swarm.net.hello import HELLO
 from swarm.net.joining import JoiningConfig
 from swarm.net.rpc import Stream, StreamMethod
@@ -98,7 +98,10 @@ def test_a_black_hole_for_a_bootstrap_delays_neither_start_nor_close() -> None:
 
 def test_the_peer_book_leads_back_when_every_bootstrap_is_dead(tmp_path: Path) -> None:
     with Node(listen=HERE) as friend:
-        with Node(listen=HERE) as bootstrap, Node(bootstrap.addresses, listen=HERE, identity=tmp_path / "key") as node:
+        with (
+            Node(listen=HERE) as bootstrap,
+            Node(bootstrap.addresses, listen=HERE, identity=tmp_path / "key") as node,
+        ):
             node.wait_joined(15)
             node.network.run(node._introductions.introduce(friend.contact, timeout_s=5))
             dead = bootstrap.addresses
@@ -108,10 +111,14 @@ def test_the_peer_book_leads_back_when_every_bootstrap_is_dead(tmp_path: Path) -
             assert node.channels.connected(friend.peer_id)
 
 
-def test_a_second_node_with_the_same_identity_file_is_refused_until_the_first_is_closed(tmp_path: Path) -> None:
+def test_a_second_node_with_the_same_identity_file_is_refused_until_the_first_is_closed(
+    tmp_path: Path,
+) -> None:
     with Node(listen=HERE, identity=tmp_path / "key") as first:
         program = f"import swarm; swarm.Node(listen='{HERE}', identity={str(tmp_path / 'key')!r})"
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=30)
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=30
+        )
         assert done.returncode == 1
         assert "is using the identity file" in done.stderr.splitlines()[-1]
     with Node(listen=HERE, identity=tmp_path / "key") as again:
@@ -127,11 +134,15 @@ def test_a_second_node_with_the_same_identity_file_is_refused_until_the_first_is
         ({"listen": "192.0.2.1:0"}, "cannot listen on 192.0.2.1"),
     ],
 )
-def test_a_wrong_argument_leaves_nothing_behind(arguments: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_a_wrong_argument_leaves_nothing_behind(
+    arguments: dict[str, object], message: str, tmp_path: Path
+) -> None:
     threads = threading.active_count()
     with pytest.raises(UsageError, match=message):
         Node(**{"listen": HERE, "identity": tmp_path / "key", **arguments})  # type: ignore[arg-type]
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("swarm")] == [] or threading.active_count() == threads
+    assert [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("swarm")
+    ] == [] or threading.active_count() == threads
     Identity.load(tmp_path / "key").close()
 
 
@@ -221,7 +232,13 @@ def test_a_program_that_does_not_close_its_node_ends_quietly(tmp_path: Path) -> 
         "sys.exit(3)\n"
     )
     started_s = time.monotonic()
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
     assert (done.returncode, done.stdout, done.stderr) == (3, "1\n", "")
     assert time.monotonic() - started_s < 15
     assert (tmp_path / "key.peers").exists(), "the exit hook closed it"
@@ -229,13 +246,17 @@ def test_a_program_that_does_not_close_its_node_ends_quietly(tmp_path: Path) -> 
 
 def test_a_program_that_raises_shows_its_own_error_only() -> None:
     program = f"import swarm\nnode = swarm.Node(listen='{HERE}')\nraise SystemError('mine')\n"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=30
+    )
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.rstrip().endswith("SystemError: mine")
 
 
-def test_a_call_that_is_still_tidying_up_when_its_node_closes_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_call_that_is_still_tidying_up_when_its_node_closes_prints_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """gRPC prints a traceback for each of its own tasks that is cancelled."""
     entered, left = threading.Event(), threading.Event()
 
@@ -252,7 +273,10 @@ def test_a_call_that_is_still_tidying_up_when_its_node_closes_prints_nothing(cap
         one.handlers.stream(method, lingers)
 
         async def give_up() -> None:
-            async with asyncio.timeout(None) as limit, two.channels.open_stream(one.contact, method, timeout_s=None):
+            async with (
+                asyncio.timeout(None) as limit,
+                two.channels.open_stream(one.contact, method, timeout_s=None),
+            ):
                 await asyncio.to_thread(entered.wait, 15)
                 limit.reschedule(asyncio.get_running_loop().time())
                 await asyncio.sleep(60)
@@ -269,7 +293,9 @@ def test_a_bootstrap_peer_needs_no_torch() -> None:
         f"import sys, swarm\nwith swarm.Node(listen='{HERE}') as node: node.dht.store('a', 1, ttl_s=5)\n"
         "print(sorted({'torch', 'numpy', 'libp2p', 'trio'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=30
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -287,7 +313,9 @@ def test_an_optimizer_that_finds_nobody_says_that_its_node_has_reached_nobody() 
     with Node(dead, listen=HERE, config=QUICK) as node:
         wait_refused(node)
         inner = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
-        with swarm.Optimizer(inner, node=node, run="lonely", target_batch_size=8, batch_size_per_step=4) as optimizer:
+        with swarm.Optimizer(
+            inner, node=node, run="lonely", target_batch_size=8, batch_size_per_step=4
+        ) as optimizer:
             result = optimizer.load_state_from_peers(timeout_s=20.0)
     assert result.alone
     assert "reached nobody" in result.reason

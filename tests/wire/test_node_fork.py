@@ -1,4 +1,6 @@
-"""Forked children beside a live node: DataLoader workers run, the node's handles refuse to, and none of its sockets stays open in them."""
+"""Forked children beside a live node: DataLoader workers run, the node's handles refuse to, and none of its
+sockets stays open in them.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,21 @@ def in_child(body: object) -> str:
 
 
 def ports_of(process: psutil.Process) -> set[int]:
-    return {end.port for connection in process.net_connections("tcp") for end in (connection.laddr, connection.raddr) if end}
+    return {
+        end.port
+        for connection in process.net_connections("tcp")
+        for end in (connection.laddr, connection.raddr)
+        if end
+    }
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_child_keeps_none_of_the_nodes_sockets_and_all_of_its_own() -> None:
-    with Node(listen=HERE) as one, Node(one.addresses, listen=HERE) as two, socket.create_server(("127.0.0.1", 0)) as other:
+    with (
+        Node(listen=HERE) as one,
+        Node(one.addresses, listen=HERE) as two,
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
         assert two.wait_joined(5)
         mine = {one.contact.addresses[0].port, two.contact.addresses[0].port}
         assert mine <= ports_of(psutil.Process())
@@ -56,9 +67,15 @@ def test_a_child_keeps_none_of_the_nodes_sockets_and_all_of_its_own() -> None:
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_handle_used_in_a_child_fails_at_once_and_says_why() -> None:
     with Node(listen=HERE) as node:
-        for use in (lambda: node.dht.get("key"), lambda: node.wait_joined(1), lambda: node.network.submit(node._stop())):
+        for use in (
+            lambda: node.dht.get("key"),
+            lambda: node.wait_joined(1),
+            lambda: node.network.submit(node._stop()),
+        ):
             text = in_child(use)
-            assert text.startswith(f"UsageError: this node belongs to process {os.getpid()} and was inherited by a fork"), text
+            assert text.startswith(
+                f"UsageError: this node belongs to process {os.getpid()} and was inherited by a fork"
+            ), text
         assert in_child(node.close) == "None", "closing in a child touches nothing"
         assert node.dht.store("key", 1, ttl_s=5) is not None
 
@@ -82,7 +99,9 @@ def test_a_data_loader_with_workers_runs_beside_a_node() -> None:
                 assert two.dht.store("key", 1, ttl_s=5).ok
         print("done")
     """)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120
+    )
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
     assert "Traceback" not in done.stderr
     assert "fork" not in done.stderr.lower()
@@ -104,7 +123,7 @@ def test_a_killed_parents_connections_close_although_its_worker_lives_on(tmp_pat
         watcher.handlers.stream(method, watch)
         program = textwrap.dedent(f"""
             import os, sys, time, swarm
-            from swarm.ids import Contact
+            from swarm.core.ids import Contact
             from swarm.net.rpc import StreamMethod
             node = swarm.Node({watcher.addresses!r}, listen="127.0.0.1:0")
             async def hold():
@@ -119,7 +138,9 @@ def test_a_killed_parents_connections_close_although_its_worker_lives_on(tmp_pat
             print(child, flush=True)
             time.sleep(60)
         """)
-        trainer = subprocess.Popen([sys.executable, "-W", "ignore", "-c", program], stdout=subprocess.PIPE, text=True)
+        trainer = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", program], stdout=subprocess.PIPE, text=True
+        )
         assert trainer.stdout is not None
         child = psutil.Process(int(trainer.stdout.readline()))
         try:

@@ -1,4 +1,6 @@
-"""Optimizers on real sockets: several peers in one process, each with a node of its own, trained from threads."""
+"""Optimizers on real sockets: several peers in one process, each with a node of its own, trained from
+threads.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from averaging.optimizer import LoadResult, Optimizer, OptimizerConfig, StepReport
-from averaging.training.donor import Donor
-from averaging.training.modes.gradients import GradientsMode
-from averaging.training.progress import ProgressConfig
-from swarm.errors import UsageError
+from averaging.optim.modes.gradients import GradientsMode
+from averaging.optim.optimizer import LoadResult, Optimizer, OptimizerConfig, StepReport
+from averaging.optim.progress.logic.reports import ProgressConfig
+from averaging.optim.state.donor import Donor
+from swarm.core.errors import UsageError
 from swarm.node import Node
 
 FEATURES, TARGET, BATCH = 6, 48, 4
@@ -68,7 +70,8 @@ class Peer:
         report = self.opt.step()
         if report.samples:
             self.taken.append((before, seed))
-        if report.dropped:  # on a busy machine a round may go on without a peer: what it had for that epoch was not used
+        # on a busy machine a round may go on without a peer: what it had for that epoch was not used
+        if report.dropped:
             self.taken = [one for one in self.taken if one[0] != before]
         self.reports.append(report)
         return report
@@ -89,13 +92,28 @@ def swarm_of(count: int, run: str, **options: Any) -> Iterator[list[Peer]]:
 
 @contextmanager
 def one_more(
-    peers: list[Peer], run: str, number: int, seed: int = 0, make: Callable[[int], torch.nn.Module] = build, **options: Any
+    peers: list[Peer],
+    run: str,
+    number: int,
+    seed: int = 0,
+    make: Callable[[int], torch.nn.Module] = build,
+    **options: Any,
 ) -> Iterator[Peer]:
     net = make(seed)
     options = {"extra_tensors": tuple(net.buffers()), **options}
-    options = {"codec": "float32", "config": QUICK, "scheduler": halving, "state_sync_epochs": 0, "target_batch_size": TARGET, **options}
+    options = {
+        "codec": "float32",
+        "config": QUICK,
+        "scheduler": halving,
+        "state_sync_epochs": 0,
+        "target_batch_size": TARGET,
+        **options,
+    }
     bootstrap = [address for peer in peers[:1] for address in peer.node.addresses]
-    with Node(bootstrap, "127.0.0.1:0") as node, Optimizer(adam(net), node=node, run=run, batch_size_per_step=BATCH, **options) as opt:
+    with (
+        Node(bootstrap, "127.0.0.1:0") as node,
+        Optimizer(adam(net), node=node, run=run, batch_size_per_step=BATCH, **options) as opt,
+    ):
         yield Peer(number, node, net, opt)
 
 
@@ -160,7 +178,11 @@ def test_three_peers_train_as_one_machine_would() -> None:
         assert digests.pop()[0] == 6
         taken = [one for peer in peers for one in peer.taken]
         assert_close(peers[0].net, oracle(6, taken))
-        rounds = [report.round for report in peers[0].reports if report.round is not None and not report.round.failed]
+        rounds = [
+            report.round
+            for report in peers[0].reports
+            if report.round is not None and not report.round.failed
+        ]
         assert any(len(one.peers) == 3 for one in rounds)
 
 
@@ -170,7 +192,8 @@ def test_a_coarse_codec_with_error_feedback_that_is_saved() -> None:
         assert len({peer.opt.state_digest() for peer in peers}) == 1
         saved = [peer.opt.state_dict()["swarm"]["feedback"] for peer in peers]
         assert all(state["committed"] >= 3 for state in saved)
-        assert [bool(state["sender"].any()) for state in saved].count(True) == 1  # so small a model has one reducer: the other sends
+        # so small a model has one reducer: the other sends
+        assert [bool(state["sender"].any()) for state in saved].count(True) == 1
         assert [bool(state["reducer"].any()) for state in saved].count(True) == 1
         again = copy.deepcopy(peers[0].opt.state_dict())
         with swarm_of(1, "coarse again", codec="int2", error_feedback=True) as [resumed]:
@@ -211,7 +234,8 @@ def test_a_frozen_peer_stops_nobody_and_falls_back_in_line() -> None:
     with swarm_of(3, "frozen") as peers:
         together([lambda peer=peer: peer.train_to(2) for peer in peers])  # type: ignore[misc]
         thaw = threading.Event()
-        peers[2].node.network.loop.call_soon_threadsafe(thaw.wait, 60)  # connections stay open, and nothing is said
+        # connections stay open, and nothing is said
+        peers[2].node.network.loop.call_soon_threadsafe(thaw.wait, 60)
         together([lambda peer=peer: peer.train_to(5) for peer in peers[:2]])  # type: ignore[misc]
         assert len({peer.opt.state_digest() for peer in peers[:2]}) == 1
         thaw.set()
@@ -232,7 +256,9 @@ def test_who_was_alone_until_now_averages_the_state_with_a_newcomer_in_the_next_
 
 
 def test_who_has_loaded_the_state_is_known_to_all_at_once() -> None:
-    """Seen: the founder, who looked at the DHT seldom, closed the epoch alone in the second after a newcomer had joined it."""
+    """Seen: the founder, who looked at the DHT seldom, closed the epoch alone in the second after a newcomer
+    had joined it.
+    """
     seldom = OptimizerConfig(no_donor_s=0.2, progress=ProgressConfig(refresh_s_min=9.0, refresh_s_max=9.0))
     with swarm_of(1, "known", config=seldom) as peers, ExitStack() as stack:
         peers[0].train_to(1)
@@ -247,17 +273,23 @@ def test_who_has_loaded_the_state_is_known_to_all_at_once() -> None:
 def test_buffers_and_counters_become_equal_with_the_state() -> None:
     def normed(seed: int) -> torch.nn.Module:
         torch.manual_seed(seed)
-        return torch.nn.Sequential(torch.nn.Linear(FEATURES, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+        return torch.nn.Sequential(
+            torch.nn.Linear(FEATURES, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)
+        )
 
     with ExitStack() as stack:
         peers: list[Peer] = []
         for number in range(2):
-            peers.append(stack.enter_context(one_more(peers, "buffers", number, make=normed, state_sync_epochs=3)))
+            peers.append(
+                stack.enter_context(one_more(peers, "buffers", number, make=normed, state_sync_epochs=3))
+            )
         together([lambda peer=peer: peer.train_to(3) for peer in peers])  # type: ignore[misc]
         assert all(peer.reports[-1].state_round is not None for peer in peers)
         first, second = (dict(peer.net.named_buffers()) for peer in peers)
         assert all(torch.equal(first[name], second[name]) for name in first)
-        assert int(first["1.num_batches_tracked"]) >= max(peer.steps for peer in peers), "counters become the largest that any peer has"
+        assert int(first["1.num_batches_tracked"]) >= max(peer.steps for peer in peers), (
+            "counters become the largest that any peer has"
+        )
         assert len({peer.opt.state_digest() for peer in peers}) == 1
 
 
@@ -278,7 +310,9 @@ def test_a_late_joiner_downloads_the_state_and_contributes() -> None:
 
 
 def test_a_download_longer_than_an_epoch_catches_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Donors hold back until the swarm has gone on; the newcomer took part in those rounds at weight 0, and replays them."""
+    """Donors hold back until the swarm has gone on; the newcomer took part in those rounds at weight 0, and
+    replays them.
+    """
     released, stop = threading.Event(), [10**6]
     on_chunks, capture = Donor.on_chunks, GradientsMode.capture
 
@@ -306,7 +340,12 @@ def test_a_download_longer_than_an_epoch_catches_up(monkeypatch: pytest.MonkeyPa
             released.set()
 
         loads: list[LoadResult] = []
-        together([lambda: loads.append(late.opt.load_state_from_peers(timeout_s=60)), *[lambda peer=peer: go_on(peer) for peer in peers]])  # type: ignore[misc]
+        together(
+            [
+                lambda: loads.append(late.opt.load_state_from_peers(timeout_s=60)),
+                *[lambda peer=peer: go_on(peer) for peer in peers],
+            ]
+        )  # type: ignore[misc]
         assert loads[0].loaded, loads
         assert loads[0].replayed >= 2
         assert loads[0].epoch == stop[0]
@@ -329,7 +368,11 @@ def test_non_finite_gradients_are_dropped_and_reported() -> None:
         backward(peer.net, batch(1))
         next(peer.net.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
         report = peer.opt.step()
-        assert (report.samples, report.dropped, report.reason) == (0, BATCH, "non-finite gradients: parameter 0")
+        assert (report.samples, report.dropped, report.reason) == (
+            0,
+            BATCH,
+            "non-finite gradients: parameter 0",
+        )
         peer.train_to(1)
         assert all(bool(p.isfinite().all()) for p in peer.net.parameters())
 
@@ -341,7 +384,9 @@ def test_it_is_a_torch_optimizer() -> None:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
         scaler = torch.amp.GradScaler("cpu")
         seen: list[Any] = []
-        opt.register_step_pre_hook(lambda inner, args, kwargs: seen.append([p.grad.clone() for p in net.parameters()]))
+        opt.register_step_pre_hook(
+            lambda inner, args, kwargs: seen.append([p.grad.clone() for p in net.parameters()])
+        )
         for seed in (1, 2):
             opt.zero_grad()
             x, y = batch(seed)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from averaging.averager import Averager
-from averaging.optimizer import Optimizer, OptimizerConfig
+from averaging.optim.optimizer import Optimizer, OptimizerConfig
+from averaging.optim.progress.logic.reports import ProgressConfig
 from averaging.reduction.lowrank import PowerSgd
-from averaging.training.progress import ProgressConfig
-from swarm.errors import UsageError
+from swarm.core.errors import UsageError
 from swarm.node import Node
 from tests.wire.test_optimizer import together
 
@@ -21,9 +21,16 @@ QUICK = OptimizerConfig(round_timeout_s=30.0, no_donor_s=0.2, progress=ProgressC
 
 
 def test_averagers_agree_before_they_meet_and_hold_the_same_afterwards() -> None:
-    with Node(listen="127.0.0.1:0") as first, Node(bootstrap=first.addresses, listen="127.0.0.1:0") as second, ExitStack() as stack:
+    with (
+        Node(listen="127.0.0.1:0") as first,
+        Node(bootstrap=first.addresses, listen="127.0.0.1:0") as second,
+        ExitStack() as stack,
+    ):
         generator = torch.Generator().manual_seed(1)
-        tensors = [[torch.randn(200, 300, generator=generator), torch.randn(50, generator=generator)] for _ in range(2)]
+        tensors = [
+            [torch.randn(200, 300, generator=generator), torch.randn(50, generator=generator)]
+            for _ in range(2)
+        ]
         strategy = PowerSgd(rank=4)
         averagers = [
             stack.enter_context(Averager(node, mine, name="factors", strategy=strategy))
@@ -35,17 +42,27 @@ def test_averagers_agree_before_they_meet_and_hold_the_same_afterwards() -> None
         mean = (tensors[0][1] + tensors[1][1]) / 2
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             for nth in range(2):
-                steps = [pool.submit(averager.step, timeout_s=20.0, gather={"me": place}) for place, averager in enumerate(averagers)]
+                steps = [
+                    pool.submit(averager.step, timeout_s=20.0, gather={"me": place})
+                    for place, averager in enumerate(averagers)
+                ]
                 results = [step.result(30.0) for step in steps]
                 assert not any(result.failed for result in results), results
                 assert torch.equal(tensors[0][0], tensors[1][0])
-                assert [dict(result.gathered) for result in results] == [{first.peer_id: {"me": 0}, second.peer_id: {"me": 1}}] * 2
+                assert [dict(result.gathered) for result in results] == [
+                    {first.peer_id: {"me": 0}, second.peer_id: {"me": 1}}
+                ] * 2
                 assert results[0].digest == results[1].digest
                 if not nth:
                     assert torch.allclose(tensors[0][1], mean, atol=2e-3)
                     assert int(torch.linalg.matrix_rank(tensors[0][0], rtol=1e-4)) == 4
             assert 0 < sum(result.bytes_sent for result in results) < 2 * 2 * (4 * 500 + 50) * 1.2
-        for wrong in ({"codec": "int8"}, {"min_fraction": 0.5}, {"strategy": "powersgd:4"}, {"codec": "powersgd:4"}):
+        for wrong in (
+            {"codec": "int8"},
+            {"min_fraction": 0.5},
+            {"strategy": "powersgd:4"},
+            {"codec": "powersgd:4"},
+        ):
             with pytest.raises(UsageError):
                 Averager(first, tensors[0], name="wrong", **{"strategy": strategy, **wrong})  # type: ignore[arg-type]
         with Averager(first, [torch.zeros(3)], name="partial", min_fraction=0.5) as partial:
@@ -57,7 +74,11 @@ def test_optimizers_train_by_factors(codec: str) -> None:
     """The same parameters on both, a loss that falls, and residuals that are saved and come back."""
     target = torch.randn(40, 3, generator=torch.Generator().manual_seed(9))
     losses: dict[int, list[float]] = {0: [], 1: []}
-    with Node(listen="127.0.0.1:0") as first, Node(bootstrap=first.addresses, listen="127.0.0.1:0") as second, ExitStack() as stack:
+    with (
+        Node(listen="127.0.0.1:0") as first,
+        Node(bootstrap=first.addresses, listen="127.0.0.1:0") as second,
+        ExitStack() as stack,
+    ):
         nets, optimizers = [], []
         for node in (first, second):
             torch.manual_seed(0)
@@ -98,4 +119,11 @@ def test_optimizers_train_by_factors(codec: str) -> None:
         assert float(feedback["held"][0].norm()) > 0
         optimizers[0].load_state_dict(saved)
         with pytest.raises(UsageError, match="with PowerSGD the codec"):
-            Optimizer(torch.optim.SGD(nets[0].parameters()), node=first, run="x", target_batch_size=1, codec="int8", strategy=PowerSgd())
+            Optimizer(
+                torch.optim.SGD(nets[0].parameters()),
+                node=first,
+                run="x",
+                target_batch_size=1,
+                codec="int8",
+                strategy=PowerSgd(),
+            )

@@ -7,9 +7,9 @@ import logging
 
 import pytest
 
-from swarm.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
-from swarm.identity import Identity
-from swarm.ids import PeerId
+from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
+from swarm.core.identity import Identity
+from swarm.core.ids import PeerId
 from swarm.net.rpc import Handlers, Method
 from swarm.net.server import Server
 from swarm.wire import peer_pb2
@@ -41,7 +41,9 @@ def test_a_refusal_reaches_the_caller_with_its_reason() -> None:
 
             two.handlers.unary(ECHO, refuse)
             for kind in ("usage", "peer"):
-                with pytest.raises(PeerError, match=f"{two.contact.peer_id} refused {ECHO.name}: the schema differs: é"):
+                with pytest.raises(
+                    PeerError, match=f"{two.contact.peer_id} refused {ECHO.name}: the schema differs: é"
+                ):
                     await two.echo(kind)
 
     run(scenario)
@@ -106,7 +108,9 @@ def test_limits_hold_at_both_ends() -> None:
     run(scenario)
 
 
-def test_a_message_beyond_the_transports_own_limit_ends_only_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_beyond_the_transports_own_limit_ends_only_its_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def scenario() -> None:
         async with pair() as two:
             two.handlers.unary(ECHO, echo)
@@ -169,7 +173,9 @@ def test_a_handler_is_cancelled_when_its_caller_goes_away() -> None:
             await cancelled.wait()
             entered.clear()
             cancelled.clear()
-            with pytest.raises(DeadlineExceeded, match=f"{two.contact.peer_id} at .* did not answer {ECHO.name} within 0.2 s"):
+            with pytest.raises(
+                DeadlineExceeded, match=f"{two.contact.peer_id} at .* did not answer {ECHO.name} within 0.2 s"
+            ):
                 await two.echo("x", timeout_s=0.2)
             await cancelled.wait()
 
@@ -209,7 +215,9 @@ def test_a_port_that_is_taken_is_an_error() -> None:
     async def scenario() -> None:
         async with pair() as two:
             with pytest.raises(UsageError, match=r"cannot listen on 127\.0\.0\.1"):
-                await Server().start(Identity.generate(), Handlers(), "127.0.0.1", two.contact.addresses[0].port)
+                await Server().start(
+                    Identity.generate(), Handlers(), "127.0.0.1", two.contact.addresses[0].port
+                )
         with pytest.raises(UsageError, match=r"cannot listen on 192\.0\.2\.1"):
             await Server().start(Identity.generate(), Handlers(), "192.0.2.1", 0)
 

@@ -1,4 +1,6 @@
-"""Streams on real sockets: the same on both ends, with flow control, and never mistaken for finished when they broke."""
+"""Streams on real sockets: the same on both ends, with flow control, and never mistaken for finished when
+they broke.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from swarm.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
-from swarm.identity import Identity
-from swarm.ids import Address, Contact
+from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, UsageError
+from swarm.core.identity import Identity
+from swarm.core.ids import Address, Contact
 from swarm.net.channels import Channels
 from swarm.net.rpc import Handlers, Stream, StreamMethod
 from swarm.net.server import Server
@@ -52,7 +54,9 @@ async def line() -> AsyncIterator[Line]:
     port = await server.start(identity, handlers, "127.0.0.1", 0)
     channels = Channels(caller)
     try:
-        yield Line(channels, handlers, server, Contact(identity.peer_id, (Address("127.0.0.1", port),)), caller)
+        yield Line(
+            channels, handlers, server, Contact(identity.peer_id, (Address("127.0.0.1", port),)), caller
+        )
     finally:
         await channels.close()
         await server.stop(0)
@@ -82,7 +86,9 @@ def test_messages_go_both_ways_until_both_ends_finish() -> None:
                     await stream.send(b"%d" % number)
                 await stream.finish()
                 await stream.finish()
-                assert [await stream.receive() for _ in range(100)] == [b"%d" % number for number in range(100)]
+                assert [await stream.receive() for _ in range(100)] == [
+                    b"%d" % number for number in range(100)
+                ]
                 assert await stream.receive() is None
                 assert await stream.receive() is None
                 with pytest.raises(UsageError, match="finished"):
@@ -127,7 +133,9 @@ def test_a_refusal_reaches_the_caller_whatever_it_does() -> None:
             one.serve(refuse)
             async with one.channels.open_stream(one.contact, TALK, timeout_s=10) as stream:
                 await stream.send(b"x")
-                with pytest.raises(PeerError, match=f"{one.contact.peer_id} refused {TALK.name}: not of this group"):
+                with pytest.raises(
+                    PeerError, match=f"{one.contact.peer_id} refused {TALK.name}: not of this group"
+                ):
                     await stream.receive()
             async with one.channels.open_stream(one.contact, TALK, timeout_s=10) as stream:
                 with pytest.raises(PeerError, match="not of this group"):
@@ -314,12 +322,18 @@ def test_lanes_are_connections_of_their_own() -> None:
                 for lane in (0, 0, 1, 2, 3):
                     group.create_task(talk(lane))
             assert sorted(lane for _, lane in one.channels._links) == [0, 1, 2, 3]
-            channels = {id(link.connection.channel) for link in one.channels._links.values() if link.connection}
+            channels = {
+                id(link.connection.channel) for link in one.channels._links.values() if link.connection
+            }
             assert len(channels) == 4
             import psutil
 
             port = one.contact.addresses[0].port
-            mine = [c for c in psutil.Process().net_connections("tcp") if c.raddr and c.raddr.port == port and c.status == "ESTABLISHED"]
+            mine = [
+                c
+                for c in psutil.Process().net_connections("tcp")
+                if c.raddr and c.raddr.port == port and c.status == "ESTABLISHED"
+            ]
             assert len(mine) == 4, "each lane has its own TCP connection"
 
     run(scenario)

@@ -1,4 +1,6 @@
-"""Runs over real sockets: what one node publishes another finds, and what `swarm join` says when it cannot take part."""
+"""Runs over real sockets: what one node publishes another finds, and what `swarm join` says when it cannot
+take part.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from swarm.cli import main
-from swarm.errors import UsageError
-from swarm.ids import PeerId
+from swarm.core.errors import UsageError
+from swarm.core.ids import PeerId
 from swarm.node import Node
 from swarm.run.directory import RunDirectory
 from swarm.run.founding import found
@@ -31,7 +33,9 @@ def directory(node: Node) -> RunDirectory:
 
 def publish(node: Node, name: str = "tiny", **changes: object) -> str:
     table = {"name": name, "target_batch_size": 64, "batch_size": 8, "task": {"name": "bytelm"}, **changes}
-    signed, _ = node.network.run(found(directory(node), RunSpecification.from_table(table, "test"), node.identity, node.clock), 30.0)
+    signed, _ = node.network.run(
+        found(directory(node), RunSpecification.from_table(table, "test"), node.identity, node.clock), 30.0
+    )
     return signed.run_id
 
 
@@ -52,7 +56,13 @@ def test_a_forged_specification_does_not_hide_the_true_one(founder: Node) -> Non
     with Node(bootstrap=founder.addresses, listen=HERE) as attacker:
         assert attacker.wait_joined(10)
         forged, _ = attacker.network.run(
-            found(directory(attacker), RunSpecification.from_table(_TABLE, "test"), attacker.identity, attacker.clock), 30.0
+            found(
+                directory(attacker),
+                RunSpecification.from_table(_TABLE, "test"),
+                attacker.identity,
+                attacker.clock,
+            ),
+            30.0,
         )
         for value in (forged.blob, b"garbage"):
             with pytest.raises(UsageError, match="nothing but the run's signed specification"):
@@ -70,12 +80,22 @@ _TABLE = {"name": "evil", "target_batch_size": 64, "batch_size": 8, "task": {"na
     [
         ({}, ["--run", "other"], 2, "this swarm has no run 'other'. It has: tiny@"),
         ({"task": {"name": "poetry"}}, [], 2, "the task 'poetry' is not installed on this machine"),
-        ({"requirements": {"memory_mb": 1 << 30}}, [], 1, "close other programs, or volunteer with a larger machine"),
+        (
+            {"requirements": {"memory_mb": 1 << 30}},
+            [],
+            1,
+            "close other programs, or volunteer with a larger machine",
+        ),
         ({"requirements": {"device": "cuda"}}, ["--device", "cpu"], 2, "is trained on CUDA devices only"),
     ],
 )
 def test_why_a_volunteer_cannot_take_part_is_one_sentence(
-    changes: dict[str, object], options: list[str], code: int, sentence: str, founder: Node, capsys: pytest.CaptureFixture[str]
+    changes: dict[str, object],
+    options: list[str],
+    code: int,
+    sentence: str,
+    founder: Node,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     publish(founder, **changes)
     assert main(["join", founder.addresses[0], "--yes", "--json", *options]) == code
@@ -88,13 +108,21 @@ def test_why_a_volunteer_cannot_take_part_is_one_sentence(
 
 def test_a_swarm_without_a_run_says_so(founder: Node, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["join", founder.addresses[0], "--yes"]) == 2
-    assert "this swarm announces no run: found one with `swarm start RUN.toml --bootstrap ADDRESS`" in capsys.readouterr().err
+    assert (
+        "this swarm announces no run: found one with `swarm start RUN.toml --bootstrap ADDRESS`"
+        in capsys.readouterr().err
+    )
 
 
-def test_what_is_told_before_training_is_complete(founder: Node, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_is_told_before_training_is_complete(
+    founder: Node, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "note.txt").write_text("too short")
     publish(founder)
-    assert main(["join", founder.addresses[0], "--yes", "--json", "--device", "cpu", "--data", str(tmp_path)]) == 2
+    assert (
+        main(["join", founder.addresses[0], "--yes", "--json", "--device", "cpu", "--data", str(tmp_path)])
+        == 2
+    )
     captured = capsys.readouterr()
     told = next(event for event in map(json.loads, captured.out.splitlines()) if event["event"] == "run")
     assert told["parameters"] > 200_000

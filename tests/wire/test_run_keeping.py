@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from swarm.cli import main
-from swarm.errors import PeerError, UsageError
-from swarm.identity import Identity
+from swarm.core.errors import PeerError, UsageError
+from swarm.core.identity import Identity
 from swarm.node import Node
 from swarm.run.directory import RunDirectory
 from swarm.run.founding import found
@@ -22,11 +22,15 @@ HERE = "127.0.0.1:0"
 
 
 def specification() -> RunSpecification:
-    return RunSpecification.from_table({"name": "tiny", "target_batch_size": 64, "batch_size": 8, "task": {"name": "bytelm"}}, "test")
+    return RunSpecification.from_table(
+        {"name": "tiny", "target_batch_size": 64, "batch_size": 8, "task": {"name": "bytelm"}}, "test"
+    )
 
 
 def directory(node: Node, folder: Path | None = None) -> RunDirectory:
-    return RunDirectory(node.dht.service, node.peer_id, clock=node.clock, kept=KeptSpecifications(folder) if folder else None)
+    return RunDirectory(
+        node.dht.service, node.peer_id, clock=node.clock, kept=KeptSpecifications(folder) if folder else None
+    )
 
 
 async def _keep_once(where: RunDirectory, run: SignedSpecification) -> None:
@@ -47,9 +51,13 @@ async def _keep_once(where: RunDirectory, run: SignedSpecification) -> None:
 
 
 def test_a_member_that_comes_back_alone_brings_a_forgotten_run_with_it(tmp_path: Path) -> None:
-    """Founder, members and replicas are gone; of the swarm only an entry point is left, which knows nothing of the run."""
+    """Founder, members and replicas are gone; of the swarm only an entry point is left, which knows nothing
+    of the run.
+    """
     with Node(listen=HERE) as founder:
-        run, _ = founder.network.run(found(directory(founder), specification(), founder.identity, founder.clock), 30.0)
+        run, _ = founder.network.run(
+            found(directory(founder), specification(), founder.identity, founder.clock), 30.0
+        )
         with Node(bootstrap=founder.addresses, listen=HERE) as member:
             assert member.wait_joined(10)
             member.network.run(_keep_once(directory(member, tmp_path), run), 30.0)
@@ -71,7 +79,9 @@ def test_a_run_that_is_founded_anew_is_above_the_copies_of_its_former_members(tm
     owner = Identity.generate()
     KeptSpecifications(tmp_path).save(sign(specification(), owner, version=4, founded_s=0.0))
     with Node(listen=HERE, identity=owner) as node:
-        run, new = node.network.run(found(directory(node, tmp_path), specification(), owner, node.clock), 30.0)
+        run, new = node.network.run(
+            found(directory(node, tmp_path), specification(), owner, node.clock), 30.0
+        )
         assert (run.version, new) == (5, True)
         assert run.founded_s > 0.0
 
@@ -86,12 +96,15 @@ def test_a_former_member_joins_a_run_by_name_although_nobody_answers(
     command = ["join", address, "--yes", "--json", "--device", "cpu"]
     assert main([*command, "--run", "tiny"]) == 1
     assert "nobody answers at" in capsys.readouterr().err
-    table = {**specification().table(), "requirements": {"device": "cuda"}}  # so that the command ends when it has all that it needs
+    # so that the command ends when it has all that it needs
+    table = {**specification().table(), "requirements": {"device": "cuda"}}
     run = sign(RunSpecification.from_table(table, "test"), Identity.generate(), version=1, founded_s=0.0)
     KeptSpecifications(tmp_path / "runs").save(run)
     assert main([*command, "--run", "tiny"]) == 2
     captured = capsys.readouterr()
     assert "is trained on CUDA devices only" in captured.err
-    notices = [event["text"] for event in map(json.loads, captured.out.splitlines()) if event["event"] == "notice"]
+    notices = [
+        event["text"] for event in map(json.loads, captured.out.splitlines()) if event["event"] == "notice"
+    ]
     assert any("going on alone with the specification that this machine kept" in text for text in notices)
     assert main(command) == 1, "without its name no run is taken from the disk"

@@ -1,5 +1,5 @@
-"""Two volunteers on real sockets while their owner changes the run, one pauses, is banned, and the founder resumes a checkpoint; what a
-run's file asks of rounds.
+"""Two volunteers on real sockets while their owner changes the run, one pauses, is banned, and the founder
+resumes a checkpoint; what a run's file asks of rounds.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from averaging.optimizer import Optimizer
-from swarm.identity import Identity
+from averaging.optim.optimizer import Optimizer
+from swarm.core.identity import Identity
 from swarm.node import Node
 from swarm.run import events
 from swarm.run.directory import RunDirectory
@@ -24,7 +24,7 @@ from swarm.run.exporting import export, newest_checkpoint
 from swarm.run.following import Change, changed, tell
 from swarm.run.founding import found
 from swarm.run.outlook import members, round_bytes
-from swarm.run.saving import SavingConfig
+from swarm.run.saving import CheckpointConfig
 from swarm.run.specification import RunSpecification, SignedSpecification
 from swarm.run.task import make_task
 from swarm.run.volunteer import Volunteer, VolunteerConfig
@@ -68,7 +68,9 @@ class Trained:
             self.told.append(event)
             self._news.notify_all()
 
-    def wait(self, kind: type[events.Event], fits: Callable[[Any], bool] = lambda event: True, since: int = 0) -> int:
+    def wait(
+        self, kind: type[events.Event], fits: Callable[[Any], bool] = lambda event: True, since: int = 0
+    ) -> int:
         """Until it told this; returns the place of it, from which to wait for what follows."""
         deadline_s = time.monotonic() + 60
         with self._news:
@@ -78,7 +80,9 @@ class Trained:
                         return place
                 if self.error is not None:
                     raise self.error
-                assert self._news.wait(deadline_s - time.monotonic()), f"no {kind.__name__}; it told {self.told[since:][-5:]}"
+                assert self._news.wait(deadline_s - time.monotonic()), (
+                    f"no {kind.__name__}; it told {self.told[since:][-5:]}"
+                )
 
     def end(self) -> events.Finished:
         self._thread.join(30)
@@ -102,7 +106,9 @@ def texts(tmp_path: Path) -> Path:
     folder = tmp_path / "texts"
     folder.mkdir()
     for number in range(4):
-        (folder / f"{number}.txt").write_text(f"the quick brown fox number {number} jumps over the lazy dog. " * 300)
+        (folder / f"{number}.txt").write_text(
+            f"the quick brown fox number {number} jumps over the lazy dog. " * 300
+        )
     return folder
 
 
@@ -120,10 +126,14 @@ def tell_all(node: Node, signed: SignedSpecification) -> SignedSpecification:
 
 
 def insists(node: Node, signed: SignedSpecification) -> None:
-    """A banned peer that does not follow the specification is refused as a joiner, and whatever it says of its progress."""
+    """A banned peer that does not follow the specification is refused as a joiner, and whatever it says of
+    its progress.
+    """
     parameter = torch.nn.Parameter(torch.ones(3))
     inner = torch.optim.SGD([parameter], lr=0.1)
-    with Optimizer(inner, node=node, run=signed.run_id, target_batch_size=8, batch_size_per_step=8) as stubborn:
+    with Optimizer(
+        inner, node=node, run=signed.run_id, target_batch_size=8, batch_size_per_step=8
+    ) as stubborn:
         loaded = stubborn.load_state_from_peers(timeout_s=2)
         assert not loaded.loaded
         assert "banned" in str(loaded.failures) or "banned" in loaded.reason or not stubborn.contacts()
@@ -183,12 +193,14 @@ def test_who_pauses_leaves_the_others_alone_and_catches_up(texts: Path) -> None:
 def test_the_founder_goes_on_from_its_checkpoint_and_exports_the_model(texts: Path, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     with founded() as (node, _, signed):
-        one = Trained(node, signed, new=True, data=texts, saving=SavingConfig(folder=folder, every_s=0.01))
+        one = Trained(
+            node, signed, new=True, data=texts, saving=CheckpointConfig(folder=folder, every_s=0.01)
+        )
         one.wait(events.Saved)
         one.stop.set()
         last = one.end().epoch
     with founded() as (node, _, signed):
-        saving = SavingConfig(folder=folder, every_s=0.01, resume=True)
+        saving = CheckpointConfig(folder=folder, every_s=0.01, resume=True)
         one = Trained(node, signed, new=True, data=texts, saving=saving)
         place = one.wait(events.EpochDone)
         first = one.told[place]
@@ -202,7 +214,9 @@ def test_the_founder_goes_on_from_its_checkpoint_and_exports_the_model(texts: Pa
     model = make_task(specification.task.name, specification.task.settings).build_model(99)
     model.load_state_dict(safetensors.torch.load_file(tmp_path / "model.safetensors"))
     export(signed, checkpoint, tmp_path / "all.safetensors", optimizer=True)
-    assert any(name.startswith("optimizer.") for name in safetensors.torch.load_file(tmp_path / "all.safetensors"))
+    assert any(
+        name.startswith("optimizer.") for name in safetensors.torch.load_file(tmp_path / "all.safetensors")
+    )
 
 
 def test_a_run_whose_file_asks_for_factors_averages_by_factors(texts: Path) -> None:
@@ -220,8 +234,13 @@ def test_a_run_whose_file_asks_for_factors_averages_by_factors(texts: Path) -> N
             two.stop.set()
             one.end()
             two.end()
-        mine, others = ({event.epoch: event for event in of.told if isinstance(event, events.EpochDone)} for of in (one, two))
-        shared = [epoch for epoch in mine.keys() & others.keys() if mine[epoch].peers == others[epoch].peers == 2]
+        mine, others = (
+            {event.epoch: event for event in of.told if isinstance(event, events.EpochDone)}
+            for of in (one, two)
+        )
+        shared = [
+            epoch for epoch in mine.keys() & others.keys() if mine[epoch].peers == others[epoch].peers == 2
+        ]
         assert len(shared) >= 2
         specification = signed.specification
         described = make_task("bytelm", specification.task.settings).describe(4)

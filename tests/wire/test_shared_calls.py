@@ -1,4 +1,6 @@
-"""Small calls on one stream: they share messages, and none of them can harm another, the callee or its count of open calls."""
+"""Small calls on one stream: they share messages, and none of them can harm another, the callee or its count
+of open calls.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from typing import Any
 import grpc
 import pytest
 
-from swarm.errors import NetworkError, PeerError
-from swarm.identity import Identity
-from swarm.ids import Address, Contact, PeerId
+from swarm.core.errors import NetworkError, PeerError
+from swarm.core.identity import Identity
+from swarm.core.ids import Address, Contact, PeerId
 from swarm.net import calls, server
 from swarm.net.calls import CALLS_NAME
 from swarm.net.channels import Channels
@@ -33,8 +35,12 @@ class Pair:
         self.server, self.contact, self.channels, self.handlers = server, contact, channels, handlers
         self.entered, self.release, self.cancelled = asyncio.Event(), asyncio.Event(), 0
 
-    async def call(self, method: Method[peer_pb2.Hello, peer_pb2.Hello], agent: str, timeout_s: float = 5.0) -> str:
-        return (await self.channels.call(self.contact, method, peer_pb2.Hello(agent=agent), timeout_s=timeout_s)).agent
+    async def call(
+        self, method: Method[peer_pb2.Hello, peer_pb2.Hello], agent: str, timeout_s: float = 5.0
+    ) -> str:
+        return (
+            await self.channels.call(self.contact, method, peer_pb2.Hello(agent=agent), timeout_s=timeout_s)
+        ).agent
 
     async def echo(self, peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
         return request
@@ -65,7 +71,12 @@ class Pair:
 async def pair(server: Server | None = None) -> AsyncIterator[Pair]:
     identity, handlers, server = Identity.generate(), Handlers(), server or Server()
     port = await server.start(identity, handlers, "127.0.0.1", 0)
-    two = Pair(server, Contact(identity.peer_id, (Address("127.0.0.1", port),)), Channels(Identity.generate()), handlers)
+    two = Pair(
+        server,
+        Contact(identity.peer_id, (Address("127.0.0.1", port),)),
+        Channels(Identity.generate()),
+        handlers,
+    )
     handlers.unary(ECHO, two.echo)
     handlers.unary(SLOW, two.slow)
     try:
@@ -155,7 +166,9 @@ def test_a_handler_that_never_waits_is_counted_in_and_out_and_kept_to_the_limits
             calls = [two.call(DIRECT, str(number)) for number in range(30)]
             answers = await asyncio.gather(*calls, return_exceptions=True)
             assert answers[:20] == [str(number) for number in range(20)]
-            assert all("you have 20 calls open" in str(answer) for answer in answers[20:]), "open until they are answered"
+            assert all("you have 20 calls open" in str(answer) for answer in answers[20:]), (
+                "open until they are answered"
+            )
             assert seen == [1, *range(1, 21)]
             await until(lambda: two.open_calls == 0)
 
@@ -166,7 +179,9 @@ def test_a_call_that_is_cancelled_before_it_begins_is_counted_out() -> None:
     async def scenario() -> None:
         async with pair() as two:
             stream = await two.raw_stream()
-            await stream.write(CallBatch(calls=[Call(number=7, method=SLOW.name)], cancelled=[7, 8]).SerializeToString())
+            await stream.write(
+                CallBatch(calls=[Call(number=7, method=SLOW.name)], cancelled=[7, 8]).SerializeToString()
+            )
             await stream.write(CallBatch(calls=[Call(number=9, method=ECHO.name)]).SerializeToString())
             answers = AnswerBatch.FromString(await stream.read()).answers
             assert [answer.number for answer in answers] == [9]
@@ -180,13 +195,24 @@ def test_a_call_that_is_cancelled_before_it_begins_is_counted_out() -> None:
     ("message", "text"),
     [
         (b"\xff\xff", "is not a swarm.wire.CallBatch"),
-        (CallBatch(calls=[Call(number=1, method=SLOW.name)] * 2).SerializeToString(), "call 1 is open already"),
-        (CallBatch(calls=[Call(number=number) for number in range(257)]).SerializeToString(), "at most 256 calls share a message"),
+        (
+            CallBatch(calls=[Call(number=1, method=SLOW.name)] * 2).SerializeToString(),
+            "call 1 is open already",
+        ),
+        (
+            CallBatch(calls=[Call(number=number) for number in range(257)]).SerializeToString(),
+            "at most 256 calls share a message",
+        ),
         (CallBatch(calls=[Call(method="x" * 201)]).SerializeToString(), "at most 200 characters"),
-        (CallBatch(calls=[Call(request=bytes(calls.SHARED_REQUEST_BYTES_MAX + 1))]).SerializeToString(), "request has at most"),
+        (
+            CallBatch(calls=[Call(request=bytes(calls.SHARED_REQUEST_BYTES_MAX + 1))]).SerializeToString(),
+            "request has at most",
+        ),
     ],
 )
-def test_a_stream_that_breaks_the_protocol_is_refused_and_nothing_stays_open(message: bytes, text: str) -> None:
+def test_a_stream_that_breaks_the_protocol_is_refused_and_nothing_stays_open(
+    message: bytes, text: str
+) -> None:
     async def scenario() -> None:
         async with pair() as two:
             stream = await two.raw_stream()
@@ -204,7 +230,11 @@ def test_a_caller_that_goes_away_takes_its_calls_along() -> None:
     async def scenario() -> None:
         async with pair() as two:
             stream = await two.raw_stream()
-            await stream.write(CallBatch(calls=[Call(number=number, method=SLOW.name) for number in range(5)]).SerializeToString())
+            await stream.write(
+                CallBatch(
+                    calls=[Call(number=number, method=SLOW.name) for number in range(5)]
+                ).SerializeToString()
+            )
             await until(lambda: two.open_calls == 5)
             stream.cancel()
             await until(lambda: two.open_calls == 0)
@@ -255,7 +285,10 @@ class Unread:
     """What a handler sees of a caller that sends and sends and reads nothing: no write ever ends."""
 
     def __init__(self, batches: int) -> None:
-        self.batches = [CallBatch(calls=[Call(number=100 * batch + call) for call in range(100)]) for batch in range(batches)]
+        self.batches = [
+            CallBatch(calls=[Call(number=100 * batch + call) for call in range(100)])
+            for batch in range(batches)
+        ]
 
     async def read(self) -> bytes:
         await asyncio.sleep(0)
@@ -267,7 +300,9 @@ class Unread:
         await asyncio.Event().wait()
 
 
-def test_a_call_is_open_until_its_answer_was_sent_and_a_caller_that_does_not_read_is_not_read_either() -> None:
+def test_a_call_is_open_until_its_answer_was_sent_and_a_caller_that_does_not_read_is_not_read_either() -> (
+    None
+):
     async def scenario() -> None:
         context, open_calls = Unread(batches=50), 0
 
@@ -302,7 +337,9 @@ def test_a_call_is_open_until_its_answer_was_sent_and_a_caller_that_does_not_rea
 def test_nonsense_from_the_callee_ends_the_calls_as_its_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with pair() as two:
-            monkeypatch.setattr(calls.AnswerBatch, "SerializeToString", lambda self: b"\xff\xff", raising=False)
+            monkeypatch.setattr(
+                calls.AnswerBatch, "SerializeToString", lambda self: b"\xff\xff", raising=False
+            )
             with pytest.raises(PeerError, match=r"not a swarm\.wire\.AnswerBatch"):
                 await two.call(ECHO, "x")
 

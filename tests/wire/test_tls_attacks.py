@@ -11,9 +11,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from grpc import aio
 
-from swarm.errors import NetworkError
-from swarm.identity import Identity
-from swarm.ids import Address, Contact, PeerId
+from swarm.core.errors import NetworkError
+from swarm.core.identity import Identity
+from swarm.core.ids import Address, Contact, PeerId
 from swarm.net import certificate as tls
 from swarm.net.channels import Channels
 from swarm.net.rpc import Handlers, Method
@@ -45,7 +45,10 @@ def contact(peer_id: PeerId, port: int) -> Contact:
 
 async def ask(port: int, anchor: bytes, peer_id: PeerId, key: bytes | None, certificate: bytes | None) -> str:
     """One raw call, as an attacker would make it: what came of it."""
-    options = [("grpc.ssl_target_name_override", tls.tls_name(peer_id)), ("grpc.use_local_subchannel_pool", 1)]
+    options = [
+        ("grpc.ssl_target_name_override", tls.tls_name(peer_id)),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
     credentials = grpc.ssl_channel_credentials(anchor, key, certificate)
     async with aio.secure_channel(f"127.0.0.1:{port}", credentials, options=options) as channel:
         try:
@@ -64,7 +67,9 @@ def test_every_handler_gets_the_authenticated_caller() -> None:
         async with serving(ALICE) as port:
             for caller in (CALLER, MALLORY):
                 channels = Channels(caller)
-                reply = await channels.call(contact(ALICE.peer_id, port), WHO, peer_pb2.Contact(), timeout_s=5)
+                reply = await channels.call(
+                    contact(ALICE.peer_id, port), WHO, peer_pb2.Contact(), timeout_s=5
+                )
                 assert PeerId.from_bytes(reply.peer_id) == caller.peer_id
                 await channels.close()
 
@@ -84,7 +89,9 @@ def test_an_impostor_is_refused_in_the_handshake() -> None:
     run(scenario)
 
 
-def test_a_leaf_that_claims_the_name_but_is_signed_by_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leaf_that_claims_the_name_but_is_signed_by_another_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Pretender:
         peer_id = ALICE.peer_id
         private_key = MALLORY.private_key
@@ -104,9 +111,13 @@ def test_the_right_server_under_the_wrong_anchor_is_refused() -> None:
     async def scenario() -> None:
         own = tls.client_certificate(CALLER)
         async with serving(ALICE) as port:
-            answer = await ask(port, tls.trust_anchor(MALLORY.peer_id), ALICE.peer_id, own.key_pem, own.certificate_pem)
+            answer = await ask(
+                port, tls.trust_anchor(MALLORY.peer_id), ALICE.peer_id, own.key_pem, own.certificate_pem
+            )
             assert answer.startswith("UNAVAILABLE"), answer
-            answer = await ask(port, tls.trust_anchor(ALICE.peer_id), ALICE.peer_id, own.key_pem, own.certificate_pem)
+            answer = await ask(
+                port, tls.trust_anchor(ALICE.peer_id), ALICE.peer_id, own.key_pem, own.certificate_pem
+            )
             assert answer == str(CALLER.peer_id)
 
     run(scenario)
@@ -122,14 +133,18 @@ def test_a_caller_without_a_certificate_is_refused() -> None:
 
 
 def test_a_copied_extension_is_refused() -> None:
-    """Mallory saw Alice's certificate and put its extension into one for a key of its own, under the courtesy CA, whose key is public."""
+    """Mallory saw Alice's certificate and put its extension into one for a key of its own, under the courtesy
+    CA, whose key is public.
+    """
 
     async def scenario() -> None:
         key = ec.generate_private_key(ec.SECP256R1())
         stolen = tls.signed_key_extension(ALICE, ec.generate_private_key(ec.SECP256R1()).public_key())
         forged = tls._pem(key, tls.courtesy_signed(key.public_key(), stolen))
         async with serving(CALLER) as port:
-            answer = await ask(port, tls.trust_anchor(CALLER.peer_id), CALLER.peer_id, forged.key_pem, forged.certificate_pem)
+            answer = await ask(
+                port, tls.trust_anchor(CALLER.peer_id), CALLER.peer_id, forged.key_pem, forged.certificate_pem
+            )
             assert answer.startswith("UNAUTHENTICATED"), answer
             assert str(ALICE.peer_id) in answer
 
@@ -140,7 +155,9 @@ def test_a_copied_certificate_is_useless_without_its_key() -> None:
     async def scenario() -> None:
         stolen, own = tls.client_certificate(ALICE), tls.client_certificate(MALLORY)
         async with serving(CALLER) as port:
-            answer = await ask(port, tls.trust_anchor(CALLER.peer_id), CALLER.peer_id, own.key_pem, stolen.certificate_pem)
+            answer = await ask(
+                port, tls.trust_anchor(CALLER.peer_id), CALLER.peer_id, own.key_pem, stolen.certificate_pem
+            )
             assert answer.startswith("UNAVAILABLE"), answer
 
     run(scenario)
@@ -150,7 +167,9 @@ def test_a_leaf_for_servers_does_not_serve_a_caller() -> None:
     async def scenario() -> None:
         leaf = tls.server_certificate(MALLORY)
         async with serving(ALICE) as port:
-            answer = await ask(port, tls.trust_anchor(ALICE.peer_id), ALICE.peer_id, leaf.key_pem, leaf.certificate_pem)
+            answer = await ask(
+                port, tls.trust_anchor(ALICE.peer_id), ALICE.peer_id, leaf.key_pem, leaf.certificate_pem
+            )
             assert answer.startswith("UNAVAILABLE"), answer
 
     run(scenario)

@@ -1,6 +1,8 @@
-"""`swarm.Optimizer` is a torch optimizer, in every mode: each habit of a training loop against the same loop in plain torch.
+"""`swarm.Optimizer` is a torch optimizer, in every mode: each habit of a training loop against the same loop
+in plain torch.
 
-One peer, alone: what others add is in test_modes.py. The plain side is a sequential implementation of each mode, of a few lines.
+One peer, alone: what others add is in test_modes.py. The plain side is a sequential implementation of each
+mode, of a few lines.
 """
 
 from __future__ import annotations
@@ -12,9 +14,22 @@ from typing import Any
 import pytest
 import torch
 
-from averaging.optimizer import Optimizer
+from averaging.optim.optimizer import Optimizer
 from swarm.node import Node
-from tests.wire.plain_torch import BATCH, CLOSE, MODES, QUICK, STEPS, TARGET, Both, adamw, batch, build, loss_of, next_run
+from tests.wire.plain_torch import (
+    BATCH,
+    CLOSE,
+    MODES,
+    QUICK,
+    STEPS,
+    TARGET,
+    Both,
+    adamw,
+    batch,
+    build,
+    loss_of,
+    next_run,
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +51,9 @@ def test_an_ordinary_loop_with_a_schedule(node: Node, mode: str) -> None:
 
 def test_a_scheduler_of_torch_over_it(node: Node, mode: str) -> None:
     with Both(node, mode) as both:
-        schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in (both.plain.inner, both.opt)]
+        schedulers = [
+            torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in (both.plain.inner, both.opt)
+        ]
         both.train(3, start=100)
         for seed in range(STEPS):
             both.train(1, start=seed)
@@ -53,7 +70,9 @@ def test_gradient_clipping(node: Node, mode: str) -> None:
 def test_clipping_what_the_inner_optimizer_steps_on(node: Node, mode: str) -> None:
     def clipped(net: torch.nn.Module) -> torch.optim.Optimizer:
         inner = torch.optim.SGD(net.parameters(), lr=0.5)
-        inner.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05) and None)
+        inner.register_step_pre_hook(
+            lambda *_: torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05) and None
+        )
         return inner
 
     with Both(node, mode, clipped) as both:
@@ -82,7 +101,9 @@ def test_grad_scaler_and_autocast_and_an_overflow(node: Node, mode: str) -> None
             scalers[0].update(scalers[1].get_scale())
             both.check(1e-5)
             if seed == 5:
-                assert reports[-1] is None, "GradScaler skips the step: these samples are not counted, and nothing moves"
+                assert reports[-1] is None, (
+                    "GradScaler skips the step: these samples are not counted, and nothing moves"
+                )
                 assert all(torch.equal(a, b) for a, b in zip(before, both.net.parameters(), strict=True))
         assert sum(report is None for report in reports) == 1
         assert scalers[1].get_scale() not in (64.0, 0.0)
@@ -111,7 +132,11 @@ def test_closures(node: Node, mode: str) -> None:
 
             expected = closure(both.plain_net)
             both.plain.step()
-            report = both.opt.step(lambda: closure(both.net)) if seed % 2 else both.opt.step(BATCH, lambda: closure(both.net))
+            report = (
+                both.opt.step(lambda: closure(both.net))
+                if seed % 2
+                else both.opt.step(BATCH, lambda: closure(both.net))
+            )
             torch.testing.assert_close(report.loss, expected, **CLOSE)
             both.check()
 
@@ -151,7 +176,11 @@ def test_a_state_dict_survives_torch_save(node: Node, mode: str, tmp_path: Any) 
 def test_parameter_groups_and_a_learning_rate_changed_on_the_way(node: Node, mode: str) -> None:
     def grouped(net: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(
-            [{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.05, "weight_decay": 0.0}], lr=0.01
+            [
+                {"params": net[0].parameters()},
+                {"params": net[2].parameters(), "lr": 0.05, "weight_decay": 0.0},
+            ],
+            lr=0.01,
         )  # type: ignore[index]
 
     with Both(node, mode, grouped) as both:
@@ -174,7 +203,9 @@ def test_hooks(node: Node, mode: str) -> None:
 
 
 class Tied(torch.nn.Module):
-    """An embedding whose weight is the output layer's, a layer that is frozen, and one that no gradient reaches."""
+    """An embedding whose weight is the output layer's, a layer that is frozen, and one that no gradient
+    reaches.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +240,8 @@ def test_bfloat16_parameters(node: Node, mode: str) -> None:
                 net.zero_grad()
                 loss_of(net, (x.to(torch.bfloat16), y)).backward()
                 step()
-            both.check(2e-2)  # an outer step that falls on the other side of a rounding moves by one of bfloat16's
+            # an outer step that falls on the other side of a rounding moves by one of bfloat16's
+            both.check(2e-2)
         assert all(p.dtype == torch.bfloat16 for p in both.net.parameters())
 
 
@@ -219,13 +251,21 @@ def test_batchnorm_buffers_and_extra_tensors(node: Node, mode: str) -> None:
         return torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.BatchNorm1d(9), torch.nn.Linear(9, 1))
 
     def sgd(net: torch.nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)  # Adam makes steps of gradients that are nothing but rounding
+        # Adam makes steps of gradients that are nothing but rounding
+        return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 
     with Both(node, mode, sgd, model=normed) as plain:
         net = normed()
         run = next_run()
-        options: dict[str, Any] = {"target_batch_size": TARGET, "batch_size_per_step": BATCH, "config": QUICK, "state_sync_epochs": 2}
-        with Optimizer(sgd(net), node=node, run=run, mode=MODES[mode], extra_tensors=tuple(net.buffers()), **options) as opt:
+        options: dict[str, Any] = {
+            "target_batch_size": TARGET,
+            "batch_size_per_step": BATCH,
+            "config": QUICK,
+            "state_sync_epochs": 2,
+        }
+        with Optimizer(
+            sgd(net), node=node, run=run, mode=MODES[mode], extra_tensors=tuple(net.buffers()), **options
+        ) as opt:
             for seed in range(STEPS):
                 for one, step in ((plain.plain_net, plain.plain.step), (net, opt.step)):
                     one.zero_grad()
@@ -262,7 +302,9 @@ def test_joining_never_changes_weights_by_itself(node: Node, mode: str) -> None:
     net = build()
     before = copy.deepcopy(net.state_dict())
     inner = adamw(net)
-    with Optimizer(inner, node=node, run=next_run(), target_batch_size=TARGET, mode=MODES[mode], config=QUICK) as opt:
+    with Optimizer(
+        inner, node=node, run=next_run(), target_batch_size=TARGET, mode=MODES[mode], config=QUICK
+    ) as opt:
         assert opt.load_state_from_peers(timeout_s=5).alone
         opt.state_digest()
         opt.zero_grad()

@@ -8,15 +8,18 @@ from collections.abc import Iterator
 
 import torch
 
-from averaging.optimizer import Optimizer, OptimizerConfig
-from averaging.training.progress import ProgressConfig
+from averaging.optim.optimizer import Optimizer, OptimizerConfig
+from averaging.optim.progress.logic.reports import ProgressConfig
 from swarm.metrics.reporter import MetricsConfig
 from swarm.node import Node, NodeConfig
 
 HERE = "127.0.0.1:0"
 NAME = "watched"
 _CONFIG = OptimizerConfig(
-    round_timeout_s=20.0, no_donor_s=0.2, progress=ProgressConfig(refresh_s_max=0.5), metrics=MetricsConfig(every_s=0.5, every_s_max=1.0)
+    round_timeout_s=20.0,
+    no_donor_s=0.2,
+    progress=ProgressConfig(refresh_s_max=0.5),
+    metrics=MetricsConfig(every_s=0.5, every_s_max=1.0),
 )
 
 
@@ -24,7 +27,15 @@ def _train(node: Node, stop: threading.Event, rounds: threading.Event) -> None:
     torch.manual_seed(0)
     net = torch.nn.Linear(4, 1)
     inner = torch.optim.SGD(net.parameters(), lr=0.1)
-    opt = Optimizer(inner, node=node, run=NAME, target_batch_size=32, batch_size_per_step=4, state_sync_epochs=2, config=_CONFIG)
+    opt = Optimizer(
+        inner,
+        node=node,
+        run=NAME,
+        target_batch_size=32,
+        batch_size_per_step=4,
+        state_sync_epochs=2,
+        config=_CONFIG,
+    )
     with opt:
         while not stop.is_set():
             inputs = torch.randn(4, 4)
@@ -45,8 +56,15 @@ def watched_run() -> Iterator[list[Node]]:
     with contextlib.ExitStack() as stack:
         nodes = [stack.enter_context(Node(listen=HERE))]
         for name in ("anna", "ben"):
-            nodes.append(stack.enter_context(Node(bootstrap=nodes[0].addresses, listen=HERE, config=NodeConfig(name=name))))
-        threads = [threading.Thread(target=_train, args=(node, stop, had)) for node, had in zip(nodes[1:], rounds, strict=True)]
+            nodes.append(
+                stack.enter_context(
+                    Node(bootstrap=nodes[0].addresses, listen=HERE, config=NodeConfig(name=name))
+                )
+            )
+        threads = [
+            threading.Thread(target=_train, args=(node, stop, had))
+            for node, had in zip(nodes[1:], rounds, strict=True)
+        ]
         for thread in threads:
             thread.start()
         try:

@@ -1,6 +1,8 @@
-"""`bytelm`: a byte-level transformer language model on text; by default the Python standard library's sources, which every machine has.
+"""`bytelm`: a byte-level transformer language model on text; by default the Python standard library's
+sources, which every machine has.
 
-This module needs no torch until a model is built, so that a run can be described while torch is still being imported.
+This module needs no torch until a model is built, so that a run can be described while torch is still being
+imported.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from swarm.errors import UsageError
+from swarm.core.errors import UsageError
 from swarm.run.specification import explain
 from swarm.run.task import TaskDescription
 
@@ -34,7 +36,8 @@ class Settings(BaseModel):
     layers: Annotated[int, Field(ge=1, le=256)] = 2
     heads: Annotated[int, Field(ge=1, le=256)] = 4
     context: Annotated[int, Field(ge=2, le=1 << 16)] = 128  # bytes that a sample predicts
-    data_bytes: Annotated[int, Field(ge=1 << 10, le=1 << 34)] = _DATA_BYTES_MAX  # files are read until this many bytes are there
+    # files are read until this many bytes are there
+    data_bytes: Annotated[int, Field(ge=1 << 10, le=1 << 34)] = _DATA_BYTES_MAX
 
     @model_validator(mode="after")
     def _heads_divide_the_width(self) -> Settings:
@@ -57,9 +60,16 @@ class ByteLanguageModel:
         width = shape.width
         norm = [(width,), (width,)]
         block = [*norm, (3 * width, width), (width, width), *norm, (4 * width, width), (width, 4 * width)]
-        shapes = [(VOCABULARY, width), (shape.context, width), *shape.layers * block, *norm, (VOCABULARY, width)]
+        shapes = [
+            (VOCABULARY, width),
+            (shape.context, width),
+            *shape.layers * block,
+            *norm,
+            (VOCABULARY, width),
+        ]
         parameters = sum(math.prod(one) for one in shapes)
-        # per token: what the backward pass keeps of each block, and the logits with their softmax and gradient
+        # per token: what the backward pass keeps of each block, and the logits with their softmax and
+        # gradient
         activations = 4 * batch_size * shape.context * (shape.layers * 20 * shape.width + 3 * VOCABULARY)
         # float32: parameters, gradients, accumulators, two statistics, and staging for one round of each
         return TaskDescription(
@@ -74,11 +84,15 @@ class ByteLanguageModel:
         from swarm.run.tasks.bytelm_model import ByteTransformer
 
         shape = self.settings
-        return ByteTransformer(width=shape.width, layers=shape.layers, heads=shape.heads, context=shape.context, seed=seed)
+        return ByteTransformer(
+            width=shape.width, layers=shape.layers, heads=shape.heads, context=shape.context, seed=seed
+        )
 
     def load_data(self, folder: Path | None, device: torch.device) -> TaskData:
         from swarm.run.tasks.bytelm_model import ByteData
         from swarm.run.tasks.corpus import read_corpus
 
-        corpus = read_corpus(folder, bytes_max=self.settings.data_bytes, sample_bytes=self.settings.context + 1)
+        corpus = read_corpus(
+            folder, bytes_max=self.settings.data_bytes, sample_bytes=self.settings.context + 1
+        )
         return ByteData(corpus, context=self.settings.context, device=device)

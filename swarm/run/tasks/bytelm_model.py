@@ -1,4 +1,6 @@
-"""The model and the batches of `bytelm`. Shapes: B samples, T bytes of context, W width, H heads, V = 256 byte values."""
+"""The model and the batches of `bytelm`. Shapes: B samples, T bytes of context, W width, H heads, V = 256
+byte values.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ _VALIDATION_SAMPLES = 64
 _DEVIATION = 0.02  # of freshly drawn weights: small enough that the first loss is ln(256)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """One pre-norm transformer block: causal self-attention, then a feed-forward layer four times as wide."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -32,11 +34,16 @@ class Block(nn.Module):
 
     def forward(self, x_BTW: torch.Tensor) -> torch.Tensor:
         batch, length, width = x_BTW.shape
-        qkv = self.projection(self.attention_norm(x_BTW)).view(batch, length, 3, self.heads, width // self.heads)
+        qkv = self.projection(self.attention_norm(x_BTW)).view(
+            batch, length, 3, self.heads, width // self.heads
+        )
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x_BTW = x_BTW + self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return cast(torch.Tensor, x_BTW + self.feed_out(functional.gelu(self.feed_in(self.feed_norm(x_BTW)), approximate="tanh")))
+        return cast(
+            torch.Tensor,
+            x_BTW + self.feed_out(functional.gelu(self.feed_in(self.feed_norm(x_BTW)), approximate="tanh")),
+        )
 
 
 class ByteTransformer(nn.Module):
@@ -46,15 +53,20 @@ class ByteTransformer(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.position = nn.Parameter(torch.empty(context, width))
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(TransformerBlock(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # what is added to the residual stream shrinks with depth, so that its variance does not grow (GPT-2)
+                # what is added to the residual stream shrinks with depth, so that its variance does not grow
+                # (GPT-2)
                 added = name.endswith(("attention_out.weight", "feed_out.weight"))
-                nn.init.normal_(parameter, std=_DEVIATION / math.sqrt(2 * layers) if added else _DEVIATION, generator=generator)
+                nn.init.normal_(
+                    parameter,
+                    std=_DEVIATION / math.sqrt(2 * layers) if added else _DEVIATION,
+                    generator=generator,
+                )
 
     def forward(self, bytes_BT: torch.Tensor) -> torch.Tensor:
         x_BTW = self.embedding(bytes_BT) + self.position[: bytes_BT.shape[1]]
@@ -64,7 +76,9 @@ class ByteTransformer(nn.Module):
 
 
 class ByteData:
-    """Samples of T + 1 consecutive bytes at random places; the held-out ones at fixed places spread over the held-out part."""
+    """Samples of T + 1 consecutive bytes at random places; the held-out ones at fixed places spread over the
+    held-out part.
+    """
 
     def __init__(self, corpus: Corpus, *, context: int, device: torch.device) -> None:
         self.summary = corpus.summary
@@ -82,7 +96,9 @@ class ByteData:
 
     def batch(self, samples: int) -> torch.Tensor:
         """The next samples of the current draw, int64 [samples, T + 1]."""
-        starts = torch.randint(0, len(self._training) - self._context, (samples,), generator=self._generator).to(self._training.device)
+        starts = torch.randint(
+            0, len(self._training) - self._context, (samples,), generator=self._generator
+        ).to(self._training.device)
         return self._training[starts[:, None] + self._span].long()
 
     def loss(self, model: nn.Module, samples: int) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""Text as bytes: a folder's files, or the Python standard library's sources, split into what is trained on and what is held out."""
+"""Text as bytes: a folder's files, or the Python standard library's sources, split into what is trained on
+and what is held out.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarm.errors import UsageError
+from swarm.core.errors import UsageError
 
 _HELD_OUT_PART = 20  # one file in this many, by the hash of its path
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "node_modules"}
@@ -39,7 +41,9 @@ _FILES_MAX = 200_000
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Bytes to train on and bytes to validate on, disjoint by file; the same folder gives the same bytes on every machine."""
+    """Bytes to train on and bytes to validate on, disjoint by file; the same folder gives the same bytes on
+    every machine.
+    """
 
     training: bytearray
     held_out: bytearray
@@ -49,11 +53,15 @@ class Corpus:
     @property
     def summary(self) -> str:
         training, held_out = len(self.training) / 1e6, len(self.held_out) / 1e6
-        return f"{self.source}: {self.files:,} files, {training:.1f} MB to train on, {held_out:.1f} MB held out"
+        return (
+            f"{self.source}: {self.files:,} files, {training:.1f} MB to train on, {held_out:.1f} MB held out"
+        )
 
 
 def read_corpus(folder: Path | None, *, bytes_max: int, sample_bytes: int) -> Corpus:
-    """Read up to `bytes_max` bytes in the order of the paths. UsageError: the folder cannot be read, or holds too little text."""
+    """Read up to `bytes_max` bytes in the order of the paths. UsageError: the folder cannot be read, or holds
+    too little text.
+    """
     root = Path(sysconfig.get_path("stdlib")) if folder is None else folder.expanduser()
     suffixes = {".py"} if folder is None else _TEXT_SUFFIXES
     source = "the Python standard library" if folder is None else str(folder)
@@ -82,7 +90,9 @@ def read_corpus(folder: Path | None, *, bytes_max: int, sample_bytes: int) -> Co
 
 
 def is_held_out(relative_path: str) -> bool:
-    """Whether a file is never trained on: decided by its path alone, so that all volunteers agree without talking."""
+    """Whether a file is never trained on: decided by its path alone, so that all volunteers agree without
+    talking.
+    """
     return hashlib.sha256(relative_path.encode(errors="surrogateescape")).digest()[0] % _HELD_OUT_PART == 0
 
 
@@ -91,7 +101,9 @@ def _files(root: Path, suffixes: set[str]) -> Iterator[Path]:
         raise UsageError(f"{root} is not a folder that can be read: give --data a folder with text files")
     count = 0
     for parent, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith("."))
+        folders[:] = sorted(
+            name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith(".")
+        )
         for name in sorted(names):
             if Path(name).suffix.lower() in suffixes and count < _FILES_MAX:
                 count += 1

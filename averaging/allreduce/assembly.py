@@ -1,0 +1,161 @@
+"""What a member has of a round's result: which averages came, who is in each, and the digest of all. Pure
+bookkeeping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from averaging.allreduce.commit import Version, digest_round
+from averaging.reduction.partition import Part, Plan
+from swarm.compression import Codec
+from swarm.core.errors import PeerError
+
+
+def encode_places(places: Iterable[int], members: int) -> bytes:
+    """A bit per member, lowest first."""
+    bits = sum(1 << place for place in places)
+    return bits.to_bytes((members + 7) // 8, "little")
+
+
+def decode_places(raw: bytes, members: int) -> tuple[int, ...]:
+    """The places in a bitmap, perhaps none; PeerError unless it is one of `members` bits."""
+    bits = int.from_bytes(raw, "little")
+    if len(raw) != (members + 7) // 8 or bits >= 1 << members:
+        raise PeerError(f"{raw[:40].hex()} is not a set of members among {members}")
+    return tuple(place for place in range(members) if bits >> place & 1)
+
+
+def check_clipped(clipped: bytes, contributors: bytes, members: int) -> None:
+    """PeerError unless those who were clipped in an average, if anybody was, are among those who contributed
+    to it.
+    """
+    if clipped:
+        places = decode_places(clipped, members)
+        if not places or not set(places) <= set(decode_places(contributors, members)):
+            raise PeerError("in its average somebody was clipped who is not in it, or nobody")
+
+
+class Assembly:
+    """`announce` when an average arrives on a stream, `settle` when its values are in place; complete when
+    every part is.
+    """
+
+    def __init__(self, plan: Plan, codec: Codec) -> None:
+        self._plan = plan
+        self._codec = codec
+        self._announced: set[int] = set()
+        self._settled: dict[int, Version] = {}
+        self._outstanding = dict.fromkeys(plan.reducers, 0)
+        for part in plan.parts:
+            self._outstanding[part.reducer] += 1
+        self._sizes = dict(self._outstanding)
+        self._arriving = dict.fromkeys(plan.reducers, 0)
+
+    def announce(
+        self, reducer: int, part_index: int, contributors: bytes, payload_bytes: int, clipped: bytes = b""
+    ) -> Part:
+        """An average came from `reducer`: its part. PeerError when it cannot be what it says."""
+        if not 0 <= part_index < len(self._plan.parts) or self._plan.parts[part_index].reducer != reducer:
+            raise PeerError(f"an average of part {part_index}, which it does not reduce")
+        part = self._plan.parts[part_index]
+        if part_index in self._announced or part_index in self._settled:
+            raise PeerError(f"a second average of part {part_index}")
+        self.check(part_index, contributors, payload_bytes)
+        check_clipped(clipped, contributors, self._plan.members)
+        self._announced.add(part_index)
+        self._outstanding[reducer] -= 1
+        self._arriving[reducer] += 1
+        return part
+
+    def check(self, part_index: int, contributors: bytes, payload_bytes: int) -> None:
+        """PeerError unless this many bytes, with these contributors, can be an average of this part: nobody's
+        has no bytes.
+        """
+        places = decode_places(contributors, self._plan.members)
+        size = self._codec.encoded_bytes(self._plan.parts[part_index].numel) if places else 0
+        if payload_bytes != size:
+            raise PeerError(
+                f"an average of part {part_index} with {payload_bytes} bytes; {self._codec.name} takes {size}"
+            )
+
+    def settle(self, part_index: int, version: Version) -> None:
+        """The average of this part is good, and held; another version of it is not held any more."""
+        reducer = self._plan.parts[part_index].reducer
+        if part_index in self._announced:
+            self._announced.discard(part_index)
+            self._arriving[reducer] -= 1
+        elif part_index not in self._settled:
+            self._outstanding[reducer] -= 1
+        self._settled[part_index] = version
+
+    def forget(self, part_index: int) -> None:
+        """The average that was announced is no good: another may come, though not from its reducer's stream."""
+        reducer = self._plan.parts[part_index].reducer
+        self._announced.discard(part_index)
+        self._arriving[reducer] -= 1
+        self._outstanding[reducer] += 1
+
+    @property
+    def complete(self) -> bool:
+        """Is every part settled?"""
+        return len(self._settled) == len(self._plan.parts)
+
+    @property
+    def held(self) -> Mapping[int, Version]:
+        """The settled parts."""
+        return self._settled
+
+    @property
+    def taken_over(self) -> bool:
+        """Was any of them made by another member than the plan says?"""
+        return any(version.attempt for version in self._settled.values())
+
+    def arriving(self, reducer: int) -> int:
+        """How many averages came from this reducer's stream and are not settled yet."""
+        return self._arriving.get(reducer, 0)
+
+    def outstanding(self, reducer: int) -> int:
+        """How many averages of this reducer are still to come; 0 for who reduces nothing."""
+        return self._outstanding.get(reducer, 0)
+
+    def lacking(self, reducer: int) -> list[int]:
+        """The parts of this reducer that are neither settled nor arriving."""
+        mine = (part.index for part in self._plan.of_reducer(reducer))
+        return [index for index in mine if index not in self._settled and index not in self._announced]
+
+    def share(self, reducer: int) -> str:
+        """For sentences: "3 of 16 parts"."""
+        size = self._sizes.get(reducer, 0)
+        return f"{size - self.outstanding(reducer)} of {size} parts"
+
+    def digest(self) -> bytes:
+        """Of all averages and their contributors; only when complete."""
+        return digest_round(
+            (self._settled[index].digest, self._settled[index].contributors)
+            for index in range(len(self._plan.parts))
+        )
+
+    def fractions(self) -> dict[int, float]:
+        """For every place that is in some settled part: the fraction of the vector's elements that it is in."""
+        return self._fractions({index: version.contributors for index, version in self._settled.items()})
+
+    def clipped(self) -> dict[int, float]:
+        """For every place that was clipped: the fraction of the vector's elements in which it was."""
+        return self._fractions(
+            {index: version.clipped for index, version in self._settled.items() if version.clipped}
+        )
+
+    def _fractions(self, places: Mapping[int, bytes]) -> dict[int, float]:
+        elements: dict[int, int] = {}
+        for index, raw in places.items():
+            for place in decode_places(raw, self._plan.members):
+                elements[place] = elements.get(place, 0) + self._plan.parts[index].numel
+        return {place: count / self._plan.numel for place, count in sorted(elements.items())}
+
+    def covered(self) -> float:
+        """The fraction of the elements that anybody contributed to; 1.0 for an empty vector."""
+        averaged = sum(
+            self._plan.parts[index].numel for index, version in self._settled.items() if not version.empty
+        )
+        return averaged / self._plan.numel if self._plan.numel else 1.0

@@ -1,0 +1,210 @@
+"""What is to be done about the span of a reducer that this member has lost: a pure machine.
+
+The parts that are lacking are taken from whoever holds them. What nobody holds, and nobody can still get from
+the lost reducer, its successor reduces anew: the first member after it in group order that lives and can be
+dialed. Who that is, each member decides by its own view; when two take themselves for it, votes decide
+between what they made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from averaging.allreduce.commit import Version
+
+FETCHES_MAX = 6  # averages asked for at once, per span; each is a part in memory
+FAILURES_MAX = 32  # averages that a member said it holds and could not give; then nothing it says is believed
+# parts reduced anew at once, per span; each needs a contribution of every member in memory
+REDUCTIONS_MAX = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask this member what it holds of the span; `wait`: it may take its time to say something new."""
+
+    place: int
+    wait: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Fetch this average from this member."""
+
+    part: int
+    place: int
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Redo:
+    """Reduce this part anew."""
+
+    part: int
+
+
+@dataclass(slots=True)
+class _Report:
+    """What a member has said."""
+
+    held: dict[int, Version] = field(default_factory=dict)
+    count: int = 0
+    sealed: bool = False
+    heard: bool = False
+    asking: bool = False
+    failures: int = 0
+
+
+def successor(reducer: int, living: Collection[int], dialable: Collection[int], members: int) -> int | None:
+    """Who takes the span of `reducer` over: the first after it in group order that lives and can be dialed.
+    None: nobody.
+    """
+    for distance in range(1, members):
+        place = (reducer + distance) % members
+        if place in living and place in dialable:
+            return place
+    return None
+
+
+def attempt(reducer: int, place: int, members: int) -> int:
+    """The attempt of an average of `reducer`'s span that the member at `place` made."""
+    return (place - reducer) % members
+
+
+class Repair:
+    """One lost span. Told of what others hold and what succeeded; `poll` says what to do now, each thing once
+    until it is answered for.
+    """
+
+    def __init__(
+        self, reducer: int, *, own: int, dialable: Iterable[int], members: int, trusted: bool
+    ) -> None:
+        """`trusted`: the reducer lives, only the way to it broke: it may still be asked for what it has."""
+        self.reducer = reducer
+        self._own = own
+        self._dialable = frozenset(dialable)
+        self._members = members
+        self._living = set(range(members)) if trusted else set(range(members)) - {reducer}
+        self.trusted = trusted
+        # the successor cannot ask us: we ask it, whether we lack anything or not
+        self._helping = own not in self._dialable
+        self._reports = {place: _Report() for place in self._dialable if place != own}
+        self._lacking: set[int] = set()
+        self._busy: set[int] = set()
+        self._redoing: set[int] = set()
+        self._failed: set[tuple[int, int, bytes]] = set()  # (part, place, digest): it could not give it
+
+    @property
+    def owner(self) -> int | None:
+        """Who takes over."""
+        return successor(self.reducer, self._living - {self.reducer}, self._dialable, self._members)
+
+    @property
+    def owned(self) -> bool:
+        """Do we?"""
+        return self.owner == self._own
+
+    @property
+    def lacking(self) -> frozenset[int]:
+        """The parts that are still to come."""
+        return frozenset(self._lacking)
+
+    def known(self, place: int) -> tuple[int, bool]:
+        """What this member said last: how many averages it holds, and whether it is sealed."""
+        report = self._reports[place]
+        return report.count, report.sealed
+
+    # ---- events
+
+    def lack(self, parts: Iterable[int]) -> None:
+        """These parts are wanted."""
+        self._lacking |= set(parts)
+
+    def bury(self, place: int) -> None:
+        """This member is dead, or gave up."""
+        self._living.discard(place)
+
+    def distrust(self) -> None:
+        """Nothing more is expected of the lost reducer."""
+        self.trusted = False
+        self._living.discard(self.reducer)
+
+    def on_report(self, place: int, held: Mapping[int, Version], sealed: bool) -> None:
+        """A member said what it holds."""
+        report = self._reports[place]
+        # that nobody contributes is believed of who found it out alone
+        made = attempt(self.reducer, place, self._members)
+        report.held = {
+            part: version
+            for part, version in held.items()
+            if not version.empty or version.attempt == made != 0
+        }
+        report.count, report.sealed, report.heard, report.asking = len(held), sealed, True, False
+        if report.failures >= FAILURES_MAX:
+            report.held, report.sealed = {}, True
+
+    def on_silence(self, place: int) -> None:
+        """A member could not be asked, or refused: it is asked again."""
+        self._reports[place].asking = False
+
+    def on_held(self, part: int) -> None:
+        """This part is in place, however it came."""
+        self._lacking.discard(part)
+        self._busy.discard(part)
+        self._redoing.discard(part)
+
+    def on_failed(self, take: Take) -> None:
+        """That member could not give that average."""
+        self._failed.add((take.part, take.place, take.version.digest))
+        self._reports[take.place].failures += 1
+        self._busy.discard(take.part)
+
+    # ---- what to do
+
+    def poll(self) -> list[Ask | Take | Redo]:
+        """What to do now."""
+        if not self._lacking and not self._helping:
+            return []
+        todo: list[Ask | Take | Redo] = list(self._asks())
+        asked = [place for place in sorted(self._reports) if place in self._living]
+        everybody = self.owned and all(
+            self._reports[place].heard and self._reports[place].sealed for place in asked
+        )
+        for part in sorted(self._lacking - self._busy):
+            take = self._source(part, asked)
+            if take is not None:
+                if len(self._busy) - len(self._redoing) < FETCHES_MAX:
+                    self._busy.add(part)
+                    todo.append(take)
+            elif everybody and len(self._redoing) < REDUCTIONS_MAX:
+                self._busy.add(part)
+                self._redoing.add(part)
+                todo.append(Redo(part))
+        return todo
+
+    def _asks(self) -> Iterable[Ask]:
+        owner = self.owner
+        for place, report in sorted(self._reports.items()):
+            if place not in self._living or report.asking:
+                continue
+            again = place == owner or (
+                self._lacking and (place == self.reducer or (owner == self._own and not report.sealed))
+            )
+            if again or (self._lacking and not report.heard):
+                report.asking = True
+                yield Ask(place, wait=report.heard)
+
+    def _source(self, part: int, asked: list[int]) -> Take | None:
+        """Who gives it: of those who hold the lowest attempt one after the other, so that none is asked for
+        everything.
+        """
+        found = []
+        for place in asked:
+            version = self._reports[place].held.get(part)
+            if version is not None and (part, place, version.digest) not in self._failed:
+                found.append(Take(part, place, version))
+        if not found:
+            return None
+        lowest = min((take.version.empty, take.version.attempt) for take in found)
+        best = [take for take in found if (take.version.empty, take.version.attempt) == lowest]
+        return best[part % len(best)]

@@ -1,0 +1,131 @@
+"""A round of PowerSGD: two all-reduces of one group, and what is computed between them.
+`averaging.reduction.powersgd` has the arithmetic.
+
+The group is the first one's; the second has a name derived from it, so that neither's messages can be taken
+for the other's. A member that dies between the two is left out of the second as of any round. Only the second
+decides: if it fails, nothing has changed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+
+import torch
+from blake3 import blake3
+
+from averaging.allreduce.allreduce import AllReduce, RoundOutcome
+from averaging.allreduce.config import RoundConfig
+from averaging.allreduce.labour import ComputeOffload
+from averaging.matchmaking.logic.group import GROUP_ID_BYTES, Group
+from averaging.reduction.powersgd import TOLD_BYTES, LowRank
+from swarm.core.ids import PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class _Second:
+    """The committed second all-reduce, as work for the pool."""
+
+    outcome: RoundOutcome
+    sent: bool
+
+
+class TwoPhase:
+    """Holds the rounds of one step of an averager whose strategy is PowerSGD."""
+
+    told_bytes = TOLD_BYTES  # of every member's metadata, before what its user gathers
+
+    def __init__(
+        self, low_rank: LowRank, all_reduce: AllReduce, own: PeerId, pool: Executor, config: RoundConfig
+    ) -> None:
+        self._low_rank, self._all_reduce, self._own = low_rank, all_reduce, own
+        self._pool, self._config = pool, config
+
+    async def hold(self, group: Group, deadline_s: float) -> RoundOutcome:
+        """One round with this group; the low-rank strategy's `take` came before. Its outcome is that of the
+        second all-reduce.
+        """
+        # between the all-reduces whole matrices are multiplied: never on the loop, unless it is all there is
+        labour = ComputeOffload(self._pool, replace(self._config, inline=self._config.inline is True))
+        try:
+            return await self._hold(group, deadline_s, labour)
+        finally:
+            await labour.finish()
+
+    async def _hold(self, group: Group, deadline_s: float, labour: ComputeOffload) -> RoundOutcome:
+        first: RoundOutcome | None = None
+        mean = torch.empty(0)
+        if self._low_rank.layout.matrices:
+            phase = _first(group)
+            alike = bool(phase.members[group.index(self._own)].weight)
+            vector = self._low_rank.first(alike=alike)
+            first = await self._all_reduce.run(
+                phase, vector, deadline_s=deadline_s, config=self._config, landing=self._low_rank.landings[0]
+            )
+            if first.failed:
+                return replace(first, reason=f"{first.reason} (in the first of two all-reduces)")
+            if first.vector is not None:
+                mean = first.vector
+        receives = not group.members[group.index(self._own)].auxiliary
+        vector = await labour.work(self._low_rank.second, mean if receives else None)
+        feedback = self._low_rank.others
+        sent_before = feedback.sent
+        outcome = await self._all_reduce.run(
+            _second(group),
+            vector,
+            deadline_s=deadline_s,
+            config=self._config,
+            landing=self._low_rank.landings[1],
+            feedback=feedback,
+        )
+        if not outcome.failed:
+            await labour.work(self._commit, _Second(outcome, feedback.sent > sent_before))
+        return _merged(first, outcome) if first is not None else outcome
+
+    def _commit(self, second: _Second) -> None:
+        self._low_rank.commit(second.outcome.vector, sent=second.sent)
+
+
+def _first(group: Group) -> Group:
+    """The group of the first all-reduce: who does not start from where most contributors do would only blur
+    their directions, and listens.
+
+    Who contributes tells in its metadata where it starts. Every member sees the same of it, and comes to the
+    same conclusion.
+    """
+    told = [gathered[:TOLD_BYTES] for gathered in group.gathered]
+    votes = Counter(start for start, member in zip(told, group.members, strict=True) if member.weight > 0)
+    most = max(votes, key=lambda start: (votes[start], start), default=b"")
+    members = tuple(
+        member if start == most else replace(member, weight=0.0)
+        for start, member in zip(told, group.members, strict=True)
+    )
+    return replace(group, members=members)
+
+
+def _second(group: Group) -> Group:
+    return replace(group, group_id=blake3(b"second all-reduce" + group.group_id).digest()[:GROUP_ID_BYTES])
+
+
+def _merged(first: RoundOutcome, second: RoundOutcome) -> RoundOutcome:
+    """The second's, with what the first cost and who fell out of it."""
+    seconds = {phase: first.seconds.get(phase, 0.0) + spent for phase, spent in second.seconds.items()}
+    digest = (
+        blake3(bytes.fromhex(first.digest) + bytes.fromhex(second.digest)).hexdigest()
+        if second.digest
+        else ""
+    )
+    return replace(
+        second,
+        accused={**first.accused, **second.accused},
+        left_out={**first.left_out, **second.left_out},
+        clipped={
+            peer: max(first.clipped.get(peer, 0.0), second.clipped.get(peer, 0.0))
+            for peer in {**first.clipped, **second.clipped}
+        },
+        digest=digest,
+        bytes_sent=first.bytes_sent + second.bytes_sent,
+        bytes_received=first.bytes_received + second.bytes_received,
+        seconds=seconds,
+    )

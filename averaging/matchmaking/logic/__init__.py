@@ -1,0 +1,1 @@
+"""How peers form groups, as state machines and values without I/O."""

@@ -1,0 +1,96 @@
+"""What the peers of one averaging round agree on before any tensor moves: who takes part, in which order, and
+on what terms.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from swarm.core.errors import UsageError
+from swarm.core.ids import Contact, PeerId
+
+GROUP_ID_BYTES = 32
+GROUP_MEMBERS_MAX = 256
+GATHERED_BYTES_MAX = 16 << 10  # per member: a round's metadata is a few numbers and names, not a payload
+# samples of one round; far above any honest claim, far below where float32 sums of weights lose whole samples
+# to infinity
+WEIGHT_MAX = 1e12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One peer of a group, as it described itself when it joined."""
+
+    contact: Contact
+    weight: float  # its share in the average before normalisation, usually samples; 0: it only receives
+    # bytes/s that it sends: shares and parts follow; 0.0: it cannot be dialed and reduces nothing (a client)
+    bandwidth: float
+    auxiliary: bool = False  # it reduces and contributes nothing of its own
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.weight) and 0.0 <= self.weight <= WEIGHT_MAX):
+            raise UsageError(f"a weight is a finite number between 0 and {WEIGHT_MAX:g}, not {self.weight!r}")
+        if not (math.isfinite(self.bandwidth) and self.bandwidth >= 0.0):
+            raise UsageError(
+                f"a bandwidth is a finite number of bytes per second, at least 0, not {self.bandwidth!r}"
+            )
+        if self.auxiliary and self.weight != 0.0:
+            raise UsageError("an auxiliary peer contributes nothing: its weight is 0")
+
+    @property
+    def peer_id(self) -> PeerId:
+        return self.contact.peer_id
+
+
+def can_dial(member: Member) -> bool:
+    """Can the others open connections to this member? Who cannot be dialed cannot reduce."""
+    return member.bandwidth > 0.0 and bool(member.contact.addresses)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The outcome of matchmaking, the same on every member. Spans, sums and successors follow the order of
+    the members.
+    """
+
+    group_id: bytes  # 32 random bytes of the leader: names the round in every message of the data plane
+    members: tuple[Member, ...]  # group order
+    codec: str  # how tensors travel: the name of a codec of swarm.compression
+    # per member, in group order: msgpack of what it passed as `gather` (b"" for nothing)
+    gathered: tuple[bytes, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.group_id) != GROUP_ID_BYTES:
+            raise UsageError(f"a group id has {GROUP_ID_BYTES} bytes, not {len(self.group_id)}")
+        if not 1 <= len(self.members) <= GROUP_MEMBERS_MAX:
+            raise UsageError(f"a group has 1 to {GROUP_MEMBERS_MAX} members, not {len(self.members)}")
+        if len({member.peer_id for member in self.members}) != len(self.members):
+            raise UsageError("a peer is in a group once")
+        if len(self.gathered) != len(self.members):
+            raise UsageError(f"{len(self.gathered)} gathered values for {len(self.members)} members")
+        if any(len(value) > GATHERED_BYTES_MAX for value in self.gathered):
+            raise UsageError(f"a gathered value has at most {GATHERED_BYTES_MAX} bytes")
+
+    @property
+    def peer_ids(self) -> tuple[PeerId, ...]:
+        return tuple(member.peer_id for member in self.members)
+
+    def index(self, peer_id: PeerId) -> int:
+        """The place of `peer_id` in group order; UsageError when it is not a member."""
+        for place, member in enumerate(self.members):
+            if member.peer_id == peer_id:
+                return place
+        raise UsageError(f"{peer_id} is not a member of this group")
+
+
+def mismatch(group: Group, *, leader: PeerId, own: Member, gathered: bytes, codec: str) -> str:
+    """What is wrong with a group that `leader` announces to the member `own`; "" for nothing."""
+    if leader not in group.peer_ids or own.peer_id not in group.peer_ids:
+        return "it announced a group without itself or without this peer"
+    place = group.index(own.peer_id)
+    if group.members[place] != own or group.gathered[place] != gathered:
+        return "it announced a group that tells something else about this peer than it had said"
+    if group.codec != codec:
+        return f"it announced a group with codec {group.codec!r}, not {codec!r}"
+    return ""

@@ -1,0 +1,1 @@
+"""The services that run matchmaking over the network."""

@@ -1,0 +1,296 @@
+"""The messages of `averaging.matchmaking.logic.messages` as protobuf and back. What a peer sends is checked
+here: PeerError says what is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+
+from averaging.matchmaking.logic.grid import PLACE_MAX
+from averaging.matchmaking.logic.group import GATHERED_BYTES_MAX, GROUP_MEMBERS_MAX, Group, Member
+from averaging.matchmaking.logic.messages import (
+    ROUND_KEY_MAX,
+    TEXT_MAX,
+    Answer,
+    AveragerName,
+    CellLookup,
+    CellLookupReply,
+    Holder,
+    Join,
+    Leader,
+    LookForGroup,
+    PeerStatus,
+)
+from averaging.matchmaking.logic.roster import MATES_MAX
+from swarm.core.errors import PeerError, UsageError
+from swarm.core.ids import Address, Contact, PeerId
+from swarm.net.rpc import Method
+from swarm.wire import group_pb2, peer_pb2
+
+ADDRESSES_MAX = 8
+SCHEMA_BYTES_MAX = 64
+_NAME_MAX = 128
+_KEY_MAX = ROUND_KEY_MAX + 1 + PLACE_MAX  # the caller's key and the cell
+_STANDINGS = frozenset(int(standing) for standing in PeerStatus)
+
+SEEK = Method(
+    name="/swarm.Groups/Seek",
+    request=group_pb2.Seek,
+    reply=group_pb2.SeekAnswer,
+    request_bytes_max=16 << 10,
+    reply_bytes_max=64 << 10,
+)
+JOIN = Method(
+    name="/swarm.Groups/Join",
+    request=group_pb2.Join,
+    reply=group_pb2.JoinAnswer,
+    request_bytes_max=(16 << 10) + GATHERED_BYTES_MAX,
+    reply_bytes_max=GROUP_MEMBERS_MAX * (GATHERED_BYTES_MAX + 1024),
+)
+MEET = Method(
+    name="/swarm.Groups/Meet",
+    request=group_pb2.Meet,
+    reply=group_pb2.MeetAnswer,
+    request_bytes_max=8 << 10,
+    reply_bytes_max=128 << 10,
+)
+
+
+def encode_contact(contact: Contact) -> peer_pb2.Contact:
+    return peer_pb2.Contact(
+        peer_id=contact.peer_id.to_bytes(),
+        addresses=[address.multiaddr for address in contact.addresses[:ADDRESSES_MAX]],
+    )
+
+
+def decode_contact(message: peer_pb2.Contact) -> Contact:
+    if len(message.addresses) > ADDRESSES_MAX:
+        raise PeerError(f"a contact has at most {ADDRESSES_MAX} addresses, not {len(message.addresses)}")
+    try:
+        return Contact(
+            PeerId.from_bytes(message.peer_id), tuple(Address.parse(text) for text in message.addresses)
+        )
+    except UsageError as error:
+        raise PeerError(f"a contact is malformed: {error}") from error
+
+
+def _number(value: float, name: str) -> float:
+    if not math.isfinite(value):
+        raise PeerError(f"{name} must be a finite number, not {value}")
+    return value
+
+
+def _text(value: str, limit: int, name: str) -> str:
+    if len(value) > limit:
+        raise PeerError(f"{name} has at most {limit} characters, not {len(value)}")
+    return value
+
+
+def encode_announcement(holder: Holder, *, name: AveragerName, now_s: float) -> group_pb2.Seek:
+    return group_pb2.Seek(
+        run=name.run,
+        averager=name.averager,
+        contact=encode_contact(holder.contact),
+        schema=holder.schema,
+        schema_text=holder.schema_text[:TEXT_MAX],
+        now_s=now_s,
+        announce=True,
+    )
+
+
+def encode_seek(seek: LookForGroup, *, name: AveragerName, now_s: float) -> group_pb2.Seek:
+    return group_pb2.Seek(
+        run=name.run,
+        averager=name.averager,
+        contact=encode_contact(seek.contact),
+        round_key=seek.round_key,
+        schema=seek.schema,
+        schema_text=seek.schema_text[:TEXT_MAX],
+        deadline_s=seek.deadline_s,
+        can_lead=seek.can_lead,
+        now_s=now_s,
+        turn=seek.turn,
+    )
+
+
+def decode_seek(message: group_pb2.Seek, caller: PeerId, now_s: float) -> LookForGroup:
+    """`now_s`: our swarm time as it arrived; the time on the way counts as the caller's clock being off,
+    which is little.
+    """
+    contact = decode_contact(message.contact)
+    if contact.peer_id != caller:
+        raise PeerError(f"{caller} speaks for another peer, {contact.peer_id}")
+    if len(message.schema) > SCHEMA_BYTES_MAX:
+        raise PeerError(f"a schema hash has at most {SCHEMA_BYTES_MAX} bytes")
+    return LookForGroup(
+        contact=contact,
+        round_key=_text(message.round_key, _KEY_MAX, "a round key"),
+        schema=message.schema,
+        schema_text=_text(message.schema_text, TEXT_MAX, "a schema's description"),
+        deadline_s=_number(message.deadline_s, "a deadline"),
+        can_lead=message.can_lead and bool(contact.addresses),
+        turn=message.turn,
+        clock_off_s=_number(message.now_s, "a time") - now_s,
+    )
+
+
+def encode_answer(answer: Answer, *, now_s: float) -> group_pb2.SeekAnswer:
+    leader = None
+    if answer.leader is not None:
+        leader = group_pb2.GroupLeader(
+            contact=encode_contact(answer.leader.contact), deadline_s=answer.leader.deadline_s
+        )
+    return group_pb2.SeekAnswer(
+        standing=group_pb2.SeekAnswer.Standing.Name(int(answer.standing)),
+        round_key=answer.round_key,
+        deadline_s=answer.deadline_s,
+        can_lead=answer.can_lead,
+        leader=leader,
+        expected_s=answer.expected_s,
+        text=answer.text[:TEXT_MAX],
+        now_s=now_s,
+        turn=answer.turn,
+        members=[member.to_bytes() for member in answer.members],
+    )
+
+
+def decode_answer(message: group_pb2.SeekAnswer, now_s: float) -> Answer:
+    """`now_s`: our swarm time half-way between question and answer."""
+    if int(message.standing) not in _STANDINGS:
+        raise PeerError(
+            f"a peer stands in a way that this version does not know ({message.standing}): one of the two is too old"
+        )
+    if len(message.members) > GROUP_MEMBERS_MAX:
+        raise PeerError(f"a group has at most {GROUP_MEMBERS_MAX} members")
+    leader = None
+    if message.HasField("leader"):
+        leader = Leader(
+            contact=decode_contact(message.leader.contact),
+            deadline_s=_number(message.leader.deadline_s, "a deadline"),
+        )
+    try:
+        members = tuple(PeerId.from_bytes(member) for member in message.members)
+    except UsageError as error:
+        raise PeerError(f"a member is malformed: {error}") from error
+    return Answer(
+        standing=PeerStatus(message.standing),
+        round_key=_text(message.round_key, _KEY_MAX, "a round key"),
+        deadline_s=_number(message.deadline_s, "a deadline"),
+        can_lead=message.can_lead,
+        leader=leader,
+        expected_s=_number(message.expected_s, "a duration"),
+        text=_text(message.text, TEXT_MAX, "an explanation"),
+        members=members,
+        turn=message.turn,
+        clock_off_s=_number(message.now_s, "a time") - now_s,
+    )
+
+
+def encode_join(join: Join, *, name: AveragerName, now_s: float) -> group_pb2.Join:
+    return group_pb2.Join(
+        seek=encode_seek(join.seek, name=name, now_s=now_s),
+        weight=join.weight,
+        bandwidth=join.bandwidth,
+        auxiliary=join.auxiliary,
+        gathered=join.gathered,
+    )
+
+
+def decode_join(message: group_pb2.Join, caller: PeerId, now_s: float) -> Join:
+    seek = decode_seek(message.seek, caller, now_s)
+    return Join(
+        seek=seek,
+        weight=message.weight,
+        bandwidth=message.bandwidth,
+        auxiliary=message.auxiliary,
+        gathered=message.gathered,
+    )  # the bounds of these are those of `Member`, checked by the machine
+
+
+def encode_join_answer(answer: Group | Answer, *, now_s: float) -> group_pb2.JoinAnswer:
+    if isinstance(answer, Answer):
+        return group_pb2.JoinAnswer(standing=encode_answer(answer, now_s=now_s))
+    members = [
+        group_pb2.GroupMember(
+            contact=encode_contact(member.contact),
+            weight=member.weight,
+            bandwidth=member.bandwidth,
+            auxiliary=member.auxiliary,
+            gathered=gathered,
+        )
+        for member, gathered in zip(answer.members, answer.gathered, strict=True)
+    ]
+    return group_pb2.JoinAnswer(
+        group=group_pb2.Group(group_id=answer.group_id, members=members, codec=answer.codec)
+    )
+
+
+def decode_join_answer(message: group_pb2.JoinAnswer, now_s: float) -> Group | Answer:
+    kind = message.WhichOneof("answer")
+    if kind is None:
+        raise PeerError("an answer to Join is empty")
+    if kind == "standing":
+        return decode_answer(message.standing, now_s)
+    group = message.group
+    try:
+        return Group(
+            group_id=group.group_id,
+            members=tuple(
+                Member(
+                    contact=decode_contact(one.contact),
+                    weight=one.weight,
+                    bandwidth=one.bandwidth,
+                    auxiliary=one.auxiliary,
+                )
+                for one in group.members
+            ),
+            codec=_text(group.codec, _NAME_MAX, "a codec's name"),
+            gathered=tuple(one.gathered for one in group.members),
+        )
+    except UsageError as error:
+        raise PeerError(f"it announced a group that cannot be: {error}") from error
+
+
+def encode_meet(meet: CellLookup, *, name: AveragerName) -> group_pb2.Meet:
+    return group_pb2.Meet(
+        run=name.run,
+        averager=name.averager,
+        contact=encode_contact(meet.contact),
+        schema=meet.schema,
+        place=meet.place,
+        round_key=meet.round_key,
+        turn=meet.turn,
+        leaves=meet.leaves,
+    )
+
+
+def decode_meet(message: group_pb2.Meet, caller: PeerId) -> CellLookup:
+    contact = decode_contact(message.contact)
+    if contact.peer_id != caller:
+        raise PeerError(f"{caller} speaks for another peer, {contact.peer_id}")
+    if len(message.schema) > SCHEMA_BYTES_MAX:
+        raise PeerError(f"a schema hash has at most {SCHEMA_BYTES_MAX} bytes")
+    return CellLookup(
+        contact=contact,
+        schema=message.schema,
+        place=_text(message.place, PLACE_MAX, "a place in the grid"),
+        round_key=_text(message.round_key, ROUND_KEY_MAX, "a round key"),
+        turn=message.turn,
+        leaves=message.leaves,
+    )
+
+
+def encode_met(met: CellLookupReply) -> group_pb2.MeetAnswer:
+    return group_pb2.MeetAnswer(
+        mates=[encode_contact(mate) for mate in met.mates], home=met.home, passed=met.passed
+    )
+
+
+def decode_met(message: group_pb2.MeetAnswer) -> CellLookupReply:
+    if len(message.mates) > MATES_MAX:
+        raise PeerError(f"a cell's list has at most {MATES_MAX} peers, not {len(message.mates)}")
+    return CellLookupReply(
+        mates=tuple(decode_contact(mate) for mate in message.mates),
+        home=_text(message.home, PLACE_MAX, "a place in the grid"),
+        passed=message.passed,
+    )

@@ -1,0 +1,150 @@
+"""Modes `diloco` (arXiv 2311.08105), its streaming form (arXiv 2501.18512), and `local`, which is the same
+with a plain outer step.
+
+Between rounds each peer makes local steps. A round averages what they moved, base - θ, weighted by samples;
+every peer makes the same outer step with it on the base. Streaming: a round is for one of several fragments
+of the model, and is held while training goes on; what θ moved meanwhile is kept, since θ gets the difference
+added.
+
+A round that failed for everybody changes nothing: θ and base stay, and the next pseudo-gradient covers both
+spans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from averaging.optim.accumulate import all_finite
+from averaging.optim.memory import room_for
+from averaging.optim.modes import ModeParts, ModeTraits
+from averaging.optim.modes.local_steps import LocalSteps
+from averaging.optim.modes.outer import Fragment, OuterSGD, fragments_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterSettings:
+    """What `DilocoMode` needs to know."""
+
+    lr: float
+    momentum: float
+    nesterov: bool
+    fragments: int
+    carried_epochs_max: int
+    traits: ModeTraits
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedDeltas:
+    """The averaged pseudo-gradient of one round that this peer did not take part in."""
+
+    epoch: int
+    deltas: list[torch.Tensor]  # flat float32, by piece of the round's fragment
+
+
+class DilocoMode:
+    """The round of epoch e is for fragment e mod `fragments`."""
+
+    def __init__(self, parts: ModeParts, settings: OuterSettings) -> None:
+        self.traits = settings.traits
+
+        def outer(parameters: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]) -> OuterSGD:
+            return OuterSGD(
+                parameters, trained, lr=settings.lr, momentum=settings.momentum, nesterov=settings.nesterov
+            )
+
+        self.learner = LocalSteps(parts, outer, settings.carried_epochs_max)
+        self.state = self.learner.state
+        base = self.learner.base
+        self._fragments = fragments_of([one.numel() for one in base], settings.fragments)
+        # per fragment: the samples that its last committed round counted, of all
+        self._sent_at = [0] * settings.fragments
+        if settings.fragments == 1:
+            self._tensors = [
+                room_for(one.shape, one.device, pinned=parts.offload and self.learner.weights[0].is_cuda)
+                for one in base
+            ]
+            self._views = [[tensor.view(-1) for tensor in self._tensors if tensor.numel()]]
+            self._own: torch.Tensor | None = None
+        else:
+            size = max(sum(piece.numel for piece in pieces) for pieces in self._fragments)
+            whole = room_for(
+                (size,), base[0].device, pinned=parts.offload and self.learner.weights[0].is_cuda
+            )
+            self._tensors, self._views = [whole], [_laid(whole, pieces) for pieces in self._fragments]
+            self._own = torch.empty_like(whole)  # θ's elements when the round began
+
+    def tensors(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def prepare(self, epoch: int) -> tuple[float, Any]:
+        learner, number = self.learner, epoch % len(self._fragments)
+        learner.launch()
+        if learner.away:
+            return 0.0, None
+        for nth, (piece, view) in enumerate(self._pairs(number)):
+            view.copy_(learner.moved(piece))
+            if self._own is not None:
+                _laid(self._own, self._fragments[number])[nth].copy_(learner.own(piece))
+        if not all_finite(self._views[number]):
+            learner.discard()
+            for view in self._views[number]:
+                view.zero_()
+        return learner.weight(max(self._sent_at[number], learner.dropped)), None
+
+    def apply(self, told: Sequence[Any]) -> None:
+        learner, number = self.learner, self.state.epoch % len(self._fragments)
+        still = learner.still
+        self._outer_step(number, self._views[number])
+        with torch.no_grad():
+            for nth, (piece, _) in enumerate(self._pairs(number)):
+                base = learner.base[piece.place].detach().view(-1)[piece.start : piece.stop]
+                if self._own is None or still:
+                    learner.put(piece, base)
+                else:
+                    own = _laid(self._own, self._fragments[number])[nth]
+                    learner.put(piece, learner.own(piece) + (base - own))
+        self._sent_at[number] = learner.landed()
+
+    def failed(self, reason: str) -> None:
+        self.learner.failed(reason)
+
+    def capture(self, epoch: int, told: Sequence[Any]) -> CapturedDeltas:
+        self.learner.failed("")
+        return CapturedDeltas(epoch, [view.clone() for view in self._views[epoch % len(self._fragments)]])
+
+    def replay(self, captured: CapturedDeltas) -> None:
+        self._outer_step(captured.epoch % len(self._fragments), captured.deltas)
+
+    def carried(self) -> list[torch.Tensor]:
+        return self.learner.progress()
+
+    def settled(self, carried: list[torch.Tensor]) -> None:
+        self.learner.follow(carried)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.learner.state_dict(), "sent_at": list(self._sent_at)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.learner.load_state_dict(state)
+        self._sent_at = [int(samples) for samples in state["sent_at"]]
+
+    def _pairs(self, number: int) -> list[tuple[Fragment, torch.Tensor]]:
+        return list(zip(self._fragments[number], self._views[number], strict=True))
+
+    def _outer_step(self, number: int, deltas: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for piece, delta in zip(self._fragments[number], deltas, strict=True):
+                self.learner.outer.step_part(self.learner.base[piece.place], delta, piece.start, piece.stop)
+
+
+def _laid(whole: torch.Tensor, pieces: Sequence[Fragment]) -> list[torch.Tensor]:
+    """Views of a flat tensor for pieces that lie in it end to end."""
+    views, at = [], 0
+    for piece in pieces:
+        views.append(whole[at : at + piece.numel])
+        at += piece.numel
+    return views

@@ -1,0 +1,97 @@
+"""Mode `gossip` (NoLoCo, arXiv 2506.10911): rounds of two. No all-reduce, nobody waits for more than one
+other peer.
+
+Each peer has a base of its own. It is pulled towards its partner's, beside the step that both make with what
+both have learned: m <- μ·m + β·mean(θ - base) + γ·(mean(base) - base); base <- base + m; θ <- base. Partners
+are others each time (docs/decisions/0013).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from averaging.optim.accumulate import all_finite
+from averaging.optim.memory import room_like
+from averaging.optim.modes import ModeParts, ModeTraits
+from averaging.optim.modes.local_steps import LocalSteps
+from averaging.optim.modes.outer import MOMENTUM, Fragment, OuterSGD
+
+
+@dataclass(frozen=True, slots=True)
+class GossipRates:
+    """μ, β and γ."""
+
+    momentum: float
+    lr: float
+    consensus: float
+
+
+class GossipMode:
+    """A round averages two vectors end to end: what the peers learned, and where they began."""
+
+    def __init__(
+        self, parts: ModeParts, rates: GossipRates, traits: ModeTraits, carried_epochs_max: int
+    ) -> None:
+        self.traits, self._rates = traits, rates
+
+        def outer(parameters: Sequence[torch.Tensor], trained: Sequence[torch.Tensor]) -> OuterSGD:
+            return OuterSGD(parameters, trained, lr=rates.lr, momentum=rates.momentum, nesterov=False)
+
+        self.learner = LocalSteps(parts, outer, carried_epochs_max)
+        self.state = self.learner.state
+        self._learned = [room_like(base) for base in self.learner.base]
+        self._bases = [room_like(base) for base in self.learner.base]
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self._learned, *self._bases]
+
+    def prepare(self, epoch: int) -> tuple[float, Any]:
+        learner = self.learner
+        learner.launch()
+        for place, (learned, mine) in enumerate(zip(self._learned, self._bases, strict=True)):
+            base = learner.base[place].detach()
+            learned.copy_(learner.moved(Fragment(place, 0, base.numel())).neg_().view(base.shape))
+            mine.copy_(base)
+        if not all_finite(self._learned):
+            learner.discard()
+            torch._foreach_zero_(self._learned)
+        # both count alike: the mean of all bases moves by what all have learned
+        return 0.0 if learner.away else 1.0, None
+
+    def apply(self, told: Sequence[Any]) -> None:
+        rates = self._rates
+        with torch.no_grad():
+            for base, learned, middle in zip(self.learner.base, self._learned, self._bases, strict=True):
+                step = learned.mul_(rates.lr).add_(middle.sub_(base), alpha=rates.consensus)
+                if rates.momentum:
+                    step = self.learner.outer.state[base][MOMENTUM].mul_(rates.momentum).add_(step)
+                base.add_(step)
+        self.learner.follow(None)
+        self.learner.landed()
+
+    def failed(self, reason: str) -> None:
+        self.learner.failed(reason)
+
+    def capture(self, epoch: int, told: Sequence[Any]) -> None:
+        self.learner.failed("")
+
+    def replay(self, captured: None) -> None:
+        """Somebody else's round is no part of the state that was loaded: its donor goes on by itself, and so
+        does this peer.
+        """
+
+    def carried(self) -> list[torch.Tensor]:
+        return self.learner.progress()
+
+    def settled(self, carried: list[torch.Tensor]) -> None:
+        self.learner.follow(carried)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.learner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.learner.load_state_dict(state)

@@ -1,0 +1,147 @@
+"""Mode `gradients`: one large synchronous batch over the whole swarm (DeDLOC, arXiv 2106.10207)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from averaging.optim.accumulate import GradientAccumulator, names_of
+from averaging.optim.memory import home_of, room_like
+from averaging.optim.modes import ModeParts, ModeTraits
+from averaging.optim.state.training_state import TrainingState
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedGradients:
+    """The averaged gradients of one epoch that this peer did not take part in."""
+
+    gradients: list[torch.Tensor]  # float32, where the accumulators are
+    touched: list[bool]
+
+
+class GradientsMode:
+    """Gradients are accumulated, averaged by samples, and the inner optimizer steps once an epoch, on all
+    peers with the same bytes.
+
+    Delayed: a round is held on a copy of the accumulators while the next epoch's gradients are computed, on
+    parameters that lack that round's step; twice the memory for accumulators.
+    """
+
+    def __init__(self, parts: ModeParts, *, delayed: bool = False) -> None:
+        self.state = TrainingState(parts.inner, parts.extras, parts.scheduler)
+        self.traits = ModeTraits(
+            terms="gradients, delayed" if delayed else "gradients", role="gradient", overlapped=delayed
+        )
+        self._inner = parts.inner
+        self._parameters = [p for p in self.state.parameters if p.requires_grad and p.is_floating_point()]
+        self._accumulator = GradientAccumulator(
+            self._parameters,
+            names=names_of(self._parameters, parts.inner),
+            home=home_of(self._parameters, parts.offload),
+        )
+        self._held = [room_like(buffer) for buffer in self._accumulator.buffers] if delayed else None
+        # of a delayed round: its samples, and which parameters had a gradient
+        self._sent: tuple[int, list[bool]] | None = None
+
+    # --- the learner is this object itself
+
+    @property
+    def learner(self) -> GradientsMode:
+        return self
+
+    @property
+    def samples(self) -> int:
+        return self._accumulator.samples
+
+    def accumulate(self, samples: int) -> str | None:
+        return self._accumulator.add(samples)
+
+    def restart(self) -> None:
+        return None
+
+    def loaded(self) -> None:
+        self.set_aside()
+
+    def set_aside(self) -> int:
+        self.failed("")
+        samples = self._accumulator.samples
+        self._accumulator.reset()  # gradients of parameters that the swarm has left behind
+        return samples
+
+    def resume(self) -> int:
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._sent is None or self._held is None:
+            return self._accumulator.state_dict()
+        whole = GradientAccumulator(self._parameters, home=self._accumulator.home)
+        whole.load_state_dict(self._accumulator.state_dict())
+        whole.put_back(self._held, *self._sent)
+        return whole.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sent = None
+        self._accumulator.load_state_dict(state)
+
+    # --- rounds
+
+    def tensors(self) -> list[torch.Tensor]:
+        return self._accumulator.buffers if self._held is None else self._held
+
+    def prepare(self, epoch: int) -> tuple[float, Any]:
+        accumulator = self._accumulator
+        if not accumulator.finite():  # sums of finite gradients that ran over: never sent
+            accumulator.reset()
+        means = accumulator.average_()
+        samples, told = accumulator.samples, accumulator.touched_bytes()
+        if self._held is not None:
+            for held, mean in zip(self._held, means, strict=True):
+                held.copy_(mean)
+            self._sent = samples, list(accumulator.touched)
+            accumulator.reset()
+        return float(samples), told
+
+    def apply(self, told: Sequence[Any]) -> None:
+        own = self._accumulator.touched if self._sent is None else self._sent[1]
+        touched = self._touched(told) if told else own
+        self._sent = None
+        self._step(self.tensors(), touched)
+        if self._held is None:
+            self._accumulator.reset()
+
+    def failed(self, reason: str) -> None:
+        if self._sent is not None and self._held is not None:
+            self._accumulator.put_back(self._held, *self._sent)
+            self._sent = None
+
+    def capture(self, epoch: int, told: Sequence[Any]) -> CapturedGradients:
+        captured = CapturedGradients([buffer.clone() for buffer in self.tensors()], self._touched(told))
+        self._accumulator.reset()
+        self._sent = None
+        return captured
+
+    def replay(self, captured: CapturedGradients) -> None:
+        self._step(captured.gradients, captured.touched)
+
+    def carried(self) -> None:
+        return None
+
+    def settled(self, carried: None) -> None:
+        return None
+
+    def _touched(self, told: Sequence[Any]) -> list[bool]:
+        return self._accumulator.merge_touched([field if isinstance(field, bytes) else b"" for field in told])
+
+    def _step(self, gradients: Sequence[torch.Tensor], touched: Sequence[bool]) -> None:
+        """One step of the inner optimizer; `.grad` of the trainer's own last batch is put back afterwards."""
+        own = [p.grad for p in self._parameters]
+        try:
+            for p, gradient, has_gradient in zip(self._parameters, gradients, touched, strict=True):
+                p.grad = gradient.to(device=p.device, dtype=p.dtype) if has_gradient else None
+            self._inner.step()
+        finally:
+            for p, gradient_of_batch in zip(self._parameters, own, strict=True):
+                p.grad = gradient_of_batch

@@ -1,0 +1,120 @@
+"""The outer step of DiLoCo (arXiv 2311.08105): SGD with Nesterov momentum on the parameters that all peers
+hold.
+
+Every peer makes it by itself, from the same bytes. So that the results are the same bytes, too, each product
+and each sum is rounded by itself (a fused multiply-add rounds once, and not every processor has it): the
+outer state never drifts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from averaging.optim.memory import room_like
+
+MOMENTUM = "momentum_buffer"
+
+
+def outer_step_(
+    base: torch.Tensor,
+    momentum: torch.Tensor | None,
+    delta: torch.Tensor,
+    *,
+    lr: float,
+    decay: float,
+    nesterov: bool = True,
+) -> None:
+    """base -= lr · (delta + decay · m), m = decay · m + delta; or lr · m (not nesterov); without momentum,
+    base -= lr · delta.
+
+    All float32 of one shape, in place; `delta` is spent. Equal to `torch.optim.SGD` up to the rounding of
+    fused operations.
+    """
+    if momentum is not None:
+        momentum.mul_(decay).add_(delta)
+        if nesterov:
+            delta.add_(momentum * decay)
+        else:
+            delta.copy_(momentum)
+    base.sub_(delta.mul_(lr))
+
+
+class OuterSGD(torch.optim.Optimizer):
+    """The outer optimizer as a torch optimizer: so that its parameters and momentum are served, loaded and
+    saved like any other's.
+
+    `trained` parameters have their momentum from the start: a newcomer knows the structure. `others` are
+    carried along unchanged.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        trained: Sequence[torch.Tensor],
+        *,
+        lr: float,
+        momentum: float,
+        nesterov: bool = True,
+    ) -> None:
+        super().__init__(list(parameters), {"lr": lr, "momentum": momentum, "nesterov": nesterov})
+        if momentum:
+            for base in trained:
+                self.state[base][MOMENTUM] = room_like(base)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """The whole step at once, with the averaged pseudo-gradients in `.grad`."""
+        with torch.no_grad():
+            for group in self.param_groups:
+                for base in group["params"]:
+                    if base.grad is not None:
+                        self.step_part(base, base.grad.clone(), 0, base.numel())
+
+    def step_part(self, base: torch.Tensor, delta: torch.Tensor, start: int, stop: int) -> None:
+        """The step of elements `start` to `stop` of the flattened, contiguous `base`; `delta` has that many
+        and is spent.
+        """
+        group = self.param_groups[0]
+        momentum = self.state[base].get(MOMENTUM) if base in self.state else None
+        outer_step_(
+            base.detach().view(-1)[start:stop],
+            None if momentum is None else momentum.view(-1)[start:stop],
+            delta.view(-1),
+            lr=group["lr"],
+            decay=group["momentum"],
+            nesterov=group["nesterov"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Elements `start` to `stop` of parameter `place`, flattened."""
+
+    place: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+def fragments_of(numels: Sequence[int], count: int) -> list[list[Fragment]]:
+    """Cut the parameters, end to end, into `count` fragments whose sizes differ by one element at most."""
+    ends = list(accumulate(numels))
+    total = ends[-1] if ends else 0
+    found: list[list[Fragment]] = []
+    for number in range(count):
+        low, high = total * number // count, total * (number + 1) // count
+        pieces = []
+        for place, (numel, end) in enumerate(zip(numels, ends, strict=True)):
+            begin = end - numel
+            start, stop = max(low, begin) - begin, min(high, end) - begin
+            if start < stop:
+                pieces.append(Fragment(place, start, stop))
+        found.append(pieces)
+    return found

@@ -1,0 +1,172 @@
+"""The modes by name, each with its settings: what `swarm.Optimizer(mode=…)` takes. Settings must be equal on
+all peers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from averaging.optim.modes import ModeParts, ModeSettings, ModeTraits
+from averaging.optim.modes.diloco import DilocoMode, OuterSettings
+from averaging.optim.modes.gossip import GossipMode, GossipRates
+from averaging.optim.modes.gradients import GradientsMode
+from swarm.core.errors import UsageError
+
+_CARRIED_EPOCHS_MAX = 3
+_SELDOM = 100  # epochs: outer states are equal bit for bit, whatever the processor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gradients:
+    """One large synchronous batch over the whole swarm: gradients are averaged, and all step once an epoch."""
+
+    name: ClassVar[str] = "gradients"
+
+    # the next epoch's gradients are computed during the round, on parameters that lack its step
+    delayed: bool = False
+
+    def build(self, parts: ModeParts) -> GradientsMode:
+        return GradientsMode(parts, delayed=self.delayed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Local:
+    """Local steps of the inner optimizer; once an epoch parameters are averaged, weighted by samples."""
+
+    name: ClassVar[str] = "local"
+
+    carried_epochs_max: int = _CARRIED_EPOCHS_MAX  # as in Diloco
+
+    def __post_init__(self) -> None:
+        _check_carried(self.carried_epochs_max)
+
+    def build(self, parts: ModeParts) -> DilocoMode:
+        """The average of parameters is the base less the average of what they are away from it: an outer step
+        of length 1.
+        """
+        traits = ModeTraits(
+            terms="local", role="pseudo_gradient", keeps_progress=True, state_sync_epochs=_SELDOM
+        )
+        return DilocoMode(
+            parts,
+            OuterSettings(
+                lr=1.0,
+                momentum=0.0,
+                nesterov=False,
+                fragments=1,
+                carried_epochs_max=self.carried_epochs_max,
+                traits=traits,
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diloco:
+    """Local steps; once an epoch an outer step with Nesterov momentum, on the average of what they moved
+    (DiLoCo).
+    """
+
+    name: ClassVar[str] = "diloco"
+
+    outer_lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+    # fragments of the model, of equal size; 1: the whole model each epoch, and training waits. More: each
+    # epoch synchronises the next one while training goes on, so that a fragment's span is as many epochs;
+    # divide target_batch_size by it for the same span
+    streaming: int = 1
+    # streaming: apply a round after so many more local steps, waiting for it if need be; None: as soon as it
+    # is there, an epoch at most
+    delay_steps: int | None = None
+    # a peer that was left out of so many epochs at most adds what it learned to the state that it fetches;
+    # later it is out of date
+    carried_epochs_max: int = _CARRIED_EPOCHS_MAX
+
+    def __post_init__(self) -> None:
+        if not 0 < self.outer_lr < float("inf") or not 0 <= self.momentum < 1:
+            raise UsageError("Diloco needs an outer_lr above 0 and a momentum from 0 to below 1")
+        if self.streaming < 1 or (
+            self.delay_steps is not None and (self.delay_steps < 0 or self.streaming == 1)
+        ):
+            raise UsageError(
+                "Diloco: streaming is a number of fragments, at least 1; delay_steps is not negative, and for streaming only"
+            )
+        _check_carried(self.carried_epochs_max)
+
+    def build(self, parts: ModeParts) -> DilocoMode:
+        nesterov = self.nesterov and self.momentum > 0
+        traits = ModeTraits(
+            terms=f"diloco outer_lr={self.outer_lr:g} momentum={self.momentum:g} nesterov={nesterov:d} streaming={self.streaming}",
+            role="pseudo_gradient",
+            keeps_progress=True,
+            overlapped=self.streaming > 1,
+            delay_steps=self.delay_steps,
+            slots=self.streaming,
+            state_sync_epochs=_SELDOM,
+        )
+        outer = OuterSettings(
+            lr=self.outer_lr,
+            momentum=self.momentum,
+            nesterov=nesterov,
+            fragments=self.streaming,
+            carried_epochs_max=self.carried_epochs_max,
+            traits=traits,
+        )
+        return DilocoMode(parts, outer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gossip:
+    """Local steps; once an epoch an exchange with one other peer (NoLoCo). Peers' parameters differ, and come
+    close to one another.
+    """
+
+    name: ClassVar[str] = "gossip"
+
+    outer_lr: float = 0.7  # β: of what the two have learned
+    momentum: float = 0.5  # μ
+    consensus: float = 0.7  # γ: how far each goes to the middle between the two
+    carried_epochs_max: int = _CARRIED_EPOCHS_MAX  # as in Diloco
+
+    def __post_init__(self) -> None:
+        if not 0 < self.outer_lr < float("inf") or not 0 <= self.momentum < 1 or not 0 <= self.consensus < 2:
+            raise UsageError(
+                "Gossip needs an outer_lr above 0, a momentum from 0 to below 1, and a consensus from 0 to below 2"
+            )
+        _check_carried(self.carried_epochs_max)
+
+    def build(self, parts: ModeParts) -> GossipMode:
+        traits = ModeTraits(
+            terms=f"gossip outer_lr={self.outer_lr:g} momentum={self.momentum:g} consensus={self.consensus:g}",
+            role="parameter",
+            keeps_progress=True,
+            group_size=2,
+            lone=True,
+            canonical=False,
+        )
+        rates = GossipRates(momentum=self.momentum, lr=self.outer_lr, consensus=self.consensus)
+        return GossipMode(parts, rates, traits, self.carried_epochs_max)
+
+
+MODES: dict[str, type[Gradients | Local | Diloco | Gossip]] = {
+    mode.name: mode for mode in (Gradients, Local, Diloco, Gossip)
+}
+
+
+def settings_of(mode: str | ModeSettings) -> ModeSettings:
+    """A mode's settings: those given, or by name the defaults. UsageError lists the names there are."""
+    if not isinstance(mode, str):
+        if not hasattr(mode, "build") or not hasattr(mode, "name"):
+            raise UsageError(
+                f"mode is a name ({', '.join(MODES)}) or settings such as Diloco(streaming=4), not {mode!r:.60}"
+            )
+        return mode
+    if mode not in MODES:
+        raise UsageError(f"there is no mode {mode!r}; there is: {', '.join(MODES)}")
+    return MODES[mode]()
+
+
+def _check_carried(epochs: int) -> None:
+    if epochs < 0:
+        raise UsageError("carried_epochs_max is a number of epochs, 0 for none")

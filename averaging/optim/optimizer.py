@@ -1,0 +1,456 @@
+"""`swarm.Optimizer`: a torch optimizer whose steps are made by the whole swarm."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from averaging.optim.config import OptimizerConfig
+from averaging.optim.epoch_averager import AveragingOptions, EpochAverager, check_codec, check_extras
+from averaging.optim.epochs import EpochLoop
+from averaging.optim.metering import Meter, Pace
+from averaging.optim.modes import ModeParts, ModeSettings
+from averaging.optim.modes.settings import MODES, Diloco, Gossip, Gradients, Local, settings_of
+from averaging.optim.progress.logic.reports import SAMPLES_MAX, ProgressView
+from averaging.optim.progress.tracker import Tracker, TrackerServices
+from averaging.optim.reports import LoadResult, StepReport
+from averaging.optim.state.admission import Blocklist
+from averaging.optim.state.catchup import CatchUp
+from averaging.optim.state.donor import Donor, DonorServices
+from averaging.optim.state.exchange import exchange_of
+from averaging.optim.state.training_state import Scheduler
+from averaging.optim.state.view import StateView
+from averaging.reduction.lowrank import PowerSgd
+from averaging.reduction.robust import Aggregation
+from swarm.compression import resolve
+from swarm.core.errors import NetworkError, UsageError
+from swarm.core.ids import Contact, PeerId, open_run_id
+from swarm.metrics.reporter import Reporter
+
+if TYPE_CHECKING:
+    from swarm.node import Node
+
+__all__ = [
+    "MODES",
+    "Diloco",
+    "Gossip",
+    "Gradients",
+    "LoadResult",
+    "Local",
+    "Optimizer",
+    "OptimizerConfig",
+    "StepReport",
+]
+
+_START_S_MAX = 10.0
+_CLOSE_S_MAX = 2.0
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Trains one model together with everybody who has an `Optimizer` of the same run.
+
+    `inner`: the optimizer that makes the steps; its parameters are the model's. `node`: this process as a
+    peer. `run`: a name that all peers use, or a run's id. An epoch is `target_batch_size` samples over the
+    whole swarm; `batch_size_per_step`: samples behind one call of `step`, unless the call says. `mode`:
+    "gradients" (one large batch, one step an epoch), "local" (a step each call, parameters averaged once an
+    epoch), "diloco" (the same with an outer step), "gossip" (exchanges in pairs); or settings:
+    `swarm.Diloco(…)`. `codec`: how what is averaged travels, a name of `swarm.compression`, or "adaptive" for
+    what suits it; `error_feedback`: what it leaves out of one epoch goes into the next, which `int2`, `sign`
+    and `topk` need. `strategy=PowerSgd(rank=4)`: matrices travel as factors of that rank, in two all-reduces
+    an epoch, with error feedback. `aggregation`, `clip_to_median`, `audit`: how far hostile peers get, see
+    `swarm.Averager`; by default a part of somebody's gradients that is longer than ten medians is shortened
+    to that. `scheduler`: a factory like `lambda inner: StepLR(inner, 10)`, stepped once an epoch, part of the
+    state. `state_sync_epochs`: every so many epochs the state that peers share is averaged, so that peers
+    with different processors stay equal (0: never; None: as the mode needs it). `extra_tensors`: more to
+    share, for instance `model.buffers()`. `offload`: what is kept beside the model (accumulators; in modes
+    with local steps base and outer momentum) lies on the host, pinned for a model on CUDA.
+
+    Parameters change only inside `step`; in mode "gradients" when an epoch is full. Joining a swarm that is
+    ahead loads its state in the first `step`; `load_state_from_peers` does it before. What the network does
+    is in the report; UsageError is the caller's mistake. A context manager.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        *,
+        node: Node,
+        run: str,
+        target_batch_size: int,
+        batch_size_per_step: int | None = None,
+        mode: str | ModeSettings = "gradients",
+        codec: str = "float16",
+        aggregation: str = "mean",
+        clip_to_median: float | None = 10.0,
+        audit: float = 0.0,
+        error_feedback: bool = False,
+        strategy: PowerSgd | None = None,
+        scheduler: Callable[[torch.optim.Optimizer], Scheduler] | None = None,
+        state_sync_epochs: int | None = None,
+        extra_tensors: Sequence[torch.Tensor] = (),
+        offload: bool = False,
+        config: OptimizerConfig | None = None,
+    ) -> None:
+        # torch's __init__ is not called: groups, state and hooks are those of `inner`, by delegation.
+        settings = self._check(inner, mode, batch_size_per_step, state_sync_epochs)
+        resolve(codec, "gradient", 0)  # UsageError for one that does not exist, before anything is opened
+        aggregate = Aggregation(rule=aggregation, clip_to_median=clip_to_median)
+        manner = AveragingOptions(
+            codec=codec, aggregation=aggregate, audit=audit, error_feedback=error_feedback, strategy=strategy
+        )
+        config = config or OptimizerConfig()
+        self.inner, self.node, self.run_id = inner, node, open_run_id(run)
+        self.target_batch_size, self.batch_size_per_step = _samples(target_batch_size), batch_size_per_step
+        self.mode = settings.name
+        self._closed = False
+        schedule = scheduler(inner) if scheduler is not None else None
+        self._training = settings.build(
+            ModeParts(inner=inner, extras=tuple(extra_tensors), scheduler=schedule, offload=offload)
+        )
+        self._state, traits = self._training.state, self._training.traits
+        check_extras(self._state)
+        check_codec(manner, traits)
+        sync_epochs = traits.state_sync_epochs if state_sync_epochs is None else state_sync_epochs
+        node.network.run(self._open(manner, sync_epochs, config), _START_S_MAX)
+
+    @staticmethod
+    def _check(
+        inner: torch.optim.Optimizer,
+        mode: str | ModeSettings,
+        batch_size_per_step: int | None,
+        state_sync_epochs: int | None,
+    ) -> ModeSettings:
+        if not isinstance(inner, torch.optim.Optimizer) or isinstance(inner, Optimizer):
+            raise UsageError(
+                f"the first argument is a torch optimizer such as torch.optim.AdamW(model.parameters()), not {inner!r:.60}"
+            )
+        if batch_size_per_step is not None:
+            _samples(batch_size_per_step)
+        if state_sync_epochs is not None and (
+            not isinstance(state_sync_epochs, int) or state_sync_epochs < 0
+        ):
+            raise UsageError(
+                f"state_sync_epochs is a whole number of epochs, 0 for never, not {state_sync_epochs!r}"
+            )
+        return settings_of(mode)
+
+    async def _open(self, manner: AveragingOptions, state_sync_epochs: int, config: OptimizerConfig) -> None:
+        node = self.node
+        network = node.network
+        services = TrackerServices(
+            own=lambda: node.contact,
+            dht=node.dht.service,
+            caller=node.channels,
+            clock=node.clock,
+            loop=network.loop,
+        )
+        self._banned = Blocklist()
+        self._tracker = Tracker(services, self.run_id, self.target_batch_size, config.progress, self._banned)
+        giving = DonorServices(
+            own=lambda: node.contact,
+            dht=node.dht.service,
+            clock=node.clock,
+            loop=network.loop,
+            pool=network.pool,
+        )
+        self._donor = Donor(giving, self.run_id, self._state, config.donor, self._banned)
+        self._tracker.on_full = self._donor.round_begins
+        self._rounds = EpochAverager(node, self.run_id, self._training, self._state, manner, config)
+        self._catch_up = CatchUp(
+            node, self.run_id, self._state, self._training, self._tracker, self._rounds, config
+        )
+        parts = (self._state, self._training, self._tracker, self._donor, self._rounds, self._catch_up)
+        self._catch_up.banned = self._banned
+        self._loop = EpochLoop(node, parts, state_sync_epochs, config)
+        exchange_of(node).add(self.run_id, self._tracker, self._donor)
+        self._meter = Meter(
+            node.clock.swarm_s(),
+            name=node.config.name,
+            device=_device(self._state.parameters),
+            agent=node.agent,
+        )
+        self._reporter = Reporter(
+            dht=node.dht.service,
+            clock=node.clock,
+            own=node.peer_id,
+            run_id=self.run_id,
+            source=lambda: self._meter.metrics(self._pace(), node.clock.swarm_s(), reach=node.reach),
+            peers=lambda: self._tracker.view().peers_total,
+            config=config.metrics,
+        )
+        self._tasks = [
+            node.supervisor.spawn(f"progress of run {self.run_id}", self._tracker.run, restart=True),
+            node.supervisor.spawn(f"state of run {self.run_id}", self._donor.run, restart=True),
+            node.supervisor.spawn(f"metrics of run {self.run_id}", self._reporter.run, restart=True),
+        ]
+        self._forget = node.at_close(self._close_on_loop)
+
+    # --- training
+
+    def step(  # type: ignore[override]
+        self, batch_size: int | Callable[[], Any] | None = None, closure: Callable[[], Any] | None = None
+    ) -> StepReport:
+        """Take the gradients in `.grad`, which are means over `batch_size` samples; the parameters move when
+        the swarm's batch is full.
+
+        Costs no network then, else a round with the other peers, in this thread. A closure, here or in the
+        place of `batch_size` as torch has it, is called first, with gradients enabled. The report says what
+        happened.
+        """
+        if callable(batch_size):
+            batch_size, closure = None, batch_size
+        self._check_open()
+        samples = _samples(batch_size if batch_size is not None else self.batch_size_per_step)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with self._meter.stepping(self.node.clock.swarm_s):
+            report = self._loop.step(samples)
+        self._meter.on_step(report, self.node.clock.swarm_s())
+        return report if loss is None else replace(report, loss=loss)
+
+    def load_state_from_peers(
+        self, timeout_s: float = 600.0, on_progress: Callable[[int, int], None] | None = None
+    ) -> LoadResult:
+        """Download the swarm's state: parameters, statistics, counters, schedule, epoch. What was accumulated
+        is dropped (with local steps: added to it, if it is not long out of date).
+
+        `on_progress(bytes, of_bytes)` is called on the network thread. Nobody to load from is a result with
+        `alone=True`, not an error.
+        """
+        self._check_open()
+        if not 0 < timeout_s < float("inf"):
+            raise UsageError(f"timeout_s must be a positive number of seconds, not {timeout_s!r}")
+        self._catch_up.on_progress = on_progress
+        result = self._loop.load(timeout_s)
+        self._meter.on_load(result)
+        return result
+
+    def report(self, **metrics: Any) -> None:
+        """Tell those who watch the run: `opt.report(loss=loss.item(), validation_loss=…, accuracy=0.9)`, as
+        often as you like.
+
+        `loss` and `validation_loss` are charted as the run's, others (16 at most, single numbers) under their
+        names; the last value of each goes out every few seconds, signed, for anybody to read. What is not
+        finite is told as such. UsageError for what is no number.
+        """
+        self._check_open()
+        self._meter.tell(metrics)
+
+    def _pace(self) -> Pace:
+        mine = self._tracker.view().peers[self.node.peer_id]
+        return Pace(epoch=mine.epoch, samples_per_s=mine.samples_per_s)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear `.grad`; what `step` has taken is kept."""
+        self.inner.zero_grad(set_to_none=set_to_none)
+
+    @property
+    def epoch(self) -> int:
+        """How many epochs the parameters have behind them."""
+        return self._state.epoch
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a round is held in the background, in a mode that trains on meanwhile."""
+        return self._loop.in_flight
+
+    @property
+    def progress(self) -> ProgressView:
+        """How far the swarm is within the epoch, and who trains at what pace."""
+        return self._tracker.view()
+
+    @property
+    def scheduler(self) -> Scheduler | None:
+        """What the factory made."""
+        return self._state.scheduler
+
+    def state_digest(self) -> tuple[int, str]:
+        """The epoch, and the digest of the state in it (hex): equal on peers whose states are equal bit for
+        bit. Copies the state.
+        """
+        snapshot = self._state.snapshot()
+        return snapshot.epoch, snapshot.digest.hex()
+
+    def state_view(self) -> StateView:
+        """The state of this moment, to be written while training goes on
+        (`averaging.optim.state.checkpoint`). Close it afterwards.
+        """
+        return self._state.view()
+
+    def load_state(self, blob: bytearray) -> None:
+        """Go on from the state of a checkpoint; what was accumulated is dropped. PeerError, and nothing
+        changed, when it does not fit.
+        """
+        self._state.load(blob)
+        with self._state.lock:
+            self._training.learner.loaded()
+        self._loop.resumed()
+
+    # --- what the run's owner may change while it is running
+
+    def set_target(self, target_batch_size: int) -> None:
+        """From now on an epoch is so many samples."""
+        self.target_batch_size = _samples(target_batch_size)
+        self._tracker.set_target(self.target_batch_size)
+
+    def ban(self, peers: Iterable[PeerId]) -> None:
+        """These, and nobody else, are refused from now on: in groups, in progress, as donors and as joiners."""
+        self._banned.own = self.node.peer_id in (banned := frozenset(peers))
+        self._banned.peers = banned - {self.node.peer_id}
+        self._rounds.ban(self._banned.peers)
+        self._tracker.forget(self._banned.peers)
+
+    def rest(self, resting: bool) -> None:
+        """Stay in the run without training, and give the state to who asks; or go on."""
+        self._tracker.rest(self._training.learner.samples, resting)
+
+    def attend(self, timeout_s: float) -> StepReport | None:
+        """While resting: take part in the round of this epoch if others begin it, so that they need not wait.
+        None: nobody did.
+        """
+        self._check_open()
+        return self._loop.attend(timeout_s)
+
+    def contacts(self) -> list[Contact]:
+        """Of peers in this run that can be called."""
+        return self._tracker.contacts()
+
+    # --- a torch optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:  # type: ignore[override]
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.inner.defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise UsageError(
+            "peers agreed on the parameters when this optimizer was made: add groups to the inner optimizer before that"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's, and under "swarm" the epoch, the schedule, what was accumulated, and what
+        error feedback holds.
+        """
+        swarm: dict[str, Any] = {
+            "epoch": self._state.epoch,
+            "scheduler": None,
+            "accumulated": self._training.state_dict(),
+        }
+        swarm["feedback"] = self._rounds.feedback_state()
+        if self._state.scheduler is not None:
+            swarm["scheduler"] = self._state.scheduler.state_dict()
+        return {**self.inner.state_dict(), "swarm": swarm}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Resume from `state_dict()`, or from the inner optimizer's own: then in the present epoch. Load the
+        model's parameters, too.
+        """
+        plain = {key: value for key, value in state_dict.items() if key != "swarm"}
+        swarm = state_dict.get("swarm")
+        self._loop.close()  # what is being averaged in the background is of another past
+        with self._state.lock:
+            self.inner.load_state_dict(plain)
+            if swarm is None:
+                self._training.learner.restart()
+            else:
+                self._training.load_state_dict(swarm["accumulated"])
+                self._rounds.load_feedback(swarm.get("feedback"))
+                if self._state.scheduler is not None and swarm["scheduler"] is not None:
+                    self._state.scheduler.load_state_dict(swarm["scheduler"])
+            self._state.moved(int(swarm["epoch"]) if swarm is not None else self._state.epoch)
+        self._loop.resumed()
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """Called when the inner optimizer steps, once an epoch: with the averaged gradients in `.grad`."""
+        return self.inner.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        return self.inner.register_step_post_hook(hook)
+
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.inner.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.inner.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.inner.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.inner.register_load_state_dict_post_hook(hook, prepend)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UsageError(
+            "a swarm.Optimizer belongs to its node and cannot be copied or pickled: use state_dict()"
+        )
+
+    def __repr__(self) -> str:
+        return f"swarm.Optimizer({self.inner!r}, run {self.run_id}, mode {self.mode}, epoch {self.epoch}{', closed' if self._closed else ''})"
+
+    # --- life
+
+    def close(self) -> None:
+        """Leave the run: the others stop counting on this peer. Idempotent; the node stays open."""
+        if self._closed or self.node.closed or not self.node.network.ours:
+            self._closed = True
+            return
+        self._loop.close()
+        with contextlib.suppress(NetworkError):  # records expire by themselves
+            self.node.network.run(self._close_on_loop(), _CLOSE_S_MAX)
+        self._rounds.close()
+        self._forget()
+
+    async def _close_on_loop(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        exchange_of(self.node).remove(self.run_id)
+        for task in self._tasks:
+            task.cancel()
+        await self._tracker.close()
+        await self._reporter.close()
+        await self._donor.close()
+
+    def _check_open(self) -> None:
+        self.node.network.check()
+        if self._closed:
+            raise UsageError("this optimizer is closed")
+
+    def __enter__(self) -> Optimizer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _device(parameters: Sequence[torch.Tensor]) -> str:
+    """Where the model is, as people call it."""
+    device = parameters[0].device if parameters else torch.device("cpu")
+    return f"{device.type} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
+
+
+def _samples(value: int | None) -> int:
+    if value is None:
+        raise UsageError(
+            "say how many samples are behind the gradients: step(batch_size) or Optimizer(batch_size_per_step=…)"
+        )
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= SAMPLES_MAX:
+        raise UsageError(f"a number of samples is a positive whole number, not {value!r:.60}")
+    return value

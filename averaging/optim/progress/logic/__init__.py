@@ -1,0 +1,1 @@
+"""Progress reports and their sums, without I/O or clock."""

@@ -1,0 +1,358 @@
+"""How far the swarm is within its epoch, from what peers claim: a pure machine, one per peer. Up to 64 peers
+it has everybody's claims, above that those of its shard and what the whole adds up to
+(`averaging.optim.progress.logic.shards`).
+
+An epoch is full when the claimed samples of all live peers reach the target. Claims are somebody else's word,
+so each is held against the others: a claimed rate counts up to `rate_ratio_max` times the median, claimed
+samples up to what such a rate gives since the epoch began. Every peer applies the same rule to the same
+claims, its own included, so that views agree up to what is still on its way. All times are seconds of the
+swarm's clock, passed in.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from swarm.core.errors import PeerError, UsageError
+from swarm.core.ids import PeerId
+
+if TYPE_CHECKING:
+    from averaging.optim.progress.logic.shards import ProgressTotal
+
+EPOCH_MAX = 1 << 40
+SAMPLES_MAX = 1 << 40
+RATE_MAX = 1e12  # samples/s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressConfig:
+    """How claims are counted and how often they are exchanged."""
+
+    # a peer counts at most this many times the median rate; from three peers on, since of two nobody is the
+    # majority
+    rate_ratio_max: float = 3.0
+    # a peer may have begun the epoch this much before we think; larger lets liars claim more in short epochs
+    slack_s: float = 0.25
+    # how long a claim is carried on at its rate, at most to twice itself; 0: never
+    extrapolation_s_max: float = 3.0
+    begin_fraction: float = 0.75  # of the target, in our own view, for a begin message to be believed
+    claim_ttl_s: float = 15.0  # a peer that is silent for so long is gone
+    refresh_s_min: float = 0.25  # between two looks at the DHT when the epoch is about to be full
+    refresh_s_max: float = 3.0  # and when it is far from it
+    # claims kept; beyond it the oldest goes. Well above what one dictionary is for, so that it is seen to be
+    # too small
+    peers_max: int = 256
+    # instead of refresh_s_min in a run of several shards, where word takes longer than that anyway
+    refresh_s_large: float = 1.0
+    # a peer that reports and does not move for so long does not count: its trainer hangs. Above the longest
+    # step
+    stalled_s_max: float = 300.0
+    clock_ahead_s_max: float = 10.0  # a claim from further in the future is refused
+
+    def __post_init__(self) -> None:
+        if (
+            self.rate_ratio_max < 1
+            or not 0 <= self.begin_fraction <= 1
+            or not 0 < self.refresh_s_min <= self.refresh_s_max
+        ):
+            raise UsageError(
+                "a ProgressConfig needs rate_ratio_max >= 1, begin_fraction within 0..1 and 0 < refresh_s_min <= refresh_s_max"
+            )
+        if self.claim_ttl_s <= self.refresh_s_max:
+            raise UsageError(
+                "claim_ttl_s must exceed refresh_s_max, or live peers would expire between two reports"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressReport:
+    """What one peer says about itself."""
+
+    epoch: int
+    samples: int  # accumulated in this epoch
+    rate: float  # samples/s while it trains; 0: not known yet
+    at_s: float  # when this held
+    since_s: float  # when its epoch began
+
+    @classmethod
+    def decode(cls, value: Any, now_s: float, config: ProgressConfig) -> ProgressReport:
+        """Check what a peer wrote; PeerError says what is wrong with it."""
+        if not isinstance(value, Mapping):
+            raise PeerError("a progress record is a map")
+        epoch, samples = value.get("epoch"), value.get("samples")
+        if not is_count(epoch, EPOCH_MAX) or not is_count(samples, SAMPLES_MAX):
+            raise PeerError("epoch and samples are whole numbers within bounds")
+        rate, at_s, since_s = value.get("rate"), value.get("at"), value.get("since")
+        if (
+            not is_number(rate, 0.0, RATE_MAX)
+            or not is_number(at_s, 0.0, now_s + config.clock_ahead_s_max)
+            or not is_number(since_s, 0.0, at_s)
+        ):
+            raise PeerError("rate, at and since are finite numbers, since <= at <= now")
+        return cls(epoch=epoch, samples=samples, rate=float(rate), at_s=float(at_s), since_s=float(since_s))
+
+    def encode(self) -> dict[str, Any]:
+        return {
+            "epoch": self.epoch,
+            "samples": self.samples,
+            "rate": self.rate,
+            "at": self.at_s,
+            "since": self.since_s,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerProgress:
+    """One peer in a snapshot: its own claim, and what of it counts."""
+
+    epoch: int
+    samples: int
+    samples_per_s: float
+    counted: float  # samples that count towards this epoch now; 0 for a peer in another epoch
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressView:
+    """A snapshot for people and programs: `opt.progress`."""
+
+    epoch: int
+    swarm_epoch: int
+    samples: float  # counted over the swarm
+    target: int
+    samples_per_s: float
+    peers: dict[PeerId, PeerProgress]  # this peer included; in a run of several shards those of its own
+    peers_total: int = 0  # in the whole run
+
+    @property
+    def fraction(self) -> float:
+        return min(1.0, self.samples / self.target)
+
+    @property
+    def eta_s(self) -> float:
+        """Seconds until the epoch is full; infinity while nobody trains."""
+        missing = max(0.0, self.target - self.samples)
+        return missing / self.samples_per_s if self.samples_per_s > 0 else (math.inf if missing else 0.0)
+
+
+@dataclass(slots=True)
+class _Entry:
+    claim: ProgressReport
+    issued_s: float  # what is not newer than this is no news
+    expires_s: float
+    moved_s: float  # when its epoch or samples changed last
+    suspect: bool = False  # did not answer; counts again when it says something newer
+    floor: int = 0  # it completed a round that began this epoch, whatever it said before it noticed
+
+
+class EpochProgress:
+    """The machine. `own` is this peer; its claim never expires."""
+
+    def __init__(self, own: PeerId, target: int, config: ProgressConfig, now_s: float) -> None:
+        if not 1 <= target <= SAMPLES_MAX:
+            raise UsageError(f"target_batch_size is a positive number of samples, not {target}")
+        self.own, self.target, self.config = own, target, config
+        self._own = ProgressReport(epoch=0, samples=0, rate=0.0, at_s=now_s, since_s=now_s)
+        self._others: dict[PeerId, _Entry] = {}
+        # of a run of several shards; the claims are those of our own shard then
+        self.total: ProgressTotal | None = None
+
+    # what this peer does
+
+    @property
+    def epoch(self) -> int:
+        return self._own.epoch
+
+    @property
+    def claim(self) -> ProgressReport:
+        """What this peer tells the others."""
+        return self._own
+
+    def begin_epoch(
+        self, epoch: int, now_s: float, *, joining: bool = False, began_ago_s: float = 0.0
+    ) -> None:
+        """This peer is in `epoch` now and has no samples in it. `joining`: it was not there when the others
+        began, and asks them when.
+
+        `began_ago_s`: for so long it has trained in it already, while the round before was still being held.
+        """
+        began_s = [claim.since_s for claim in self.others(now_s).values() if joining and claim.epoch == epoch]
+        since_s = min(now_s, statistics.median_low(began_s)) if began_s else now_s - began_ago_s
+        self._own = ProgressReport(epoch=epoch, samples=0, rate=self._own.rate, at_s=now_s, since_s=since_s)
+
+    def report(self, samples: int, rate: float, now_s: float) -> None:
+        """This peer has accumulated `samples` in its epoch and trains at `rate` samples/s."""
+        now_s = max(now_s, self._own.since_s)  # the clock's correction may move backwards
+        self._own = ProgressReport(
+            epoch=self._own.epoch,
+            samples=samples,
+            rate=min(rate, RATE_MAX),
+            at_s=now_s,
+            since_s=self._own.since_s,
+        )
+
+    # what is heard of others
+
+    def on_claim(
+        self, peer: PeerId, claim: ProgressReport, now_s: float, expires_s: float | None = None
+    ) -> bool:
+        """A claim, from a record or from the peer itself; False when it is no news (older than what is known,
+        expired, or our own).
+        """
+        expires_s = min(
+            expires_s if expires_s is not None else math.inf, claim.at_s + self.config.claim_ttl_s
+        )
+        known = self._others.get(peer)
+        if peer == self.own or expires_s <= now_s or (known is not None and known.issued_s >= claim.at_s):
+            return False
+        if known is None and len(self._others) >= self.config.peers_max:
+            oldest = min(self._others, key=lambda other: self._others[other].issued_s)
+            del self._others[oldest]
+        floor = known.floor if known is not None else 0
+        # on its way since before the end of that round: it must not look as if the peer were elsewhere
+        if claim.epoch < floor:
+            claim = ProgressReport(
+                epoch=floor, samples=0, rate=claim.rate, at_s=claim.at_s, since_s=claim.at_s
+            )
+        moved = known is None or (known.claim.epoch, known.claim.samples) != (claim.epoch, claim.samples)
+        self._others[peer] = _Entry(
+            claim, claim.at_s, expires_s, now_s if moved or known is None else known.moved_s, floor=floor
+        )
+        return True
+
+    def on_round(self, peers: Iterable[PeerId], epoch: int, now_s: float) -> None:
+        """These peers completed a round with this one: they are in `epoch` now, though they have not said so
+        yet.
+        """
+        for peer in peers:
+            entry = self._others.get(peer)
+            if entry is not None:
+                entry.floor = max(entry.floor, epoch)
+            if entry is not None and entry.claim.epoch < epoch:
+                entry.claim = ProgressReport(
+                    epoch=epoch, samples=0, rate=entry.claim.rate, at_s=now_s, since_s=now_s
+                )
+                entry.moved_s, entry.suspect = now_s, False
+                entry.expires_s = max(entry.expires_s, now_s + self.config.claim_ttl_s)
+
+    def on_goodbye(self, peer: PeerId) -> None:
+        """The peer withdrew its record."""
+        self._others.pop(peer, None)
+
+    def on_unreachable(self, peer: PeerId) -> None:
+        """The peer did not answer: it does not count until it says something newer than what is known."""
+        if peer in self._others:
+            self._others[peer].suspect = True
+
+    def on_resumed(self, now_s: float) -> None:
+        """The run's owner had stopped everybody: nobody's trainer was hanging."""
+        for entry in self._others.values():
+            entry.moved_s = now_s
+
+    # what follows from it
+
+    def others(self, now_s: float) -> dict[PeerId, ProgressReport]:
+        """The live peers but this one."""
+        self._others = {peer: entry for peer, entry in self._others.items() if entry.expires_s > now_s}
+        oldest_s = now_s - self.config.stalled_s_max
+        return {
+            peer: entry.claim
+            for peer, entry in self._others.items()
+            if not entry.suspect and entry.moved_s > oldest_s
+        }
+
+    def counted(self, now_s: float) -> dict[PeerId, float]:
+        """How many samples of each live peer count towards this peer's epoch now."""
+        live = {self.own: self._own, **self.others(now_s)}
+        # in whatever epoch: at its start nobody else has reported yet
+        rates = [claim.rate for claim in live.values() if claim.rate > 0]
+        rate_max = self.config.rate_ratio_max * statistics.median_low(rates) if len(rates) >= 3 else math.inf
+        return {
+            peer: self._count(peer, claim, rate_max, now_s)
+            for peer, claim in live.items()
+            if claim.epoch == self._own.epoch
+        }
+
+    def _count(self, peer: PeerId, claim: ProgressReport, rate_max: float, now_s: float) -> float:
+        training_s = max(0.0, claim.at_s - self._own.since_s) + self.config.slack_s
+        counted = min(float(claim.samples), rate_max * training_s, float(self.target))
+        if peer != self.own:  # our own number is exact
+            silent_s = min(max(0.0, now_s - claim.at_s), self.config.extrapolation_s_max)
+            # in short epochs rates hide how long a round takes
+            counted += min(min(claim.rate, rate_max) * silent_s, counted)
+        return counted
+
+    def is_full(self, now_s: float) -> bool:
+        """Whether the epoch's batch is complete in this peer's view."""
+        return self.gathered(now_s) >= self.target
+
+    def gathered(self, now_s: float) -> float:
+        """Samples of the whole swarm that count towards this peer's epoch."""
+        if self.total is None:
+            return sum(self.counted(now_s).values())
+        return self.total.samples_at(now_s, self.config) if self.total.epoch == self._own.epoch else 0.0
+
+    def believes(self, epoch: int, now_s: float) -> bool:
+        """Whether another's word that `epoch` is full fits what this peer knows; ask again after a fresh look
+        at the claims.
+        """
+        return epoch == self._own.epoch and self.gathered(now_s) >= self.target * self.config.begin_fraction
+
+    def swarm_epoch(self, now_s: float) -> int:
+        """The epoch that the swarm has reached: one claimed by enough others that a single liar does not move
+        it, never below our own.
+        """
+        if self.total is not None:
+            return max(self._own.epoch, self.total.epoch)
+        epochs = sorted((claim.epoch for claim in self.others(now_s).values()), reverse=True)
+        if not epochs:
+            return self._own.epoch
+        enough = 1 if len(epochs) <= 2 else max(2, math.ceil(len(epochs) / 3))
+        return max(self._own.epoch, epochs[enough - 1])
+
+    def view(self, now_s: float) -> ProgressView:
+        counted, others = self.counted(now_s), self.others(now_s)
+        peers = {
+            peer: PeerProgress(
+                epoch=claim.epoch,
+                samples=claim.samples,
+                samples_per_s=claim.rate,
+                counted=counted.get(peer, 0.0),
+                age_s=max(0.0, now_s - claim.at_s),
+            )
+            for peer, claim in {self.own: self._own, **others}.items()
+        }
+        return ProgressView(
+            epoch=self._own.epoch,
+            swarm_epoch=self.swarm_epoch(now_s),
+            samples=self.gathered(now_s),
+            target=self.target,
+            samples_per_s=self.total.rate
+            if self.total is not None
+            else sum(peer.samples_per_s for peer in peers.values()),
+            peers=peers,
+            peers_total=self.total.peers if self.total is not None else len(peers),
+        )
+
+    def refresh_s(self, now_s: float) -> float:
+        """How long to wait before the next look at the others' claims."""
+        eta_s = self.view(now_s).eta_s
+        shortest_s = self.config.refresh_s_min if self.total is None else self.config.refresh_s_large
+        return min(max(eta_s / 4, shortest_s), self.config.refresh_s_max)
+
+
+def is_count(value: Any, maximum: int) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= maximum
+
+
+def is_number(value: Any, minimum: float, maximum: float) -> TypeGuard[float]:
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and minimum <= value <= maximum
+    )

@@ -1,0 +1,313 @@
+"""Progress of large runs at O(log N) a peer: shards of about 32 members, sums that three of each shard sign,
+and a tree of sums above.
+
+A member reads and writes one dictionary of bounded size, that of its shard. In it stand the members' claims,
+as in a small run, and in the claims of three of them, the shard's aggregators, what the whole run adds up to.
+These three put the shard's sum into the dictionary of the node above, where the sums of up to 32 children
+stand; of its writers three are in turn its aggregators, and so on up to the root. So totals come down the way
+that sums go up. Whoever reads takes the median of three: one liar among three changes nothing.
+
+Who is in which shard, and who aggregates, follows from hashes and the dictionary alone; the latter changes
+with every period, so that a majority of liars in one shard does not last. What they could claim even then is
+bounded: no more members than a shard can have, and no higher rate than `rate_ratio_max` times the median of
+all shards. Pure; times are seconds of the swarm's clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from averaging.optim.progress.logic.reports import (
+    EPOCH_MAX,
+    RATE_MAX,
+    SAMPLES_MAX,
+    ProgressConfig,
+    ProgressReport,
+    is_count,
+    is_number,
+)
+from swarm.core.errors import PeerError
+from swarm.core.ids import PeerId
+
+FLAT_MAX = 64  # peers that share one dictionary
+SHARD_MEMBERS = 32  # that a shard has when the number of shards is chosen
+SHARD_MEMBERS_MAX = 128  # no more count for one shard, whatever is claimed
+FANOUT_BITS = 5  # 32 children under a node
+AGGREGATORS = 3
+BITS_MAX = 24
+PERIOD_S = 600.0  # for which the same three aggregate
+_PEERS_MAX = 1 << 32
+_ABOVE, _BELOW = 1.5, 0.375  # times SHARD_MEMBERS: a mean shard beyond these is split or merged
+
+
+@dataclass(frozen=True, slots=True)
+class TreeNode:
+    """A place in the tree: the members whose hash begins with these bits. Sharded into 2^bits, level 0 are
+    the shards.
+    """
+
+    bits: int  # that name a shard
+    level: int
+    prefix: int  # the first `length` bits
+
+    @property
+    def length(self) -> int:
+        return max(self.bits - self.level * FANOUT_BITS, 0)
+
+    @property
+    def is_root(self) -> bool:
+        return self.length == 0
+
+    @property
+    def parent(self) -> TreeNode:
+        """Where the sum of this one goes; the root's parent is itself."""
+        above = TreeNode(self.bits, self.level + 1, 0)
+        return self if self.is_root else replace(above, prefix=self.prefix >> (self.length - above.length))
+
+    @property
+    def name(self) -> str:
+        """Of its dictionary, within the run's namespace."""
+        if self.bits == 0:
+            return "progress"
+        return (
+            f"progress.{self.bits}.{self.prefix}"
+            if self.level == 0
+            else f"sums.{self.bits}.{self.level}.{self.prefix}"
+        )
+
+    def holds(self, place: int) -> bool:
+        """Is this a member below the node, by its hash?"""
+        return place >> (64 - self.length) == self.prefix if self.length else True
+
+
+def place_of(run: str, peer: PeerId) -> int:
+    """64 bits that say in which shards of a run a peer is."""
+    return int.from_bytes(
+        hashlib.sha256(b"swarm shard\0" + run.encode() + b"\0" + peer.to_bytes()).digest()[:8], "big"
+    )
+
+
+def shard_of(run: str, peer: PeerId, bits: int) -> TreeNode:
+    return TreeNode(bits, 0, place_of(run, peer) >> (64 - bits) if bits else 0)
+
+
+def bits_for(peers: int, bits: int) -> int:
+    """How finely a run of so many peers is to be divided, given how finely it is: it changes only when shards
+    are far from their size.
+    """
+    wanted = 0 if peers <= FLAT_MAX else max(math.ceil(math.log2(peers / SHARD_MEMBERS)), 1)
+    if bits == 0:
+        return min(wanted, BITS_MAX)
+    mean = peers / (1 << bits)
+    if mean > SHARD_MEMBERS * _ABOVE or mean < SHARD_MEMBERS * _BELOW:
+        return 0 if peers <= FLAT_MAX * _ABOVE / 2 else min(max(wanted, 1), BITS_MAX)
+    return bits
+
+
+def aggregators(node: TreeNode, run: str, writers: Iterable[PeerId], now_s: float) -> list[PeerId]:
+    """Which three of those who write to a node's dictionary add it up: the lowest by a hash that changes with
+    the period.
+    """
+    context = f"{run}\0{node.name}\0{int(now_s // PERIOD_S)}\0".encode()
+    return sorted(writers, key=lambda peer: hashlib.sha256(context + peer.to_bytes()).digest())[:AGGREGATORS]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressTotal:
+    """What a part of the run, or all of it, adds up to."""
+
+    epoch: int
+    samples: float  # accumulated in that epoch
+    rate: float  # samples/s of all
+    peers: int
+    median_rate: float  # of a peer; 0: nobody has one yet
+    at_s: float
+    since_s: float  # when the epoch began
+    bits: int = 0  # of a total: how finely the run is to be divided from now on
+
+    def encode(self) -> list[Any]:
+        return [
+            self.epoch,
+            self.samples,
+            self.rate,
+            self.peers,
+            self.median_rate,
+            self.at_s,
+            self.since_s,
+            self.bits,
+        ]
+
+    @classmethod
+    def decode(cls, value: Any, now_s: float, config: ProgressConfig) -> ProgressTotal:
+        """Check what a peer wrote; PeerError says what is wrong with it."""
+        if not isinstance(value, Sequence) or isinstance(value, str | bytes) or len(value) != 8:
+            raise PeerError("a sum is a list of eight numbers")
+        epoch, samples, rate, peers, median_rate, at_s, since_s, bits = value
+        whole = is_count(epoch, EPOCH_MAX) and is_count(peers, _PEERS_MAX) and is_count(bits, BITS_MAX)
+        amounts = (
+            is_number(samples, 0.0, float(SAMPLES_MAX))
+            and is_number(rate, 0.0, RATE_MAX * 1e3)
+            and is_number(median_rate, 0.0, RATE_MAX)
+        )
+        if (
+            not whole
+            or not amounts
+            or not is_number(at_s, 0.0, now_s + config.clock_ahead_s_max)
+            or not is_number(since_s, 0.0, at_s)
+        ):
+            raise PeerError("a sum is of numbers within bounds, since <= at <= now")
+        return cls(
+            epoch=epoch,
+            samples=float(samples),
+            rate=float(rate),
+            peers=peers,
+            median_rate=float(median_rate),
+            at_s=float(at_s),
+            since_s=float(since_s),
+            bits=bits,
+        )
+
+    def samples_at(self, now_s: float, config: ProgressConfig) -> float:
+        """Carried on at its rate for a while, at most to twice itself, as a single peer's claim is."""
+        silent_s = min(max(0.0, now_s - self.at_s), config.extrapolation_s_max)
+        return self.samples + min(self.rate * silent_s, self.samples)
+
+
+def enough_of(peers: int) -> int:
+    """So many peers' word moves the epoch: a third of them, and two at least where there are more than two."""
+    return 1 if peers <= 2 else max(2, math.ceil(peers / 3))
+
+
+def epoch_of(claimed: Iterable[tuple[int, int]]) -> int:
+    """The highest epoch that enough claim to have reached; (epoch, how many are in it)."""
+    ordered = sorted(claimed, reverse=True)
+    wanted, heard = enough_of(sum(count for _, count in ordered)), 0
+    for epoch, count in ordered:
+        heard += count
+        if heard >= wanted:
+            return epoch
+    return 0
+
+
+def sum_of_claims(
+    claims: Mapping[PeerId, ProgressReport], now_s: float, config: ProgressConfig
+) -> ProgressTotal:
+    """What a shard's members add up to. Each counts with no more than `rate_ratio_max` times the median rate
+    since the epoch began.
+    """
+    epoch = epoch_of((claim.epoch, 1) for claim in claims.values())
+    there = [claim for claim in claims.values() if claim.epoch == epoch]
+    since_s = statistics.median_low([claim.since_s for claim in there]) if there else now_s
+    rates = [claim.rate for claim in claims.values() if claim.rate > 0]
+    median_rate = statistics.median_low(rates) if rates else 0.0
+    rate_max = config.rate_ratio_max * median_rate if len(rates) >= 3 else math.inf
+    samples = 0.0
+    for claim in there:
+        training_s = max(0.0, claim.at_s - since_s) + config.slack_s
+        counted = min(float(claim.samples), rate_max * training_s)
+        silent_s = min(max(0.0, now_s - claim.at_s), config.extrapolation_s_max)
+        samples += counted + min(min(claim.rate, rate_max) * silent_s, counted)
+    rate = sum(min(claim.rate, rate_max) for claim in claims.values())
+    return ProgressTotal(
+        epoch=epoch,
+        samples=min(samples, float(SAMPLES_MAX)),
+        rate=rate,
+        peers=len(claims),
+        median_rate=median_rate,
+        at_s=now_s,
+        since_s=min(since_s, now_s),
+    )
+
+
+def median_of(sums: Sequence[ProgressTotal]) -> ProgressTotal | None:
+    """The middle one of three, each number by itself; of two the lower, so that one liar beside a dead peer
+    adds nothing. Of one, that one, as two peers: a shard with more has more aggregators.
+    """
+    if not sums:
+        return None
+    if len(sums) == 1:
+        [one] = sums
+        share = min(1.0, 2 / one.peers) if one.peers else 0.0
+        return replace(one, peers=min(one.peers, 2), samples=one.samples * share, rate=one.rate * share)
+    epoch = statistics.median_low([one.epoch for one in sums])
+    there = [one for one in sums if one.epoch == epoch] if len(sums) == 2 else sums
+    low = statistics.median_low
+    at_s = low([one.at_s for one in sums])
+    return ProgressTotal(
+        epoch=epoch,
+        # of an aggregator that is an epoch behind nothing is known about this one, of one that is ahead all
+        # of it is done
+        samples=low(
+            [one.samples if one.epoch == epoch else 0.0 if one.epoch < epoch else math.inf for one in there]
+        ),
+        rate=low([one.rate for one in sums]),
+        peers=low([one.peers for one in sums]),
+        median_rate=low([one.median_rate for one in sums]),
+        at_s=at_s,
+        since_s=min(low([one.since_s for one in there]), at_s),
+        bits=low([one.bits for one in sums]),
+    )
+
+
+def sum_of_children(
+    children: Mapping[int, Sequence[ProgressTotal]], level: int, now_s: float, config: ProgressConfig
+) -> ProgressTotal:
+    """What a node's children add up to: of each the median of its three, and of all no more than the rates of
+    the others make likely.
+
+    `children`: by prefix, the sums of those who aggregate it. `level`: of the node.
+    """
+    found = [one for one in (median_of(sums) for sums in children.values()) if one is not None]
+    members_max = SHARD_MEMBERS_MAX << (FANOUT_BITS * (level - 1))
+    found = [replace(one, peers=min(one.peers, members_max)) for one in found]
+    epoch = epoch_of((one.epoch, one.peers) for one in found)
+    there = [one for one in found if one.epoch == epoch]
+    since_s = statistics.median_low([one.since_s for one in there]) if there else now_s
+    rates = [one.median_rate for one in found if one.median_rate > 0]
+    median_rate = statistics.median_low(rates) if rates else 0.0
+    rate_max = config.rate_ratio_max * median_rate if len(rates) >= 3 else math.inf
+    samples = rate = 0.0
+    for one in found:
+        limit = rate_max * one.peers if one.peers else 0.0  # a shard of nobody is none
+        rate += min(one.rate, limit)
+        if one.epoch == epoch:
+            training_s = max(0.0, one.at_s - since_s) + config.slack_s
+            counted = min(one.samples, limit * training_s)
+            silent_s = min(max(0.0, now_s - one.at_s), config.extrapolation_s_max)
+            samples += counted + min(min(one.rate, limit) * silent_s, counted)
+    return ProgressTotal(
+        epoch=epoch,
+        samples=min(samples, float(SAMPLES_MAX)),
+        rate=rate,
+        peers=sum(one.peers for one in found),
+        median_rate=median_rate,
+        at_s=now_s,
+        since_s=min(since_s, now_s),
+    )
+
+
+def children_of(
+    node: TreeNode, run: str, written: Mapping[PeerId, tuple[int, ProgressTotal]], now_s: float
+) -> dict[int, list[ProgressTotal]]:
+    """The sums in a node's dictionary that count: of each child those of its aggregators, who are below it by
+    their hash.
+
+    `written`: by writer, the child's prefix and its sum.
+    """
+    by_child: dict[int, list[PeerId]] = {}
+    for writer, (prefix, _) in written.items():
+        child = TreeNode(node.bits, node.level - 1, prefix)
+        if child.parent == node and child.holds(place_of(run, writer)):
+            by_child.setdefault(prefix, []).append(writer)
+    return {
+        prefix: [
+            written[writer][1]
+            for writer in aggregators(TreeNode(node.bits, node.level - 1, prefix), run, writers, now_s)
+        ]
+        for prefix, writers in by_child.items()
+    }

@@ -1,0 +1,139 @@
+"""The records of a run's progress in the DHT, as one peer writes its own and reads the others', and what they
+say of where peers are.
+
+Runs on the network thread. What is malformed is its writer's fault and skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from averaging.optim.progress.logic.reports import ProgressConfig, ProgressReport
+from averaging.optim.progress.tree import Tree
+from averaging.optim.state.admission import Blocklist
+from averaging.optim.state.contacts import ADDRESSES_MAX, contact_of
+from swarm.core.clock import Clock
+from swarm.core.errors import PeerError, SwarmError, UsageError
+from swarm.core.ids import Contact, PeerId
+from swarm.dht.service.dht_service import DhtService, Entry
+
+_log = logging.getLogger(__name__)
+
+_TIMEOUT_S = 5.0
+_RETRY_S = 1.0
+
+
+class ClaimRecords:
+    """One per tracker."""
+
+    def __init__(
+        self, own: Callable[[], Contact], dht: DhtService, clock: Clock, tree: Tree, config: ProgressConfig
+    ) -> None:
+        self.contacts: dict[PeerId, Contact] = {}
+        self._own, self._dht, self._clock, self._tree, self._config = own, dht, clock, tree, config
+        self._own_id = own().peer_id
+        self._published: tuple[ProgressReport, float] | None = None
+
+    def moved(self) -> None:
+        """This peer's record belongs elsewhere, or says something else: the next `publish` writes it in any
+        case.
+        """
+        self._published = None
+
+    async def publish(self, claim: ProgressReport) -> None:
+        """Write our record, if it says anything new or grows old. A failure is logged: there is a next time."""
+        now_s = self._clock.swarm_s()
+        if self._published is not None:
+            last, at_s = self._published
+            moved = (claim.epoch, claim.samples) != (last.epoch, last.samples)
+            if not moved and self._tree.said is None and now_s - at_s < self._config.claim_ttl_s / 3:
+                return
+            claim = ProgressReport(
+                epoch=claim.epoch,
+                samples=claim.samples,
+                rate=claim.rate,
+                at_s=max(claim.at_s, now_s if not moved else 0.0),
+                since_s=claim.since_s,
+            )
+        addresses = [address.multiaddr for address in self._own().addresses[:ADDRESSES_MAX]]
+        value = {**claim.encode(), "addresses": addresses}
+        if self._tree.said is not None:
+            value["total"] = self._tree.said.encode()
+        ttl_s = self._config.claim_ttl_s
+        try:
+            await self._dht.store(
+                self._tree.key, value, ttl_s=ttl_s, subkey=str(self._own_id), timeout_s=_TIMEOUT_S
+            )
+            self._published = (claim, now_s)
+        except UsageError:
+            raise
+        except SwarmError as error:
+            _log.info("a record of progress was not published (%s): %s", self._tree.key, error)
+
+    async def withdraw(self, timeout_s: float) -> None:
+        """Take our record back, if there is one."""
+        if self._published is None:
+            return
+        try:
+            await self._dht.delete(self._tree.key, subkey=str(self._own_id), timeout_s=timeout_s)
+        except SwarmError as error:
+            _log.debug("a record of progress was not withdrawn (%s): %s", self._tree.key, error)
+
+    async def read(self, banned: Blocklist) -> list[Entry] | None:
+        """The records of our dictionary; None when it could not be read, after a pause."""
+        try:
+            found = await self._dht.get(self._tree.key, timeout_s=_TIMEOUT_S)
+        except SwarmError as error:
+            _log.info("the progress of a run could not be read (%s): %s", self._tree.key, error)
+            await asyncio.sleep(_RETRY_S)
+            return None
+        return (
+            [entry for entry in found.values() if entry.writer not in banned]
+            if isinstance(found, dict)
+            else []
+        )
+
+    def claims(
+        self, entries: Iterable[Entry]
+    ) -> tuple[list[tuple[PeerId, ProgressReport, float]], list[PeerId]]:
+        """The others' claims, with when they expire, and whose contacts were not known yet."""
+        heard, newcomers, now_s = [], [], self._clock.swarm_s()
+        for entry in entries:
+            if entry.writer == self._own_id or (
+                self._tree.bits == 0 and isinstance(entry.value, dict) and "total" in entry.value
+            ):
+                continue  # the latter: no claim, but a word about a run of several shards
+            try:
+                claim = ProgressReport.decode(entry.value, now_s, self._config)
+                contact = self._contact_of(entry)
+            except PeerError as error:
+                _log.info("peer %s keeps a malformed progress record: %s", entry.writer, error)
+                continue
+            heard.append((entry.writer, claim, entry.expiration))
+            if entry.writer not in self.contacts:
+                newcomers.append(entry.writer)
+            self.contacts[entry.writer] = contact
+        writers = {writer for writer, _, _ in heard}
+        for peer in [
+            peer
+            for peer in self.contacts
+            if peer not in writers and len(self.contacts) > self._config.peers_max
+        ]:
+            del self.contacts[peer]
+        return heard, newcomers
+
+    def _contact_of(self, entry: Entry) -> Contact:
+        """PeerError when it is malformed. What is as it was is not read again: records come every second, and
+        few peers move.
+        """
+        raw = entry.value.get("addresses")
+        known = self.contacts.get(entry.writer)
+        if (
+            known is not None
+            and isinstance(raw, list)
+            and raw == [address.multiaddr for address in known.addresses]
+        ):
+            return known
+        return contact_of(entry.writer, raw)

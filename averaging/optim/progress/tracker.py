@@ -1,0 +1,409 @@
+"""Progress on the network: this peer's claim goes out, the others' come in, and who sees the epoch full first
+tells everybody.
+
+Runs on the network thread; what the trainer's thread calls takes a lock for microseconds and never waits for
+the network, unless its name begins with `wait_`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from averaging.optim.progress.logic.reports import EpochProgress, ProgressConfig, ProgressReport, ProgressView
+from averaging.optim.progress.records import ClaimRecords
+from averaging.optim.progress.tree import Tree
+from averaging.optim.state.admission import Blocklist
+from averaging.optim.state.exchange import REPORT
+from swarm.core.clock import Clock
+from swarm.core.errors import NetworkError, PeerError
+from swarm.core.ids import Contact, PeerId
+from swarm.dht.service.dht_service import DhtService
+from swarm.net.rpc import Caller
+from swarm.wire import state_pb2
+
+_log = logging.getLogger(__name__)
+
+_CALL_TIMEOUT_S = 2.0  # of a report to a peer; a live one answers within a round trip
+_GOODBYE_S = 0.5  # leaving must not take long
+_CALLS_MAX = 16  # reports on their way at once
+_DOUBT_S = 0.2  # between two looks at the DHT because somebody claims what we do not see
+
+
+def _never() -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackerServices:
+    """What a tracker needs of its node."""
+
+    own: Callable[[], Contact]
+    dht: DhtService
+    caller: Caller
+    clock: Clock
+    loop: asyncio.AbstractEventLoop
+
+
+class Tracker:
+    """One per optimizer."""
+
+    def __init__(
+        self,
+        services: TrackerServices,
+        run: str,
+        target: int,
+        config: ProgressConfig,
+        banned: Blocklist | None = None,
+    ) -> None:
+        self._banned = banned or Blocklist()
+        self._services, self.run_id, self._config = services, run, config
+        self._own = services.own().peer_id
+        self._tree = Tree(services.dht, run, self._own, config, services.clock.swarm_s())
+        self._records = ClaimRecords(services.own, services.dht, services.clock, self._tree, config)
+        self._progress = EpochProgress(self._own, target, config, services.clock.swarm_s())
+        self._lock = threading.Lock()
+        # for the trainer's thread: an epoch began, or a first look was had
+        self._news = threading.Condition(self._lock)
+        self._looks = 0
+        self._looking = False
+        self._looked_s = -1e9
+        self._begun = -1  # the latest epoch that was agreed to be full
+        self._called = -1  # the latest epoch that somebody called full
+        self._told = -1  # the latest epoch of which this peer told the others
+        self._calls = 0  # how often somebody called our epoch full
+        self._wake = asyncio.Event()  # look and publish now
+        self._herald = asyncio.Event()  # tell the others now
+        self._closed = False
+        # our epoch is full, its round begins; called with the lock held
+        self.on_full: Callable[[], None] = _nothing
+
+    # the trainer's thread
+
+    def report(self, samples: int, rate: float) -> bool:
+        """This peer has accumulated `samples`; returns whether the epoch is full and its round should be made
+        now.
+        """
+        with self._lock:
+            now_s = self._services.clock.swarm_s()
+            self._progress.report(samples, rate, now_s)
+            epoch = self._progress.epoch
+            self._settle(now_s)
+            begun = self._begun >= epoch
+            tell = begun and self._told < epoch and not self._closed
+        if tell:
+            self._services.loop.call_soon_threadsafe(self._herald.set)
+        return begun
+
+    def _settle(self, now_s: float) -> None:
+        """With the lock held: is our epoch full? Somebody's word helps where our own view nearly says so."""
+        epoch = self._progress.epoch
+        if self._begun < epoch and (
+            self._progress.is_full(now_s) or (self._called == epoch and self._progress.believes(epoch, now_s))
+        ):
+            self._begun = epoch
+            self._news.notify_all()
+            self.on_full()
+
+    @property
+    def calls(self) -> int:
+        """A number that grows whenever somebody says that this peer's epoch is full."""
+        return self._calls
+
+    def call(self, epoch: int) -> None:
+        """Tell everybody once more that `epoch` is full: a round that had failed is tried again."""
+        with self._lock:
+            self._told = min(self._told, epoch - 1)
+        if not self._closed:
+            self._services.loop.call_soon_threadsafe(self._herald.set)
+
+    def begin_epoch(
+        self, epoch: int, *, joining: bool = False, members: Iterable[PeerId] = (), began_ago_s: float = 0.0
+    ) -> None:
+        """This peer is in `epoch` now, and so are the `members` of the round that began it; it has trained in
+        it for `began_ago_s`.
+        """
+        with self._news:
+            now_s = self._services.clock.swarm_s()
+            self._progress.begin_epoch(epoch, now_s, joining=joining, began_ago_s=began_ago_s)
+            self._progress.on_round(members, epoch, now_s)
+            self._news.notify_all()
+        self._poke()
+
+    def others(self) -> dict[PeerId, ProgressReport]:
+        """The live peers but this one, as far as is known."""
+        with self._lock:
+            return self._progress.others(self._services.clock.swarm_s())
+
+    def swarm_epoch(self) -> int:
+        with self._lock:
+            return self._progress.swarm_epoch(self._services.clock.swarm_s())
+
+    def view(self) -> ProgressView:
+        with self._lock:
+            return self._progress.view(self._services.clock.swarm_s())
+
+    def set_target(self, target: int) -> None:
+        """An epoch is so many samples from now on: who learns of it later closes at most one epoch by the old
+        number.
+        """
+        with self._lock:
+            self._progress.target = target
+        self._poke()
+
+    def rest(self, samples: int, resting: bool) -> None:
+        """This peer does not train for a while, and nor does anybody else; or all go on, and nobody's rest
+        counts as being stuck.
+        """
+        with self._lock:
+            now_s = self._services.clock.swarm_s()
+            if resting:
+                self._progress.report(samples, 0.0, now_s)
+            else:
+                self._progress.on_resumed(now_s)
+        self._poke()
+
+    def forget(self, peers: Iterable[PeerId]) -> None:
+        """These are not there any more, as far as this peer is concerned."""
+        with self._news:
+            for peer in peers:
+                self._progress.on_goodbye(peer)
+                self._records.contacts.pop(peer, None)
+            self._news.notify_all()
+
+    @property
+    def tree(self) -> Tree:
+        """Our place in a run of several shards."""
+        return self._tree
+
+    def contacts(self) -> list[Contact]:
+        """Of peers that can be called."""
+        return [contact for contact in list(self._records.contacts.values()) if contact.addresses]
+
+    def contact(self, peer: PeerId) -> Contact | None:
+        return self._records.contacts.get(peer)
+
+    def wait_look(self, timeout_s: float, *, first: bool = False) -> bool:
+        """Wait for a look at the DHT that begins after this call (`first`: or any earlier one); False when
+        there was none in time.
+        """
+        with self._news:
+            wanted = 1 if first else self._looks + 2 if self._looking else self._looks + 1
+            if self._looks < wanted:
+                self._poke()
+            return (
+                self._news.wait_for(lambda: self._looks >= wanted or self._closed, timeout_s)
+                and not self._closed
+            )
+
+    def looked_ago_s(self) -> float:
+        """How old the latest complete look is."""
+        return self._services.clock.swarm_s() - self._looked_s if self._looks else math.inf
+
+    def wait_begun(self, epoch: int, timeout_s: float, until: Callable[[], bool] = _never) -> bool:
+        """Wait until `epoch` is known to be full, or over; or no longer than `until()`, where somebody calls
+        `nudge` when that is so.
+        """
+
+        def begun() -> bool:
+            return self._begun >= epoch or self._swarm_is_past(epoch) or self._closed
+
+        with self._news:
+            self._news.wait_for(lambda: begun() or until(), timeout_s)
+            return begun()
+
+    def nudge(self) -> None:
+        """Whoever waits looks again whether it has to. Any thread."""
+        with self._news:
+            self._news.notify_all()
+
+    def _swarm_is_past(self, epoch: int) -> bool:
+        return self._progress.swarm_epoch(self._services.clock.swarm_s()) > epoch
+
+    def _poke(self) -> None:
+        if not self._closed:
+            self._services.loop.call_soon_threadsafe(self._wake.set)
+
+    # the network thread
+
+    async def run(self) -> None:
+        """Look, publish, tell, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch(), name=f"progress of run {self.run_id}")
+            group.create_task(self._tell(), name=f"telling that an epoch of run {self.run_id} is full")
+
+    async def _watch(self) -> None:
+        # before the first word: a newcomer to a large run does not know yet where that belongs
+        await self._look()
+        while not self._closed:
+            self._wake.clear()
+            with self._lock:
+                claim = self._progress.claim
+            await self._records.publish(claim)
+            await self._look()
+            with self._lock:
+                wait_s = self._progress.refresh_s(self._services.clock.swarm_s())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._wake.wait()
+
+    async def _tell(self) -> None:
+        while not self._closed:
+            await self._herald.wait()
+            self._herald.clear()
+            with self._lock:
+                epoch, now_s = self._progress.epoch, self._services.clock.swarm_s()
+                if not self._begun >= epoch > self._told:
+                    continue
+                self._told = epoch
+                peers = [peer for peer, claim in self._progress.others(now_s).items() if claim.epoch <= epoch]
+            await self._report_to(peers, full=True)
+
+    async def probe(self) -> None:
+        """Tell every live peer our claim directly and hear theirs; who cannot be reached does not count any
+        more.
+        """
+        await self._report_to(list(self.others()))
+
+    async def close(self) -> None:
+        """Say goodbye, and withdraw our record."""
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
+        self._wake.set()
+        self._herald.set()
+        await self._report_to(list(self.others()), goodbye=True)
+        await self._records.withdraw(_GOODBYE_S)
+
+    async def on_report(self, peer: PeerId, request: state_pb2.ReportRequest) -> state_pb2.ReportReply:
+        """Another peer tells its progress, and perhaps that the epoch is full."""
+        self._banned.check(peer)
+        claim = self._hear(peer, request.claim)
+        if request.goodbye:
+            with self._news:
+                self._progress.on_goodbye(peer)
+                self._news.notify_all()
+        believed = request.full and await self._believe(peer, claim.epoch)
+        with self._lock:
+            return state_pb2.ReportReply(claim=_to_wire(self._progress.claim), believed=believed)
+
+    async def _believe(self, peer: PeerId, epoch: int) -> bool:
+        """Whether `epoch` is full: held against our own view, after a fresh look if the present one does not
+        agree.
+        """
+        for attempt in range(2):
+            now_s = self._services.clock.swarm_s()
+            with self._news:
+                ours = self._progress.epoch
+                self._called = max(self._called, epoch) if epoch <= ours + 1 else self._called
+                self._calls += attempt == 0 and epoch == ours
+                self._settle(now_s)
+                if self._begun >= epoch:
+                    return True
+            if epoch != ours or attempt or now_s - self._looked_s < _DOUBT_S:
+                break
+            await self._look()
+        # in another epoch: one of the two is about to notice
+        level = logging.INFO if epoch == ours else logging.DEBUG
+        _log.log(
+            level,
+            "peer %s says that epoch %d of run %s is full; this peer (in epoch %d) does not see it",
+            peer,
+            epoch,
+            self.run_id,
+            ours,
+        )
+        return False
+
+    async def _report_to(self, peers: list[PeerId], *, full: bool = False, goodbye: bool = False) -> None:
+        limit = asyncio.Semaphore(_CALLS_MAX)
+        async with asyncio.TaskGroup() as group:
+            for peer in peers:
+                group.create_task(self._report_one(peer, full, goodbye, limit))
+
+    async def _report_one(self, peer: PeerId, full: bool, goodbye: bool, limit: asyncio.Semaphore) -> None:
+        contact = self._records.contacts.get(peer)
+        if contact is None or not contact.addresses:
+            return  # a client peer: it reads the DHT
+        async with limit:
+            with self._lock:
+                claim = _to_wire(self._progress.claim)
+            request = state_pb2.ReportRequest(run=self.run_id, claim=claim, full=full, goodbye=goodbye)
+            try:
+                reply = await self._services.caller.call(
+                    contact, REPORT, request, timeout_s=_GOODBYE_S if goodbye else _CALL_TIMEOUT_S
+                )
+                self._hear(peer, reply.claim)
+            except PeerError as error:
+                _log.info("peer %s refused our progress: %s", peer, error)
+                self._lose(peer)
+            except NetworkError as error:
+                _log.info("peer %s does not answer: %s", peer, error)
+                self._lose(peer)
+
+    def _lose(self, peer: PeerId) -> None:
+        with self._lock:
+            self._progress.on_unreachable(peer)
+
+    def _hear(self, peer: PeerId, wire: state_pb2.Claim) -> ProgressReport:
+        value = {
+            "epoch": wire.epoch,
+            "samples": wire.samples,
+            "rate": wire.samples_per_s,
+            "at": wire.at_s,
+            "since": wire.since_s,
+        }
+        now_s = self._services.clock.swarm_s()
+        claim = ProgressReport.decode(value, now_s, self._config)
+        with self._news:
+            self._progress.on_claim(peer, claim, now_s)
+            self._news.notify_all()
+        if peer not in self._records.contacts:
+            self._wake.set()  # its record says where it is
+        return claim
+
+    async def _look(self) -> None:
+        """Read the dictionary once. Newcomers are told of us."""
+        begun_s = self._services.clock.swarm_s()
+        self._looking = True
+        try:
+            entries = await self._records.read(self._banned)
+        finally:
+            self._looking = False
+        if entries is None:
+            return
+        heard, newcomers = self._records.claims(entries)
+        with self._news:
+            now_s = self._services.clock.swarm_s()
+            for writer, claim, expires_s in heard:
+                self._progress.on_claim(writer, claim, now_s, expires_s)
+            claims = {self._own: self._progress.claim, **self._progress.others(now_s)}
+        if await self._tree.after_look(entries, claims, now_s):
+            self._records.moved()
+            self._wake.set()
+        with self._news:
+            self._progress.total = self._tree.total
+            self._settle(self._services.clock.swarm_s())
+            self._looks, self._looked_s = self._looks + 1, begun_s
+            self._news.notify_all()
+        self._herald.set()
+        await self._report_to(newcomers)
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""
+
+
+def _to_wire(claim: ProgressReport) -> state_pb2.Claim:
+    return state_pb2.Claim(
+        epoch=claim.epoch,
+        samples=claim.samples,
+        samples_per_s=claim.rate,
+        at_s=claim.at_s,
+        since_s=claim.since_s,
+    )

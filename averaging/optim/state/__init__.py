@@ -1,0 +1,1 @@
+"""The training state: views, snapshots, checkpoints, and its transfer between peers."""

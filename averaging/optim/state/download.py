@@ -1,0 +1,333 @@
+"""Fetching the state from those who have it: several donors at once, every chunk checked, what was received
+kept when donors fail.
+
+What most donors hold is taken, of the highest epoch that the swarm is known to have reached. The digest
+commits to every chunk, so that a donor that sends something else is found out at that chunk, by name, and the
+others go on; one that was not asked before takes its place. When all have failed, a cut cable for instance,
+the same state is asked for again for a while, and only what is missing is fetched. What a download in vain
+has received serves the next one, chunk by chunk, where the states have chunks in common.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from averaging.optim.state.exchange import CHUNKS, CLOSE, OPEN
+from averaging.optim.state.intake import Intake, PartialState
+from averaging.optim.state.snapshot import CHUNK_BYTES, Blob, snapshot_digest
+from swarm.core.errors import DeadlineExceeded, NetworkError, NotEnoughPeers, PeerError, SwarmError
+from swarm.core.ids import Contact, PeerId
+from swarm.net.rpc import Caller, Stream, StreamMethod
+from swarm.wire import state_pb2
+
+_log = logging.getLogger(__name__)
+
+_LANE = 7  # a connection of its own: a download must not hold up rounds and heartbeats
+_EPOCH_AHEAD_MAX = 2  # donors may be this far ahead of what the swarm was last known to have reached
+_DIGEST_BYTES = 32
+_LATE_S_MIN = 0.05
+
+
+class StreamCaller(Caller, Protocol):
+    """Unary calls and streams: `swarm.net.channels.Channels`."""
+
+    def open_stream(
+        self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, lane: int = 0
+    ) -> AbstractAsyncContextManager[Stream]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DownloadConfig:
+    """How a download goes about it."""
+
+    donors_max: int = 5  # asked for the state, and downloaded from if they hold the same
+    open_timeout_s: float = 60.0  # the donor copies and hashes its state meanwhile
+    # a donor that sends nothing for so long is given up; small enough to try the next, large enough for 50
+    # kB/s
+    chunk_timeout_s: float = 20.0
+    batch: int = 8  # chunks asked for ahead, per donor: covers 1 MiB/s at 8 s of delay
+    # after all donors of a state have failed it is asked for again for so long. Beyond what donors keep an
+    # idle lease it is in vain
+    resume_s: float = 25.0
+    resume_pause_s: float = 0.5  # before the first time; doubled with each
+    reopen_timeout_s: float = 3.0  # then there is nothing to be hashed
+
+
+@dataclass(slots=True)
+class Fetched:
+    """A complete, verified snapshot. `failures`: who did not do their part, and why."""
+
+    epoch: int
+    canonical: bool
+    digest: bytes
+    blob: Blob
+    donors: dict[PeerId, int]  # bytes that each gave
+    failures: dict[PeerId, str]
+    agreed: int = 1  # donors that offered this very state
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    contact: Contact
+    lease: bytes
+    epoch: int
+    canonical: bool
+    total_bytes: int
+    chunk_digests: tuple[bytes, ...]
+    digest: bytes
+
+
+@dataclass(slots=True)
+class Download:
+    """One attempt at getting the state of a run."""
+
+    run: str
+    caller: StreamCaller
+    bytes_max: int  # no snapshot that fits our optimizer is larger
+    epoch_min: int
+    epoch_known: int  # what the swarm is known to have reached
+    config: DownloadConfig
+    failures: dict[PeerId, str] = field(default_factory=dict)  # who did not do its part, and why
+    liars: set[PeerId] = field(default_factory=set)  # of these, who sent what it had not declared
+    on_progress: Callable[[int, int], None] | None = None  # bytes so far, of how many
+    pool: Executor | None = None  # where chunks are checked; None: the event loop's own
+    majority: bool = False  # take only a state that most of the donors who answered hold, of whatever epoch
+    epoch: int | None = None  # of the state that is being downloaded, once that is known
+    part: PartialState | None = None  # what there is of it; of an earlier download before that
+    _received_bytes: int = 0
+
+    @property
+    def received_bytes(self) -> int:
+        """Of chunks that were good and not there before."""
+        return self._received_bytes
+
+    async def fetch(self, donors: Sequence[Contact], timeout_s: float) -> Fetched:
+        """NotEnoughPeers when no donor could serve; DeadlineExceeded; both say who was asked and what each
+        answered.
+        """
+        offers: list[_Offer] = []
+        try:
+            async with asyncio.timeout(timeout_s):
+                offers += await self._open_all(donors[: self.config.donors_max])
+                for candidates in self._by_preference(offers):
+                    if self.majority and 2 * len(candidates) <= len(offers):
+                        continue
+                    fetched = await self._fetch_from(candidates, donors, offers)
+                    if fetched is not None:
+                        return fetched
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the state was not downloaded within {timeout_s:g} s{self._reasons()}"
+            ) from None
+        finally:
+            await self._close_all(offers)
+        if self.majority and len(offers) > 1:
+            raise NotEnoughPeers(
+                f"the {len(offers)} donors that answered hold different states of run {self.run}{self._reasons()}"
+            )
+        raise NotEnoughPeers(f"no peer could give the state of run {self.run}{self._reasons()}")
+
+    def _reasons(self) -> str:
+        told = "; ".join(f"{peer}: {reason}" for peer, reason in itertools.islice(self.failures.items(), 8))
+        return f" ({told})" if told else " (nobody declares that it has it)"
+
+    async def _open_all(self, donors: Sequence[Contact], digest: bytes = b"") -> list[_Offer]:
+        """Ask for the newest state, or for that of a digest."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._open(contact, digest)) for contact in donors]
+        return [offer for offer in (task.result() for task in tasks) if offer is not None]
+
+    async def _open(self, contact: Contact, digest: bytes) -> _Offer | None:
+        request = state_pb2.OpenRequest(run=self.run, epoch_min=self.epoch_min, digest=digest)
+        try:
+            timeout_s = self.config.reopen_timeout_s if digest else self.config.open_timeout_s
+            reply = await self.caller.call(contact, OPEN, request, timeout_s=timeout_s)
+            return self._check_offer(contact, reply)
+        except SwarmError as error:
+            self.failures[contact.peer_id] = str(error)
+            return None
+
+    def _check_offer(self, contact: Contact, reply: state_pb2.OpenReply) -> _Offer:
+        raw, chunks = reply.chunk_digests, -(-reply.total_bytes // CHUNK_BYTES)
+        if not 0 < reply.total_bytes <= self.bytes_max:
+            raise PeerError(
+                f"offers a state of {reply.total_bytes} bytes; ours has at most {self.bytes_max}: another model or optimizer"
+            )
+        if len(raw) != chunks * _DIGEST_BYTES or len(reply.lease) > 64:
+            raise PeerError("offers a state with a wrong number of chunk digests")
+        if not self.epoch_min <= reply.epoch <= self.epoch_known + _EPOCH_AHEAD_MAX:
+            raise PeerError(
+                f"offers epoch {reply.epoch}, while the swarm is known to be in epoch {self.epoch_known}"
+            )
+        digests = tuple(raw[at : at + _DIGEST_BYTES] for at in range(0, len(raw), _DIGEST_BYTES))
+        digest = snapshot_digest(reply.total_bytes, digests)
+        return _Offer(contact, reply.lease, reply.epoch, reply.canonical, reply.total_bytes, digests, digest)
+
+    def _by_preference(self, offers: Sequence[_Offer]) -> list[list[_Offer]]:
+        """Offers of the same state together; the latest epoch first, of one epoch what most hold, then what
+        came out of a round.
+        """
+        groups: dict[bytes, list[_Offer]] = {}
+        for offer in offers:
+            groups.setdefault(offer.digest, []).append(offer)
+        return sorted(
+            groups.values(),
+            key=lambda g: (g[0].epoch, len(g), any(o.canonical for o in g), g[0].digest),
+            reverse=True,
+        )
+
+    async def _fetch_from(
+        self, candidates: list[_Offer], donors: Sequence[Contact], offers: list[_Offer]
+    ) -> Fetched | None:
+        """Download one state from all who hold it; None when they failed before it was complete, and for some
+        time after.
+
+        `offers` takes up every lease that is opened, so that it is closed in the end.
+        """
+        first = candidates[0]
+        self.epoch = first.epoch
+        part = self.part = PartialState.begin(first.chunk_digests, first.total_bytes, self.part)
+        known = {offer.contact.peer_id for offer in offers} | self.failures.keys()
+        spares = deque(contact for contact in donors if contact.peer_id not in known)
+        live = [offer for offer in candidates if offer.contact.peer_id not in self.liars]
+        while not part.complete and live:
+            async with asyncio.TaskGroup() as group:
+                # no donor takes what others could give
+                ahead = max(1, min(self.config.batch, len(part.missing) // (2 * len(live))))
+                for offer in live:
+                    task = group.create_task(self._serve(offer, part, spares, offers, ahead))
+                    part.tasks.add(task)
+            part.tasks.clear()
+            live = [] if part.complete else await self._again(first, donors, offers)
+        if not part.complete:
+            return None
+        return Fetched(
+            first.epoch,
+            any(o.canonical for o in candidates),
+            first.digest,
+            part.blob,
+            part.given,
+            dict(self.failures),
+            len(candidates),
+        )
+
+    async def _again(self, wanted: _Offer, donors: Sequence[Contact], offers: list[_Offer]) -> list[_Offer]:
+        """Everybody failed. Whoever lied is not asked again, the others are: they keep what was leased for a
+        while.
+        """
+        loop, pause_s = asyncio.get_running_loop(), self.config.resume_pause_s
+        until_s = loop.time() + self.config.resume_s
+        while loop.time() < until_s:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, self.config.reopen_timeout_s)
+            asked = [contact for contact in donors if contact.peer_id not in self.liars][
+                : self.config.donors_max
+            ]
+            if not asked:
+                break
+            opened = await self._open_all(asked, wanted.digest)
+            offers += opened
+            if opened:  # somebody is there again: it has that state, or nobody is going to have it
+                return [offer for offer in opened if offer.digest == wanted.digest]
+        return []
+
+    async def _serve(
+        self, offer: _Offer, part: PartialState, spares: deque[Contact], offers: list[_Offer], ahead: int
+    ) -> None:
+        """Fetch chunks from one donor, and when it fails from one that was not asked yet."""
+        serving: _Offer | None = offer
+        while serving is not None and not await self._take(serving, part, ahead):
+            serving = None
+            while spares and serving is None and not part.complete:
+                opened = await self._open(spares.popleft(), offer.digest)
+                if opened is not None:
+                    offers.append(opened)
+                    serving = opened if opened.digest == offer.digest else None
+
+    async def _take(self, offer: _Offer, part: PartialState, ahead: int) -> bool:
+        """Fetch chunks from one donor until there are none left, its own or those that others are late with;
+        False when it failed.
+        """
+        peer = offer.contact.peer_id
+        intake: Intake | None = None
+        try:
+            async with AsyncExitStack() as stack:
+                stream = await self._opened(stack, offer)
+                intake = Intake(
+                    part, peer, stream, offer.chunk_digests, self.pool, self.config.chunk_timeout_s, self._got
+                )
+                try:
+                    await self._take_in(intake, offer, ahead)
+                except (PeerError, NetworkError):
+                    await intake.settle()  # what had come before counts, a lie most of all
+                    raise
+                await stream.finish()
+        except (PeerError, NetworkError) as error:
+            self.failures[peer] = str(error)
+            if intake is not None and intake.lie:
+                self.liars.add(peer)
+            _log.warning("peer %s failed as a donor of run %s: %s", peer, self.run, error)
+            return False
+        finally:
+            part.give_back(intake.close() if intake is not None else ())
+        return True
+
+    async def _take_in(self, intake: Intake, offer: _Offer, ahead: int) -> None:
+        part, asked, loop = intake.part, intake.asked, asyncio.get_running_loop()
+        took_s, before_s = 0.0, loop.time()
+        while not part.complete:
+            # several with one message
+            batch = part.take(ahead - len(asked)) if 2 * len(asked) <= ahead else []
+            if not batch and not asked:
+                if intake.checking:
+                    await intake.settle()
+                    continue
+                # as long as a chunk takes here: then another is late with it
+                await asyncio.sleep(max(took_s, _LATE_S_MIN))
+                late = part.late(asked)
+                batch = part.take(1) if late is None else [late]
+                part.asked.update(batch if late is not None else ())
+                before_s = loop.time()
+            if batch:
+                asked.extend(batch)
+                request = state_pb2.ChunksRequest(run=self.run, lease=offer.lease, indices=batch)
+                await intake.stream.send(request.SerializeToString())
+            if asked:
+                await intake.receive()
+                took_s, before_s = loop.time() - before_s, loop.time()
+
+    def _got(self, new_bytes: int) -> None:
+        """A chunk was good; of it so much was new."""
+        self._received_bytes += new_bytes
+        if self.on_progress is not None and self.part is not None:
+            self.on_progress(min(len(self.part.have) * CHUNK_BYTES, len(self.part.blob)), len(self.part.blob))
+
+    async def _opened(self, stack: AsyncExitStack, offer: _Offer) -> Stream:
+        try:
+            async with asyncio.timeout(self.config.chunk_timeout_s):
+                return await stack.enter_async_context(
+                    self.caller.open_stream(offer.contact, CHUNKS, timeout_s=None, lane=_LANE)
+                )
+        except TimeoutError:
+            raise DeadlineExceeded(f"did not answer for {self.config.chunk_timeout_s:g} s") from None
+
+    async def _close_all(self, offers: Sequence[_Offer]) -> None:
+        async with asyncio.TaskGroup() as group:
+            for offer in offers:
+                group.create_task(self._close(offer))
+
+    async def _close(self, offer: _Offer) -> None:
+        try:
+            await self.caller.call(
+                offer.contact, CLOSE, state_pb2.CloseRequest(run=self.run, lease=offer.lease), timeout_s=1.0
+            )
+        except SwarmError as error:
+            _log.debug("peer %s was not told that the download is over: %s", offer.contact.peer_id, error)

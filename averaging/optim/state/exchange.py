@@ -1,0 +1,156 @@
+"""What peers of a run ask one another directly: progress, and the state. One registration per node serves all
+its runs.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import weakref
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from google.protobuf.message import DecodeError
+
+from averaging.optim.state.snapshot import CHUNK_BYTES
+from swarm.core.errors import PeerError, UsageError
+from swarm.core.ids import PeerId
+from swarm.net.rpc import Method, Stream, StreamMethod
+from swarm.wire import state_pb2
+
+if TYPE_CHECKING:
+    from swarm.node import Node
+
+REPORT = Method(
+    name="/swarm.Run/Report",
+    request=state_pb2.ReportRequest,
+    reply=state_pb2.ReportReply,
+    request_bytes_max=4096,
+    reply_bytes_max=4096,
+)
+OPEN = Method(
+    name="/swarm.State/Open",
+    request=state_pb2.OpenRequest,
+    reply=state_pb2.OpenReply,
+    request_bytes_max=4096,
+    reply_bytes_max=8 << 20,
+)
+CLOSE = Method(
+    name="/swarm.State/Close",
+    request=state_pb2.CloseRequest,
+    reply=state_pb2.CloseReply,
+    request_bytes_max=4096,
+    reply_bytes_max=4096,
+)
+CHUNKS = StreamMethod(name="/swarm.State/Chunks", message_bytes_max=CHUNK_BYTES + 4096)
+
+_LENGTH = struct.Struct("<I")
+
+
+class ProgressHandler(Protocol):
+    async def on_report(self, peer: PeerId, request: state_pb2.ReportRequest) -> state_pb2.ReportReply: ...
+
+
+class StateHandler(Protocol):
+    async def on_open(self, peer: PeerId, request: state_pb2.OpenRequest) -> state_pb2.OpenReply: ...
+    async def on_close(self, peer: PeerId, request: state_pb2.CloseRequest) -> state_pb2.CloseReply: ...
+    async def on_chunks(self, first: state_pb2.ChunksRequest, stream: Stream) -> None: ...
+
+
+@dataclass(slots=True)
+class _Run:
+    progress: ProgressHandler
+    state: StateHandler
+
+
+class RunExchange:
+    """Finds the optimizer that a message is for."""
+
+    def __init__(
+        self,
+        register_unary: Callable[[Any, Callable[[PeerId, Any], Awaitable[Any]]], None],
+        register_stream: Any,
+    ) -> None:
+        self._runs: dict[str, _Run] = {}
+        self._lock = threading.Lock()  # runs are added from users' threads
+        register_unary(REPORT, self._report)
+        register_unary(OPEN, self._open)
+        register_unary(CLOSE, self._close)
+        register_stream(CHUNKS, self._chunks)
+
+    def add(self, run: str, progress: ProgressHandler, state: StateHandler) -> None:
+        """UsageError when this node has an optimizer for that run already."""
+        with self._lock:
+            if run in self._runs:
+                raise UsageError(
+                    f"this node already has an Optimizer for run {run!r}: close it first, or use another node"
+                )
+            self._runs[run] = _Run(progress, state)
+
+    def remove(self, run: str) -> None:
+        with self._lock:
+            self._runs.pop(run, None)
+
+    def _find(self, run: str) -> _Run:
+        found = self._runs.get(run)
+        if found is None:
+            raise PeerError(f"this peer does not take part in run {run[:64]!r}")
+        return found
+
+    async def _report(self, peer: PeerId, request: state_pb2.ReportRequest) -> state_pb2.ReportReply:
+        return await self._find(request.run).progress.on_report(peer, request)
+
+    async def _open(self, peer: PeerId, request: state_pb2.OpenRequest) -> state_pb2.OpenReply:
+        return await self._find(request.run).state.on_open(peer, request)
+
+    async def _close(self, peer: PeerId, request: state_pb2.CloseRequest) -> state_pb2.CloseReply:
+        return await self._find(request.run).state.on_close(peer, request)
+
+    async def _chunks(self, stream: Stream) -> None:
+        message = await stream.receive()
+        if message is not None:
+            first = parse_chunks_request(message)
+            await self._find(first.run).state.on_chunks(first, stream)
+
+
+_exchanges: weakref.WeakKeyDictionary[Node, RunExchange] = weakref.WeakKeyDictionary()
+_exchanges_lock = threading.Lock()
+
+
+def exchange_of(node: Node) -> RunExchange:
+    """The node's exchange; made when the first optimizer asks."""
+    with _exchanges_lock:
+        found = _exchanges.get(node)
+        if found is None:
+            found = _exchanges[node] = RunExchange(node.handlers.unary, node.handlers.stream)
+        return found
+
+
+def parse_chunks_request(message: bytes) -> state_pb2.ChunksRequest:
+    request = state_pb2.ChunksRequest()
+    try:
+        request.ParseFromString(message)
+    except DecodeError as error:
+        raise PeerError(f"not a request for chunks: {error}") from None
+    return request
+
+
+def chunk_head(index: int) -> bytes:
+    """What stands before a chunk's bytes in a message of the stream."""
+    header = state_pb2.ChunkHeader(index=index).SerializeToString()
+    return _LENGTH.pack(len(header)) + header
+
+
+def unpack_chunk(message: bytes) -> tuple[int, memoryview]:
+    """The chunk's number and a view of its bytes; PeerError when it is not such a message."""
+    (header_bytes,) = _LENGTH.unpack_from(message) if len(message) >= _LENGTH.size else (len(message),)
+    start = _LENGTH.size + header_bytes
+    if start > len(message):
+        raise PeerError("a chunk of the state has no header")
+    header = state_pb2.ChunkHeader()
+    try:
+        header.ParseFromString(message[_LENGTH.size : start])
+    except DecodeError as error:
+        raise PeerError(f"a chunk of the state has a broken header: {error}") from None
+    return header.index, memoryview(message)[start:]

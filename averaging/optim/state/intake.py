@@ -1,0 +1,213 @@
+"""Chunks of a state as they arrive: held against what their donor declared and put in their place, by threads
+of the pool.
+
+While chunks are checked the next one is received: hashing, and pages that a machine hands out slowly, cost a
+download no time of its own as long as another core is free. Of each donor's no more than two are in that
+state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Container, Iterable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+from averaging.optim.state.exchange import unpack_chunk
+from averaging.optim.state.snapshot import CHUNK_BYTES, Blob, chunk_digest, copy_bytes, room
+from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError
+from swarm.core.ids import PeerId
+from swarm.net.rpc import Stream
+
+# chunks of one donor at once: two threads get their pages in half the time where a machine under ours has to
+# find them
+_CHECKED_MAX = 2
+
+
+@dataclass(slots=True)
+class PartialState:
+    """A state that is being downloaded: what of it is there."""
+
+    digests: tuple[bytes, ...]
+    blob: Blob
+    missing: deque[int]  # chunks that nobody was asked for
+    # chunks that donors were asked for, and by how many of us
+    asked: Counter[int] = field(default_factory=Counter)
+    have: set[int] = field(default_factory=set)
+    given: dict[PeerId, int] = field(default_factory=dict)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @classmethod
+    def begin(
+        cls, digests: tuple[bytes, ...], total_bytes: int, earlier: PartialState | None
+    ) -> PartialState:
+        """Chunks that an earlier download received are not fetched again, whatever state they were of."""
+        part = cls(digests, room(total_bytes), deque())
+        known = (
+            {}
+            if earlier is None
+            else {earlier.digests[index]: earlier.chunk(index) for index in earlier.have}
+        )
+        for index, digest in enumerate(digests):
+            if digest in known and len(known[digest]) == len(part.chunk(index)):
+                part.chunk(index)[:] = known[digest]
+                part.have.add(index)
+            else:
+                part.missing.append(index)
+        return part
+
+    @property
+    def complete(self) -> bool:
+        return len(self.have) == len(self.digests)
+
+    def chunk(self, index: int) -> memoryview:
+        return memoryview(self.blob)[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+
+    def take(self, count: int) -> list[int]:
+        """The next chunks to ask for."""
+        taken = [self.missing.popleft() for _ in range(min(count, len(self.missing)))]
+        self.asked.update(taken)
+        return taken
+
+    def late(self, own: Container[int]) -> int | None:
+        """A chunk that one other donor was asked for and has not given yet."""
+        return next(
+            (
+                index
+                for index, times in self.asked.items()
+                if times == 1 and index not in self.have and index not in own
+            ),
+            None,
+        )
+
+    def got(self, index: int, peer: PeerId) -> int:
+        """A chunk was checked and is in its place; the last one ends the work of donors who are still at it.
+        Returns the bytes that are new.
+        """
+        new_bytes = 0
+        if index not in self.have:
+            self.have.add(index)
+            new_bytes = len(self.chunk(index))
+            self.given[peer] = self.given.get(peer, 0) + new_bytes
+        self.asked[index] -= 1
+        if self.complete:
+            for task in self.tasks - {asyncio.current_task()}:
+                task.cancel()
+        return new_bytes
+
+    def give_back(self, indices: Iterable[int]) -> None:
+        """Chunks that a donor did not give."""
+        for index in indices:
+            self.asked[index] -= 1
+            if not self.asked[index] and index not in self.have:
+                self.missing.append(index)
+
+
+@dataclass(slots=True)
+class Intake:
+    """What one donor sends, in the order in which it was asked for it."""
+
+    part: PartialState
+    peer: PeerId
+    stream: Stream
+    digests: tuple[bytes, ...]  # as it has declared them
+    pool: Executor | None  # None: the event loop's own
+    timeout_s: float  # a donor that sends nothing for so long has failed
+    on_new: Callable[[int], None]  # so many bytes are good and were not there before
+    asked: deque[int] = field(default_factory=deque)  # and not received
+    lie: str = ""  # how it was caught, if it was
+    # chunks that are being checked
+    _checked: deque[tuple[int, asyncio.Future[bool]]] = field(default_factory=deque)
+    _waiting: asyncio.Timeout | None = None  # for the next chunk, while that is so
+    _settling: bool = False
+    _closed: bool = False
+
+    async def receive(self) -> None:
+        """The next chunk: when this returns it is being checked.
+
+        PeerError when it or one before it is not what was asked for or declared, DeadlineExceeded,
+        NetworkError.
+        """
+        try:
+            async with asyncio.timeout(self.timeout_s) as self._waiting:
+                message = await self.stream.receive()
+        except TimeoutError:
+            raise (
+                PeerError(self.lie)
+                if self.lie
+                else DeadlineExceeded(f"sent nothing for {self.timeout_s:g} s")
+            ) from None
+        finally:
+            self._waiting = None
+        await self.settle(_CHECKED_MAX - 1)
+        if message is None:
+            raise PeerError("stopped before it had sent what was asked for")
+        index, payload = unpack_chunk(message)
+        if index != self.asked[0]:
+            raise PeerError(f"sent chunk {index} where {self.asked[0]} was asked for")
+        self.asked.popleft()
+        place = self.part.chunk(index)
+        checked = asyncio.get_running_loop().run_in_executor(
+            self.pool, _put, payload, self.digests[index], place
+        )
+        self._checked.append((index, checked))
+        checked.add_done_callback(self._done)
+
+    @property
+    def checking(self) -> bool:
+        """Whether chunks are being checked."""
+        return bool(self._checked)
+
+    async def settle(self, left: int = 0) -> None:
+        """Wait until all but the last so many of what was received are checked; PeerError when one is not
+        what was declared.
+        """
+        self._settling = True
+        try:
+            while len(self._checked) > left and not self.lie:
+                first = self._checked[0][1]
+                await asyncio.wait((first,))
+                if first.cancelled():
+                    raise NetworkError("was given up: this node closes")
+                self._conclude()
+        finally:
+            self._settling = False
+        if self.lie:
+            raise PeerError(self.lie)
+
+    def close(self) -> list[int]:
+        """What comes out of checks from now on counts no more; returns what it was asked for and has not
+        given.
+        """
+        self._closed = True
+        return [*self.asked, *(index for index, _ in self._checked)]
+
+    def _done(self, checked: asyncio.Future[bool]) -> None:
+        """A check ended, while the next chunk is waited for perhaps: that is over now if this donor lies."""
+        if not (self._settling or self._closed or checked.cancelled()):
+            self._conclude()
+            if self.lie and self._waiting is not None:
+                self._waiting.reschedule(asyncio.get_running_loop().time())
+
+    def _conclude(self) -> None:
+        """Take note of the checks that have ended, in the order of their chunks."""
+        while self._checked and self._checked[0][1].done() and not self.lie:
+            index, checked = self._checked[0]
+            if checked.cancelled():
+                return
+            if checked.result():
+                self._checked.popleft()
+                self.on_new(self.part.got(index, self.peer))
+            else:
+                self.lie = f"sent a chunk {index} whose digest is not what it had declared: it lies, or its memory is broken"
+
+
+def _put(payload: memoryview, digest: bytes, place: memoryview) -> bool:
+    """Whether a chunk is what was declared; then it is in its place. For any thread: who else writes there
+    writes the same.
+    """
+    if len(payload) != len(place) or chunk_digest(payload) != digest:
+        return False
+    copy_bytes(payload, place)
+    return True

@@ -1,0 +1,254 @@
+"""A training state as bytes: one blob, `4-byte little-endian header length | msgpack header | tensors`. Pure.
+
+Each tensor begins at a multiple of 64 bytes; chunks have 1 MiB. A snapshot's digest is over its chunks'
+digests, so that each chunk can be checked by itself, whoever sent it. Equal states give equal blobs.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import numpy
+import torch
+from blake3 import blake3
+
+from swarm.core.errors import PeerError
+
+CHUNK_BYTES = 1 << 20
+Blob = bytearray | memoryview
+ALIGNMENT_BYTES = 64
+_FORMAT = 1
+_HEADER_BYTES_MAX = 64 << 20
+_EPOCH_MAX = 1 << 40
+_DEPTH_MAX = 8  # of nested hyperparameters
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float32, torch.float16, torch.bfloat16, torch.float64),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
+DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A copy of the state at one epoch, ready to be served."""
+
+    epoch: int
+    version: int  # of the state that it shows
+    canonical: bool  # that state was the output of an averaging round
+    blob: Blob
+    chunk_digests: tuple[bytes, ...]
+
+    @property
+    def digest(self) -> bytes:
+        return snapshot_digest(len(self.blob), self.chunk_digests)
+
+    def chunk(self, index: int) -> memoryview:
+        return memoryview(self.blob)[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+
+
+def snapshot_digest(total_bytes: int, chunk_digests: Sequence[bytes]) -> bytes:
+    """The name of a state: 32 bytes. It commits to every chunk."""
+    return blake3(struct.pack("<4sQQ", b"swst", total_bytes, CHUNK_BYTES) + b"".join(chunk_digests)).digest()
+
+
+def chunk_digest(chunk: bytes | memoryview) -> bytes:
+    return blake3(chunk).digest()
+
+
+def pieces_digest(pieces: Iterable[bytes | memoryview]) -> bytes:
+    """`chunk_digest` of a chunk that lies in several places."""
+    whole = blake3()
+    for piece in pieces:
+        whole.update(piece)
+    return whole.digest()
+
+
+def encode_snapshot(
+    epoch: int, header: Mapping[str, Any], named: Sequence[tuple[str, torch.Tensor]]
+) -> bytearray:
+    """The blob of `named` tensors and a header of plain values (`plain`)."""
+    prefix, places, total_bytes = plan_snapshot(epoch, header, named)
+    blob = bytearray(total_bytes)
+    blob[: len(prefix)] = prefix
+    flat = torch.frombuffer(blob, dtype=torch.uint8)
+    for (_, tensor), start in zip(named, places, strict=True):
+        if tensor.numel():
+            flat[start : start + tensor.nbytes].copy_(flat_bytes(tensor))
+    return blob
+
+
+def plan_snapshot(
+    epoch: int, header: Mapping[str, Any], named: Sequence[tuple[str, torch.Tensor]]
+) -> tuple[bytes, list[int], int]:
+    """What a blob begins with, where each tensor's bytes go, and the length of the whole."""
+    described = [[name, DTYPE_NAMES[t.dtype], list(t.shape)] for name, t in named]
+    packed = pack({**header, "format": _FORMAT, "epoch": epoch, "tensors": described})
+    places, total_bytes = _places(4 + len(packed), [t for _, t in named])
+    return struct.pack("<I", len(packed)) + packed, places, total_bytes
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's values as bytes, on its device: its own memory where that is contiguous, else a copy."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def room(total_bytes: int) -> Blob:
+    """Zeros to be written over. MemoryError.
+
+    Nothing is touched here: pages come when they are written, large ones where the system has them. A
+    bytearray is written twice, and its small pages cost a newcomer more processor time than all the digests.
+    """
+    return memoryview(numpy.zeros(total_bytes, dtype=numpy.uint8))  # type: ignore[arg-type, unused-ignore]
+
+
+def copy_bytes(source: memoryview, target: memoryview) -> None:
+    """`target[:] = source`, without the interpreter's lock: pages that are written for the first time may
+    take their time.
+    """
+    numpy.copyto(numpy.frombuffer(target, dtype=numpy.uint8), numpy.frombuffer(source, dtype=numpy.uint8))
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all of its numbers are. One pass and no temporary: both of NaN and infinity show in the least
+    and the largest.
+    """
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
+
+
+def memory_of(flat: torch.Tensor) -> memoryview | None:
+    """Where a tensor of `flat_bytes` lies; None when that is a device."""
+    return memoryview(flat.numpy()) if flat.device.type == "cpu" else None  # type: ignore[arg-type, unused-ignore]
+
+
+def digests_of(blob: Blob) -> tuple[bytes, ...]:
+    """Digests of every chunk: a second for a gigabyte, so not under a lock."""
+    view = memoryview(blob)
+    return tuple(chunk_digest(view[at : at + CHUNK_BYTES]) for at in range(0, len(blob), CHUNK_BYTES))
+
+
+def pack(value: Any) -> bytes:
+    packed = msgpack.packb(value, use_bin_type=True)
+    assert isinstance(packed, bytes)
+    return packed
+
+
+def _places(start: int, tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
+    """Where each tensor begins, and the length of the whole."""
+    places = []
+    for tensor in tensors:
+        start = -(-start // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        places.append(start)
+        start += tensor.nbytes
+    return places, start
+
+
+def read_header(blob: Blob) -> tuple[dict[str, Any], int]:
+    (header_bytes,) = struct.unpack_from("<I", blob) if len(blob) >= 4 else (0,)
+    if not 0 < header_bytes <= min(_HEADER_BYTES_MAX, len(blob) - 4):
+        raise PeerError("the state has no header")
+    try:
+        header = msgpack.unpackb(memoryview(blob)[4 : 4 + header_bytes], raw=False, strict_map_key=False)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:  # TypeError: a map as a map's key
+        raise PeerError(f"the state's header is not msgpack: {error}") from None
+    epoch = header.get("epoch") if isinstance(header, dict) else None
+    if (
+        not isinstance(epoch, int)
+        or isinstance(epoch, bool)
+        or not 0 <= epoch <= _EPOCH_MAX
+        or header.get("format") != _FORMAT
+    ):
+        raise PeerError("the state's header is of another format")
+    return header, 4 + header_bytes
+
+
+def read_tensors(blob: Blob, header: Mapping[str, Any], start: int) -> dict[str, torch.Tensor]:
+    """The tensors of a blob by name, without copying."""
+    described = header.get("tensors")
+    if not isinstance(described, list):
+        raise PeerError("the state describes no tensors")
+    views: dict[str, torch.Tensor] = {}
+    flat = torch.frombuffer(blob, dtype=torch.uint8)
+    for item in described:
+        if (
+            not isinstance(item, list)
+            or len(item) != 3
+            or not isinstance(item[0], str)
+            or item[1] not in _DTYPES
+            or item[0] in views
+        ):
+            raise PeerError("the state describes a tensor wrongly")
+        name, dtype, shape = item[0], _DTYPES[item[1]], item[2]
+        if (
+            not isinstance(shape, list)
+            or len(shape) > 16
+            or not all(isinstance(n, int) and 0 <= n <= len(blob) for n in shape)
+        ):
+            raise PeerError(f"the state gives {name[:40]!r} an impossible shape")
+        start = -(-start // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        nbytes = math.prod(shape) * dtype.itemsize
+        if start + nbytes > len(blob):
+            raise PeerError(f"the state ends before {name[:40]!r} does")
+        views[name] = (
+            flat[start : start + nbytes].view(dtype).reshape(shape)
+            if nbytes
+            else torch.empty(shape, dtype=dtype)
+        )
+        start += nbytes
+    if start != len(blob):
+        raise PeerError("the state is longer than its tensors")
+    return views
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def plain(value: Any, depth: int) -> Any:
+    """The numbers of a nested structure, fit for msgpack; None stands for whatever else is in it."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else None
+    if depth >= _DEPTH_MAX:
+        return None
+    if isinstance(value, (list, tuple)):
+        return [plain(item, depth + 1) for item in value]
+    if isinstance(value, Mapping):
+        return {
+            key: plain(value[key], depth + 1) for key in sorted(value, key=str) if isinstance(key, (str, int))
+        }
+    return None
+
+
+def merge(own: Any, theirs: Any, depth: int) -> Any:
+    """Our structure with their numbers: where theirs is missing, of another kind or not finite, ours stays."""
+    if isinstance(own, torch.Tensor):
+        fits = own.numel() == 1 and isinstance(theirs, (int, float)) and math.isfinite(theirs)
+        return torch.full_like(own, theirs) if fits else own
+    if isinstance(own, (int, float)) and not isinstance(own, bool):  # flags are configuration, not state
+        fits = isinstance(theirs, (int, float)) and not isinstance(theirs, bool) and math.isfinite(theirs)
+        return theirs if fits else own
+    if (
+        depth < _DEPTH_MAX
+        and isinstance(own, (list, tuple))
+        and isinstance(theirs, list)
+        and len(own) == len(theirs)
+    ):
+        merged = [merge(one, other, depth + 1) for one, other in zip(own, theirs, strict=True)]
+        return tuple(merged) if isinstance(own, tuple) else merged
+    if depth < _DEPTH_MAX and isinstance(own, dict) and isinstance(theirs, dict):
+        merged_map = own.copy()
+        for key in own.keys() & theirs.keys():  # not update(): a Counter's adds up
+            merged_map[key] = merge(own[key], theirs[key], depth + 1)
+        return merged_map
+    return own

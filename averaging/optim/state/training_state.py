@@ -1,0 +1,395 @@
+"""The training state as peers share it: parameters, optimizer statistics, counters, schedule, extra tensors,
+epoch. No network here.
+
+What arrives is a stranger's word: names, dtypes and shapes must be exactly those of our own optimizer,
+numbers finite, and of the structured parts (hyperparameters, schedule) only numbers are taken over, never
+structure.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from blake3 import blake3
+
+from averaging.optim.state.snapshot import (
+    ALIGNMENT_BYTES,
+    DTYPE_NAMES,
+    Blob,
+    Snapshot,
+    digests_of,
+    is_finite,
+    mapping,
+    merge,
+    pack,
+    plain,
+    read_header,
+    read_tensors,
+)
+from averaging.optim.state.view import StateView, WriteLock
+from swarm.core.errors import PeerError, UsageError
+
+
+class Scheduler(Protocol):
+    """What we use of a torch learning-rate scheduler."""
+
+    def step(self) -> Any: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class TrainingState:
+    """The one owner of what training changes. Parameters change only while `lock` is held, so that a view of
+    it is of one moment.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        extra_tensors: Sequence[torch.Tensor] = (),
+        scheduler: Scheduler | None = None,
+    ) -> None:
+        self.inner, self.scheduler, self.extras = inner, scheduler, tuple(extra_tensors)
+        self.parameters = _parameters(inner)
+        self._probed: list[dict[str, Any]] | None = None
+        self._reading = threading.RLock()
+        self._views: list[StateView] = []  # somebody reads the state of a moment
+        # to be held by whoever changes the state: views that are open are copied before that
+        self.lock = WriteLock(self._reading, self._views)
+        self.epoch = 0
+        self.version = 0  # changes whenever the state does
+        # the state is the output of an averaging round, equal on all peers whatever their processors
+        self.canonical = False
+        for tensor in (*self.parameters, *self.extras):
+            if tensor.dtype not in DTYPE_NAMES:
+                raise UsageError(
+                    f"tensors of {tensor.dtype} cannot be shared; known are {', '.join(DTYPE_NAMES.values())}"
+                )
+        # Buffers move with every forward pass, on the trainer's thread, differently on each peer: served is
+        # what all agreed on last.
+        self._agreed_extras = [tensor.detach().clone() for tensor in self.extras]
+
+    def moved(self, epoch: int, *, canonical: bool = False) -> None:
+        """The state has changed; call it with the lock still held."""
+        self.epoch, self.canonical = epoch, canonical
+        self.version += 1
+        self._probed = None  # what was probed may be part of the state now
+
+    # averaging
+
+    def averaged(self) -> list[torch.Tensor]:
+        """What peers average to become equal, in one order on all: trained parameters, their statistics,
+        floating extra tensors.
+        """
+        trained = [p for p in self.parameters if p.requires_grad and p.is_floating_point()]
+        statistics = [value for _, value in self._statistics() if value.is_floating_point()]
+        return [
+            *(p.detach() for p in trained),
+            *statistics,
+            *(t.detach() for t in self.extras if t.is_floating_point()),
+        ]
+
+    def agree_extras(self, counts: Sequence[Sequence[int]] = ()) -> None:
+        """The extra tensors are what all peers hold now; whole numbers become the largest of any peer
+        (`counts`: their `extra_counts`).
+        """
+        with self.lock, torch.no_grad():
+            whole = [t for t in self.extras if not t.is_floating_point()]
+            own = self.extra_counts()
+            fitting = [theirs for theirs in counts if len(theirs) == len(own)]
+            largest = [max(values) for values in zip(own, *fitting, strict=True)]
+            for tensor in whole:
+                taken, largest = largest[: tensor.numel()], largest[tensor.numel() :]
+                tensor.copy_(torch.tensor(taken, dtype=torch.int64).reshape(tensor.shape))
+            for agreed, tensor in zip(self._agreed_extras, self.extras, strict=True):
+                agreed.copy_(tensor)
+
+    def extra_counts(self) -> list[int]:
+        """All values of the whole-number extra tensors (BatchNorm's batch counters)."""
+        return [
+            int(value) for t in self.extras if not t.is_floating_point() for value in t.flatten().tolist()
+        ]
+
+    def counters_digest(self) -> bytes:
+        """Of everything that must be equal without being averaged: step counters, hyperparameters, schedule,
+        epoch.
+        """
+        return blake3(pack(self._scalars())).digest()
+
+    # out
+
+    def view(self) -> StateView:
+        """The state of this moment, to be read while training goes on: copied when it is about to change, and
+        not before. `close` it.
+        """
+        with self._reading, torch.no_grad():
+            view = StateView(
+                (self.epoch, self.version, self.canonical), self._scalars(), self._named(), self._reading
+            )
+            self._views[:] = [*(other for other in self._views if not other.closed), view]
+            return view
+
+    def snapshot(self) -> Snapshot:
+        """A copy of the state, hashed. Fit for any thread."""
+        view = self.view()
+        view.settle()
+        view.close()
+        return Snapshot(view.epoch, view.version, view.canonical, view.blob, digests_of(view.blob))
+
+    @property
+    def bytes_about(self) -> int:
+        """The size of a snapshot without its header."""
+        return sum(tensor.nbytes for _, tensor in self._named())
+
+    def bytes_max(self) -> int:
+        """No honest snapshot of this optimizer is larger; it may be smaller (statistics of parameters that
+        never had a gradient).
+        """
+        tensors = [
+            *self.parameters,
+            *self.extras,
+            *(
+                t
+                for structure in self._structure()
+                for t in structure.values()
+                if isinstance(t, torch.Tensor)
+            ),
+        ]
+        return (
+            sum(t.nbytes + ALIGNMENT_BYTES for t in tensors)
+            + 4 * len(pack(self._scalars()))
+            + 4096 * (len(tensors) + 16)
+        )
+
+    # in
+
+    def load(self, blob: Blob) -> None:
+        """Take over a snapshot; PeerError, and nothing changed, when it does not fit this optimizer."""
+        structure = self._structure()
+        header, payload_start = read_header(blob)
+        tensors = read_tensors(blob, header, payload_start)
+        self._check(tensors, structure)
+        counters = mapping(header.get("state"))
+        groups = header.get("groups")
+        if not isinstance(groups, list) or len(groups) != len(self.inner.param_groups):
+            raise PeerError("the state has another number of parameter groups than this optimizer")
+        if any(
+            _lacks_values(index, one, tensors, mapping(counters.get(str(index))))
+            for index, one in enumerate(structure)
+        ):
+            structure = _probe(self.inner, self.parameters, shapes_only=False)
+        with self.lock, torch.no_grad():
+            for index, p in enumerate(self.parameters):
+                p.copy_(tensors[f"p.{index}"])
+                self._load_statistics(index, p, structure[index], tensors, mapping(counters.get(str(index))))
+            for index, (extra, agreed) in enumerate(zip(self.extras, self._agreed_extras, strict=True)):
+                extra.copy_(tensors[f"x.{index}"])
+                agreed.copy_(extra)
+            for group, theirs in zip(self.inner.param_groups, groups, strict=True):
+                group.update(
+                    merge({key: value for key, value in group.items() if key != "params"}, theirs, 0)
+                )
+            if self.scheduler is not None:
+                self.scheduler.load_state_dict(merge(self.scheduler.state_dict(), header.get("schedule"), 0))
+            self.moved(header["epoch"])
+
+    def _load_statistics(
+        self,
+        index: int,
+        p: torch.Tensor,
+        structure: dict[str, Any],
+        tensors: Mapping[str, torch.Tensor],
+        counters: Mapping[str, Any],
+    ) -> None:
+        """Statistics of one parameter: into the tensors that are there, else into those of the probe."""
+        if not any(f"s.{index}.{key}" in tensors or key in counters for key in structure):
+            self.inner.state.pop(p, None)
+            return
+        own = self.inner.state[p]
+        for key, value in structure.items():
+            if f"s.{index}.{key}" in tensors:
+                target = own[key] if key in own else _made(value, p)
+                target.copy_(tensors[f"s.{index}.{key}"])
+                own[key] = target
+            else:
+                own[key] = merge(value, counters.get(key), 0)
+
+    def _check(self, tensors: Mapping[str, torch.Tensor], structure: Sequence[dict[str, Any]]) -> None:
+        known: dict[str, torch.Tensor] = {f"p.{index}": p for index, p in enumerate(self.parameters)}
+        known |= {f"x.{index}": t for index, t in enumerate(self.extras)}
+        missing = known.keys() - tensors.keys()
+        if missing:
+            raise PeerError(
+                f"the state lacks {len(missing)} tensors of ours, {min(missing)} among them: another model or optimizer"
+            )
+        known |= {
+            f"s.{i}.{key}": t
+            for i, s in enumerate(structure)
+            for key, t in s.items()
+            if _is_statistic(self.parameters[i], key, t)
+        }
+        for name, tensor in tensors.items():
+            own = known.get(name)
+            if own is None:
+                raise PeerError(
+                    f"the state has a tensor {name[:40]!r} that this optimizer has not: another model or optimizer"
+                )
+            if own.dtype != tensor.dtype or own.shape != tensor.shape:
+                raise PeerError(
+                    f"the state's {name[:40]!r} is {tensor.dtype} {tuple(tensor.shape)}, ours is {own.dtype} {tuple(own.shape)}"
+                )
+            if not is_finite(tensor):
+                raise PeerError(f"the state's {name[:40]!r} is not finite")
+        for index, (p, wanted) in enumerate(zip(self.parameters, structure, strict=True)):
+            held = [f"s.{index}.{key}" in tensors for key, t in wanted.items() if _is_statistic(p, key, t)]
+            if any(held) and not all(held):
+                raise PeerError(f"the state has only some statistics of parameter {index}")
+
+    # what is in it
+
+    def _statistics(self) -> list[tuple[str, torch.Tensor]]:
+        named = []
+        for index, p in enumerate(self.parameters):
+            for key, value in sorted(self.inner.state.get(p, {}).items()):
+                if isinstance(value, (list, dict)):
+                    raise UsageError(
+                        f"{type(self.inner).__name__} keeps {key!r} as a {type(value).__name__}; only tensors and numbers can be shared"
+                    )
+                if _is_statistic(p, key, value):
+                    named.append((f"s.{index}.{key}", value))
+        return named
+
+    def _named(self) -> list[tuple[str, torch.Tensor]]:
+        parameters = [(f"p.{index}", p) for index, p in enumerate(self.parameters)]
+        return (
+            parameters
+            + self._statistics()
+            + [(f"x.{index}", t) for index, t in enumerate(self._agreed_extras)]
+        )
+
+    def _scalars(self) -> dict[str, Any]:
+        counters = {}
+        for index, p in enumerate(self.parameters):
+            held = {
+                key: plain(value, 0)
+                for key, value in self.inner.state.get(p, {}).items()
+                if not _is_statistic(p, key, value)
+            }
+            if held:
+                counters[str(index)] = held
+        groups = [
+            {key: plain(value, 0) for key, value in group.items() if key != "params"}
+            for group in self.inner.param_groups
+        ]
+        schedule = None if self.scheduler is None else plain(self.scheduler.state_dict(), 0)
+        return {"epoch": self.epoch, "state": counters, "groups": groups, "schedule": schedule}
+
+    def _structure(self) -> list[dict[str, Any]]:
+        """Per parameter, the statistics that this optimizer keeps: key -> tensor or number.
+
+        An optimizer makes them in its first step. Here a second optimizer of the same class makes that step,
+        with zero gradients, on copies: joining must not move weights, and a real step with zero gradients
+        does (weight decay). The copies have shapes and no memory, where the optimizer can be had to step so:
+        its statistics then are without memory, too.
+        """
+        own = [dict(self.inner.state.get(p, {})) for p in self.parameters]
+        if all(statistics or not p.requires_grad for statistics, p in zip(own, self.parameters, strict=True)):
+            return own
+        if self._probed is None:  # its size is asked for before a download, its tensors are used after it
+            self._probed = _probe_shapes(self.inner, self.parameters) or _probe(
+                self.inner, self.parameters, shapes_only=False
+            )
+        return self._probed
+
+
+def _probe_shapes(
+    inner: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
+) -> list[dict[str, Any]] | None:
+    """The probe without memory, in no time; None where an optimizer looks at values, or keeps a counter
+    beside its parameter.
+    """
+    try:
+        probed = _probe(inner, parameters, shapes_only=True)
+    except UsageError:
+        return None
+    for p, statistics in zip(parameters, probed, strict=True):
+        if any(
+            isinstance(t, torch.Tensor) and t.is_meta and not _is_statistic(p, key, t)
+            for key, t in statistics.items()
+        ):
+            return None
+    return probed
+
+
+def _lacks_values(
+    index: int, structure: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], counters: Mapping[str, Any]
+) -> bool:
+    """Whether a state has counters of a parameter and not its statistics: these begin at what a first step
+    makes them.
+    """
+    lacking = [
+        k
+        for k, t in structure.items()
+        if isinstance(t, torch.Tensor) and t.is_meta and f"s.{index}.{k}" not in tensors
+    ]
+    return bool(lacking) and any(key in counters for key in structure)
+
+
+def _made(value: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """A statistic to be written: that of the probe, and where it has no memory one beside its parameter."""
+    return torch.empty_like(value, device=p.device) if value.is_meta else value
+
+
+def _probe(
+    inner: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], *, shapes_only: bool
+) -> list[dict[str, Any]]:
+    def copied(tensor: torch.Tensor, *, shape: bool) -> torch.Tensor:
+        return torch.empty_like(tensor, device="meta") if shape else tensor.detach().clone()
+
+    copies = {p: copied(p.detach(), shape=shapes_only).requires_grad_(p.requires_grad) for p in parameters}
+    for copy in copies.values():
+        copy.grad = torch.zeros_like(copy) if copy.requires_grad else None
+    probe = type(inner).__new__(type(inner))
+    # a scheduler replaces `step` on the instance
+    probe.__dict__ = {key: value for key, value in inner.__dict__.items() if key != "step"}
+    probe.__dict__ |= {
+        key: OrderedDict()
+        for key in inner.__dict__
+        if key.startswith("_optimizer_") and key.endswith("_hooks")
+    }
+    probe.param_groups = [
+        {**group, "params": [copies[p] for p in group["params"]]} for group in inner.param_groups
+    ]
+    probe.state = defaultdict(dict)
+    for p, copy in copies.items():
+        if inner.state.get(p):
+            probe.state[copy] = {
+                key: copied(value, shape=shapes_only and _is_statistic(p, key, value))
+                if isinstance(value, torch.Tensor)
+                else value
+                for key, value in inner.state[p].items()
+            }
+    try:
+        probe.step()
+    except (RuntimeError, KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"cannot find out which statistics {type(inner).__name__} keeps: a step with zero gradients failed ({error})"
+        ) from error
+    return [dict(probe.state.get(copies[p], {})) for p in parameters]
+
+
+def _parameters(inner: torch.optim.Optimizer) -> list[torch.Tensor]:
+    seen: dict[int, torch.Tensor] = {}
+    for group in inner.param_groups:
+        for p in group["params"]:
+            seen.setdefault(id(p), p)
+    return list(seen.values())
+
+
+def _is_statistic(p: torch.Tensor, key: str, value: Any) -> bool:
+    """A tensor of values, not a counter: torch keeps its step counters as tensors without dimensions."""
+    return isinstance(value, torch.Tensor) and key != "step" and (value.dim() > 0 or value.shape == p.shape)

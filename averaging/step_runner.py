@@ -1,0 +1,235 @@
+"""One step, from the search for a group to a committed round: a round that breaks is tried again with who is
+left, while time remains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgpack
+
+from averaging.allreduce.allreduce import AllReduce, RoundOutcome
+from averaging.allreduce.config import RoundConfig
+from averaging.matchmaking.logic.group import Group, Member
+from averaging.matchmaking.logic.messages import SearchFailed
+from averaging.matchmaking.service.matchmaking_service import GroupService
+from averaging.reduction.averages import Averages, ResultBuffer
+from averaging.reduction.feedback import Feedback
+from averaging.reduction.vector import FlatVector
+from averaging.result import RoundResult
+from swarm.core.clock import Clock
+from swarm.core.ids import PeerId
+
+_RESERVE = 0.2  # share of the time that the search leaves for the round, at least
+_RESERVE_MAX = 0.5  # and at most, however long rounds took
+_PAUSE_FIRST_S = 0.05  # between a broken round and the next attempt, doubled each time
+_PAUSE_MAX_S = 2.0
+_ROUNDS_RESERVED = 2.0  # it leaves the length of so many earlier rounds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundOptions:
+    """What the caller of one step asked for."""
+
+    weight: float
+    round_key: str
+    gathered: bytes  # msgpack
+    timeout_s: float  # for everything, retries included
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """How a step ended on the network's side."""
+
+    result: RoundResult
+    averages: Averages | None  # to be written back; None: nothing is
+    last_round_s: float  # the length of the last round that was held, for the next step's planning
+
+
+class Strategy(Protocol):
+    """How a group averages what its members hold."""
+
+    @property
+    def told_bytes(self) -> int:
+        """So many bytes at the beginning of what members gather are the strategy's own."""
+        ...
+
+    async def hold(self, group: Group, deadline_s: float) -> RoundOutcome:
+        """One round; see `AllReduce.run`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeVector:
+    """The usual strategy: one all-reduce over `vector`, which lies still meanwhile; the averages come to lie
+    in `landing`.
+    """
+
+    all_reduce: AllReduce
+    vector: FlatVector
+    landing: ResultBuffer
+    config: RoundConfig
+    feedback: Feedback | None
+    told_bytes: int = 0
+
+    async def hold(self, group: Group, deadline_s: float) -> RoundOutcome:
+        """One round."""
+        return await self.all_reduce.run(
+            group,
+            self.vector,
+            deadline_s=deadline_s,
+            config=self.config,
+            landing=self.landing,
+            feedback=self.feedback,
+        )
+
+
+class StepRunner:
+    """Runs one step on the network loop."""
+
+    def __init__(self, groups: GroupService, strategy: Strategy, clock: Clock, last_round_s: float) -> None:
+        self._groups = groups
+        self._strategy = strategy
+        self._clock = clock
+        self._last_round_s = last_round_s
+        self._seconds: dict[str, float] = {"matchmaking": 0.0}
+        self._left_out: dict[PeerId, str] = {}
+        self._accused: dict[PeerId, str] = {}
+        self._broken = ""  # why the last attempt failed
+        self._sent = self._received = self._attempts = 0
+
+    async def run(self, member: Member, terms: RoundOptions) -> StepOutcome:
+        """Search for groups and hold rounds until one is committed or there is no more time."""
+        end_s = self._clock.monotonic_s() + terms.timeout_s
+        reserve_s = min(
+            max(_RESERVE * terms.timeout_s, _ROUNDS_RESERVED * self._last_round_s),
+            _RESERVE_MAX * terms.timeout_s,
+        )
+        search_end_s = end_s - reserve_s
+        group: Group | None = None
+        while True:
+            now_s = self._clock.monotonic_s()
+            search_end_s = max(search_end_s, now_s + _RESERVE_MAX * (end_s - now_s))
+            found = await self._groups.find(
+                member=member, round_key=terms.round_key, deadline_s=search_end_s, gathered=terms.gathered
+            )
+            self._seconds["matchmaking"] += self._clock.monotonic_s() - now_s
+            if isinstance(found, SearchFailed):
+                return self._failure(found.reason, self._story(found.detail), group)
+            group = found
+            outcome = await self._hold(group, end_s)
+            if not outcome.failed:
+                return self._success(group, outcome)
+            if not any(one.weight > 0.0 for one in group.members):
+                return self._failure("nobody contributes", "all members of the group have weight 0", group)
+            await asyncio.sleep(
+                min(
+                    _PAUSE_FIRST_S * 2.0 ** (self._attempts - 1),
+                    _PAUSE_MAX_S,
+                    max(end_s - self._clock.monotonic_s(), 0.0),
+                )
+            )
+            if self._clock.monotonic_s() >= end_s:
+                return self._failure("deadline", outcome.reason or "", group)
+
+    async def _hold(self, group: Group, end_s: float) -> RoundOutcome:
+        """One round with one group."""
+        begun_s = self._clock.monotonic_s()
+        self._attempts += 1
+        committed, left_out, accused = False, frozenset[PeerId](), dict[PeerId, str]()
+        try:
+            if not any(member.weight > 0.0 for member in group.members):
+                outcome = _empty_round()
+            else:
+                outcome = await self._strategy.hold(group, end_s)
+            committed = not outcome.failed
+            left_out, accused = (
+                frozenset(outcome.left_out) | frozenset(outcome.accused),
+                dict(outcome.accused),
+            )
+        finally:
+            self._groups.round_over(committed=committed, left_out=left_out, accused=accused)
+        self._left_out.update(outcome.left_out)
+        self._accused.update(outcome.accused)
+        if outcome.failed:
+            self._broken = f"a round broke: {outcome.reason}"
+        self._sent += outcome.bytes_sent
+        self._received += outcome.bytes_received
+        for phase, seconds in outcome.seconds.items():
+            name = "all_reduce" if phase == "total" else phase
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        if committed:
+            self._last_round_s = self._clock.monotonic_s() - begun_s
+        return outcome
+
+    def _success(self, group: Group, outcome: RoundOutcome) -> StepOutcome:
+        result = RoundResult(
+            failed=False,
+            detail=self._story(""),
+            contributions=dict(outcome.contributions),
+            clipped=dict(outcome.clipped),
+            weight=_carried(group, outcome),
+            digest=outcome.digest,
+            **self._common(group),
+        )
+        return StepOutcome(result=result, averages=outcome.averages, last_round_s=self._last_round_s)
+
+    def _failure(self, reason: str, detail: str, group: Group | None) -> StepOutcome:
+        result = RoundResult(failed=True, reason=reason, detail=detail, **self._common(group))
+        return StepOutcome(result=result, averages=None, last_round_s=self._last_round_s)
+
+    def _story(self, detail: str) -> str:
+        return "; before that ".join(text for text in (detail, self._broken) if text)
+
+    def _common(self, group: Group | None) -> dict[str, Any]:
+        return {
+            "peers": group.peer_ids if group is not None else (),
+            "gathered": _unpacked(group, self._strategy.told_bytes) if group is not None else {},
+            "left_out": dict(self._left_out),
+            "accused": dict(self._accused),
+            "seconds": dict(self._seconds),
+            "bytes_sent": self._sent,
+            "bytes_received": self._received,
+            "attempts": self._attempts,
+            "group_id": group.group_id.hex() if group is not None else "",
+        }
+
+
+def _carried(group: Group, outcome: RoundOutcome) -> float:
+    """The weight with which the average goes on: whoever holds it takes an equal part of what went in, so
+    that no weight is lost or made however unequal groups are, and the mean over all peers stays what it was.
+    """
+    holding = sum(not member.auxiliary and member.peer_id not in outcome.left_out for member in group.members)
+    whole = sum(member.weight * outcome.contributions.get(member.peer_id, 0.0) for member in group.members)
+    return whole / holding if holding else 0.0
+
+
+def _empty_round() -> RoundOutcome:
+    return RoundOutcome(
+        failed=True,
+        reason="all weights are 0",
+        averages=None,
+        contributions={},
+        clipped={},
+        accused={},
+        left_out={},
+        digest="",
+        bytes_sent=0,
+        bytes_received=0,
+        seconds={},
+    )
+
+
+def _unpacked(group: Group, told_bytes: int) -> Mapping[PeerId, Any]:
+    """What members passed as `gather`; without those who passed nothing, or bytes that are not msgpack."""
+    gathered = {}
+    for peer_id, told in zip(group.peer_ids, group.gathered, strict=True):
+        if packed := told[told_bytes:]:
+            try:
+                gathered[peer_id] = msgpack.unpackb(packed, strict_map_key=False)
+            except (ValueError, TypeError, RecursionError):
+                continue
+    return gathered

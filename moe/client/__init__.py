@@ -1,0 +1,1 @@
+"""The caller's side: one remote expert, mixtures, pipelines, and the choice among replicas."""

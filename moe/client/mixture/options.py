@@ -1,0 +1,51 @@
+"""What a layer's pass may take and must give, and what came of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from moe.client.logic.beam import BeamConfig
+from moe.client.logic.gathering import GatherTimeouts
+from moe.protocol.calls import UNCOMPRESSED, WireCodecs
+from moe.protocol.names import ExpertGrid
+from swarm.core.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureOptions:
+    """What a pass may take, and what it must give."""
+
+    grid: ExpertGrid
+    k_best: int
+    k_min: int
+    backward_k_min: int
+    forward_timeout_s: float
+    backward_timeout_s: float
+    patience: GatherTimeouts
+    allow_zero_outputs: bool
+    travel: WireCodecs = UNCOMPRESSED
+    replacements_max: int = 4  # rounds of looking for others in the place of those that failed
+    beam: BeamConfig = field(default_factory=BeamConfig)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.k_best <= self.grid.count:
+            raise UsageError(
+                f"k_best is from 1 to the {self.grid.count} experts that {self.grid} may have, not {self.k_best}"
+            )
+        if not (0 <= self.k_min <= self.k_best and 0 <= self.backward_k_min <= self.k_best):
+            raise UsageError(
+                f"k_min and backward_k_min are from 0 to k_best, {self.k_best}: not {self.k_min} and {self.backward_k_min}"
+            )
+        if not (0.0 < self.forward_timeout_s < float("inf") and 0.0 < self.backward_timeout_s < float("inf")):
+            raise UsageError("forward_timeout_s and backward_timeout_s are positive numbers of seconds")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassReport:
+    """What came of a pass: for users' logs, and for tests."""
+
+    asked: tuple[str, ...]  # experts, a name for each call
+    answered: tuple[str, ...]
+    failed: dict[str, str]  # name -> why, for those that were asked and did not answer
+    short_samples: int  # that had fewer than k_min answers
+    seconds: float

@@ -1,0 +1,149 @@
+"""`swarm.RemoteSwitchMixtureOfExperts`: switch routing (Fedus et al., "Switch Transformers", 2021) over
+experts on other peers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from moe.client.logic.gate import ProductKeyGate, balancing_loss, gate_input, switch_weights
+from moe.client.mixture.layer import MixtureConfig, RemoteMixtureOfExperts, combined
+from moe.client.mixture.options import PassReport
+from moe.client.replicas.autograd_bridge import check_batch
+from swarm.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from swarm.node import Node
+
+# taken from the scores of coordinates that are dropped: they are chosen only when nothing else is alive
+_DROPPED = 1e4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchConfig:
+    """What makes a switch layer explore and balance. In `eval()` only the loss is left of it."""
+
+    utilization_alpha: float = 0.9  # how much of the utilization before is kept when a batch is added
+    grid_dropout: float = 1.0  # each coordinate is kept with this chance; 1: all are
+    # the gate sees its input times a factor from 1 - this to 1 + this, per element; the experts do not
+    jitter_eps: float = 1e-2
+    mixture: MixtureConfig = field(default_factory=MixtureConfig)
+
+    def __post_init__(self) -> None:
+        if not (
+            0.0 <= self.utilization_alpha < 1.0
+            and 0.0 < self.grid_dropout <= 1.0
+            and 0.0 <= self.jitter_eps < 1.0
+        ):
+            raise UsageError(
+                "a switch layer needs utilization_alpha and jitter_eps from 0 to below 1, grid_dropout above 0 and at most 1"
+            )
+
+
+class RemoteSwitchMixtureOfExperts(nn.Module):
+    """Each sample goes to the `k_best` (usually one) most probable experts of `grid`, and their outputs are
+    weighted by the probabilities themselves. Returns (output, balancing loss): add the loss, times a small
+    factor, to yours, so that experts are used evenly.
+
+    The arguments are those of RemoteMixtureOfExperts; here samples that nobody answered are zeros by default.
+    What was chosen and did not answer hands its probability on to those of the same sample who did.
+    `utilization_0`, `utilization_1`, … are buffers: the share of samples that chose each coordinate of a
+    dimension, as a moving average.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        in_features: int,
+        *,
+        grid: str,
+        k_best: int = 1,
+        k_min: int = 0,
+        forward_timeout_s: float = 30.0,
+        timeout_after_k_min_s: float | None = None,
+        backward_k_min: int = 0,
+        backward_timeout_s: float | None = None,
+        allow_zero_outputs: bool = True,
+        config: SwitchConfig | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config or SwitchConfig()
+        self._mixture = RemoteMixtureOfExperts(
+            node,
+            in_features,
+            grid=grid,
+            k_best=k_best,
+            k_min=k_min,
+            forward_timeout_s=forward_timeout_s,
+            timeout_after_k_min_s=timeout_after_k_min_s,
+            backward_k_min=backward_k_min,
+            backward_timeout_s=backward_timeout_s,
+            allow_zero_outputs=allow_zero_outputs,
+            config=self.config.mixture,
+        )
+        self.grid, self.in_features, self.terms = self._mixture.grid, in_features, self._mixture.terms
+        for dimension, size in enumerate(self.grid.shape):
+            self.register_buffer(f"utilization_{dimension}", torch.full((size,), 1.0 / size))
+
+    @property
+    def gate(self) -> ProductKeyGate:
+        return self._mixture.gate
+
+    @property
+    def utilization(self) -> list[torch.Tensor]:
+        """For each dimension the share of samples that chose each coordinate; they sum to 1."""
+        return [getattr(self, f"utilization_{dimension}") for dimension in range(len(self.grid.shape))]
+
+    @property
+    def last_forward(self) -> PassReport | None:
+        return self._mixture.last_forward
+
+    @property
+    def last_backward(self) -> PassReport | None:
+        return self._mixture.last_backward
+
+    def forward(
+        self, inputs: torch.Tensor, *more: torch.Tensor
+    ) -> tuple[torch.Tensor | tuple[torch.Tensor, ...], torch.Tensor]:
+        check_batch((inputs, *more))
+        seen = gate_input(inputs, self.in_features, self.gate.projection.weight)
+        if self.training and self.config.jitter_eps:
+            seen = seen * torch.empty_like(seen).uniform_(
+                1.0 - self.config.jitter_eps, 1.0 + self.config.jitter_eps
+            )
+        scores = self.gate(seen)
+        found = self._mixture.session().forward(
+            [score - self._dropped(score) for score in scores], (inputs, *more)
+        )
+        device = scores[0].device
+        weights = switch_weights(
+            scores, found.coordinates_BSD, found.chosen_BS.to(device), found.answered_BS.to(device)
+        )
+        if self.training:
+            self._count(found.coordinates_BSD, found.chosen_BS)
+        # clones: the next batch changes the buffers before this loss may have been differentiated
+        loss = balancing_loss(scores, [used.clone() for used in self.utilization])
+        return combined(weights, found.outputs, inputs), loss
+
+    def _dropped(self, score: torch.Tensor) -> torch.Tensor:
+        """What to take from the scores of one dimension."""
+        if not self.training or self.config.grid_dropout >= 1.0:
+            return score.new_zeros(score.shape[1])
+        return _DROPPED * (torch.rand(score.shape[1], device=score.device) >= self.config.grid_dropout).to(
+            score.dtype
+        )
+
+    @torch.no_grad()
+    def _count(self, coordinates_BSD: torch.Tensor, chosen_BS: torch.Tensor) -> None:
+        """Add this batch's choices to the moving average."""
+        if not bool(chosen_BS.any()):
+            return
+        for dimension, used in enumerate(self.utilization):
+            counts = torch.bincount(coordinates_BSD[:, :, dimension][chosen_BS], minlength=len(used)).to(used)
+            used.mul_(self.config.utilization_alpha).add_(
+                counts / counts.sum(), alpha=1.0 - self.config.utilization_alpha
+            )

@@ -1,1 +1,0 @@
-"""Mixture-of-experts layers whose experts live on other peers: gate, search over the grid, calls that some experts may fail."""

@@ -1,0 +1,1 @@
+"""What callers and servers of experts share: names, schemas, tensors, calls, declarations."""

@@ -1,0 +1,483 @@
+"""Calls of one expert on one server: describe, forward, backward. One call per expert and batch.
+
+Small tensors travel within a unary call, which shares messages with others under way to the same peer; large
+ones in a stream of chunks on a connection of their own. All of it lives on the network loop. Errors:
+`moe.protocol.errors` for what the server answers, NetworkError and DeadlineExceeded for what the network
+does, UsageError when the tensors do not fit the expert's schema (nothing is sent then).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from moe.protocol.declarations import ExpertReplica, ServerLoad
+from moe.protocol.errors import (
+    ExpertApplied,
+    ExpertError,
+    ExpertFailed,
+    ExpertMissing,
+    ExpertOverloaded,
+    ExpertRefused,
+)
+from moe.protocol.methods import (
+    CALL,
+    DESCRIBE,
+    EXCHANGE,
+    INLINE_BYTES_MAX,
+    PAYLOAD_BYTES_MAX,
+    REQUEST_ID_BYTES,
+    UIDS_PER_DESCRIBE_MAX,
+    read_headers,
+    receive_payload,
+    send_pieces,
+    wire_headers,
+)
+from moe.protocol.names import ExpertUid
+from moe.protocol.schema import ExpertSchema, Leaf, check
+from moe.protocol.tensors import (
+    TensorPayload,
+    check_headers,
+    decode,
+    encode,
+    expected_bytes,
+    joined,
+    payload_bytes,
+)
+from swarm.compression import Buffer, Codec, find
+from swarm.core.errors import NetworkError, PeerError, UsageError
+from swarm.net.channels import Channels
+from swarm.wire import expert_pb2
+from swarm.wire.expert_pb2 import DescribeRequest, ExpertReply, ExpertRequest
+
+if TYPE_CHECKING:
+    from swarm.node import Node
+
+_SCHEMAS_MAX = 1024
+_POOLED_BYTES = 256 << 10  # what takes longer to encode or decode than a change of threads
+_TENSOR_LANE = 1
+_lock = threading.Lock()
+_calls: weakref.WeakKeyDictionary[Node, ExpertCalls] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WireCodecs:
+    """How the tensors of a call travel: names of codecs, or None for the elements as they are."""
+
+    inputs: str | None = None
+    outputs: str | None = None
+    gradients: str | None = None  # of outputs, on the way to the expert
+    input_gradients: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in (self.inputs, self.outputs, self.gradients, self.input_gradients):
+            if name is not None:
+                find(name)
+
+
+UNCOMPRESSED = WireCodecs()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """What a server says about an expert that it hosts."""
+
+    uid: ExpertUid
+    schema: ExpertSchema
+    version: int  # optimizer steps so far
+    batch_size_max: int  # samples that one request may have
+    frozen: bool
+    load: ServerLoad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardReply:
+    """The answer to a forward pass."""
+
+    outputs: list[torch.Tensor]  # flat, as the schema says, on the host
+    version: int  # that they were computed with
+    request_id: bytes  # for the backward pass that follows
+    wait_s: float  # how long a next request would wait there
+    kept: bool = False  # the server keeps the inputs, so that the backward pass can go without
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardReply:
+    """The answer to a backward pass."""
+
+    # of the floating inputs, in order; None: the expert does not depend on it
+    gradients: list[torch.Tensor | None]
+    version: int  # that they were computed with, before the step
+    wait_s: float
+
+
+class ExpertClient(Protocol):
+    """What callers need of `ExpertCalls`, and a simulated server can be in its place."""
+
+    async def describe(
+        self, replica: ExpertReplica, uids: Sequence[ExpertUid], *, timeout_s: float
+    ) -> list[Description | None]: ...
+
+    async def schema_of(
+        self, replica: ExpertReplica, uid: ExpertUid, *, timeout_s: float
+    ) -> ExpertSchema: ...
+
+    async def forward(
+        self,
+        replica: ExpertReplica,
+        uid: ExpertUid,
+        inputs: Sequence[torch.Tensor],
+        *,
+        timeout_s: float,
+        travel: WireCodecs = ...,
+        keep: bool = ...,
+    ) -> ForwardReply: ...
+
+    async def backward(
+        self,
+        replica: ExpertReplica,
+        uid: ExpertUid,
+        forwarded: ForwardReply,
+        tensors: GradientPass,
+        *,
+        timeout_s: float,
+        travel: WireCodecs = ...,
+    ) -> BackwardReply: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GradientPass:
+    """What a backward pass needs: the inputs of the forward pass again, and for every floating output its
+    gradient (None: zeros).
+    """
+
+    inputs: Sequence[torch.Tensor]
+    gradients: Sequence[torch.Tensor | None]
+
+
+class ExpertCalls:
+    """The caller's end, one per node: `of` finds it."""
+
+    def __init__(self, channels: Channels, pool: ThreadPoolExecutor) -> None:
+        self._channels, self._pool = channels, pool
+        self._schemas: OrderedDict[bytes, ExpertSchema] = OrderedDict()  # by digest
+
+    @classmethod
+    def of(cls, node: Node) -> ExpertCalls:
+        """The one of this node. To be called on its network loop."""
+        with _lock:
+            calls = _calls.get(node)
+            if calls is None:
+                calls = _calls[node] = cls(node.channels, node.network.pool)
+            return calls
+
+    async def describe(
+        self, replica: ExpertReplica, uids: Sequence[ExpertUid], *, timeout_s: float
+    ) -> list[Description | None]:
+        """What a server says about some of its experts, in their order; None for one that it does not host."""
+        if not 0 < len(uids) <= UIDS_PER_DESCRIBE_MAX:
+            raise UsageError(
+                f"describe takes 1 to {UIDS_PER_DESCRIBE_MAX} experts at a time, not {len(uids)}"
+            )
+        request = DescribeRequest(uids=map(str, uids))
+        reply = await self._channels.call(replica.contact, DESCRIBE, request, timeout_s=timeout_s)
+        if len(reply.experts) != len(uids):
+            raise PeerError(
+                f"peer {replica.peer_id} described {len(reply.experts)} experts when asked for {len(uids)}"
+            )
+        found: list[Description | None] = []
+        for uid, one in zip(uids, reply.experts, strict=True):
+            if not one.schema:
+                found.append(None)
+                continue
+            schema = ExpertSchema.unpack(one.schema)
+            self._learn(schema)
+            found.append(
+                Description(
+                    uid=uid,
+                    schema=schema,
+                    version=one.version,
+                    batch_size_max=one.batch_size_max,
+                    frozen=one.frozen,
+                    load=ServerLoad(one.wait_s, one.samples_per_s),
+                )
+            )
+        return found
+
+    async def schema_of(self, replica: ExpertReplica, uid: ExpertUid, *, timeout_s: float) -> ExpertSchema:
+        """The schema with the digest that the replica was declared with; asks it the first time.
+        ExpertMissing when it hosts no such.
+        """
+        known = self._schemas.get(replica.schema)
+        if known is not None:
+            return known
+        described = (await self.describe(replica, [uid], timeout_s=timeout_s))[0]
+        if described is None:
+            raise ExpertMissing(f"peer {replica.peer_id} does not host {uid} any more")
+        if replica.schema and described.schema.digest != replica.schema:
+            raise ExpertMissing(f"peer {replica.peer_id} hosts another {uid} now: {described.schema}")
+        return described.schema
+
+    async def forward(
+        self,
+        replica: ExpertReplica,
+        uid: ExpertUid,
+        inputs: Sequence[torch.Tensor],
+        *,
+        timeout_s: float,
+        travel: WireCodecs = UNCOMPRESSED,
+        keep: bool = False,
+    ) -> ForwardReply:
+        """What the expert makes of flat inputs (any device). They must not change until this returns.
+
+        `keep`: a backward pass is likely to follow, the server may keep what it needs for that.
+        """
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        schema = await self.schema_of(replica, uid, timeout_s=timeout_s)
+        batch = check(schema.input_leaves, inputs, "input")
+        codec = find(travel.outputs) if travel.outputs else None
+        request = _request(uid, schema, batch, codec)
+        request.kind, request.keep, request.request_id = (
+            expert_pb2.EXPERT_FORWARD,
+            keep,
+            os.urandom(REQUEST_ID_BYTES),
+        )
+        pieces = await self._encode(inputs, travel.inputs)
+        answer = _Answer(schema.output_leaves, batch, codec, may_be_absent=False)
+        reply, outputs = await self._exchange(replica, request, pieces, answer, deadline_s)
+        tensors = [tensor for tensor in outputs if tensor is not None]
+        return ForwardReply(
+            outputs=tensors,
+            version=reply.version,
+            request_id=request.request_id,
+            wait_s=reply.wait_s,
+            kept=reply.kept,
+        )
+
+    async def backward(
+        self,
+        replica: ExpertReplica,
+        uid: ExpertUid,
+        forwarded: ForwardReply,
+        tensors: GradientPass,
+        *,
+        timeout_s: float,
+        travel: WireCodecs = UNCOMPRESSED,
+    ) -> BackwardReply:
+        """The gradients of the floating inputs; the expert's optimizer makes a step. To be asked of the
+        replica that answered forward.
+
+        Applied once for one `forwarded`, however often this is called with it: a call that got no answer can
+        be repeated.
+        """
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        schema = await self.schema_of(replica, uid, timeout_s=timeout_s)
+        batch = check(schema.input_leaves, tensors.inputs, "input")
+        if len(tensors.gradients) != len(schema.gradient_leaves):
+            raise UsageError(
+                f"{uid} has {len(schema.gradient_leaves)} floating outputs, and there are {len(tensors.gradients)} gradients"
+            )
+        given = [
+            (leaf, one)
+            for leaf, one in zip(schema.gradient_leaves, tensors.gradients, strict=True)
+            if one is not None
+        ]
+        if (
+            given
+            and check([leaf for leaf, _ in given], [one for _, one in given], "gradient of output") != batch
+        ):
+            raise UsageError(f"the gradients have another batch size than the inputs, {batch}")
+        codec = find(travel.input_gradients) if travel.input_gradients else None
+        answer = _Answer(schema.input_gradient_leaves, batch, codec, may_be_absent=True)
+        gradients = await self._encode(tensors.gradients, travel.gradients)
+        for kept in (True, False) if forwarded.kept else (False,):
+            request = _request(uid, schema, batch, codec)
+            request.kind, request.request_id, request.version = (
+                expert_pb2.EXPERT_BACKWARD,
+                forwarded.request_id,
+                forwarded.version,
+            )
+            request.inputs_kept = kept
+            pieces = gradients if kept else [*await self._encode(tensors.inputs, travel.inputs), *gradients]
+            try:
+                reply, found = await self._exchange(replica, request, pieces, answer, deadline_s)
+            except _Forgotten:
+                if not kept:
+                    raise
+            else:
+                return BackwardReply(gradients=found, version=reply.version, wait_s=reply.wait_s)
+        raise AssertionError("a request with its inputs is answered, or fails")
+
+    def _learn(self, schema: ExpertSchema) -> None:
+        self._schemas[schema.digest] = schema
+        if len(self._schemas) > _SCHEMAS_MAX:
+            self._schemas.popitem(last=False)
+
+    async def _encode(
+        self, tensors: Sequence[torch.Tensor | None], codec_name: str | None
+    ) -> list[TensorPayload]:
+        codec = find(codec_name) if codec_name else None
+        size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        costs = codec is not None or any(
+            tensor is not None and (tensor.device.type != "cpu" or not tensor.is_contiguous())
+            for tensor in tensors
+        )
+        if size <= _POOLED_BYTES or not costs:
+            return encode(tensors, codec)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, encode, tensors, codec)
+
+    async def _exchange(
+        self,
+        replica: ExpertReplica,
+        request: ExpertRequest,
+        pieces: list[TensorPayload],
+        answer: _Answer,
+        deadline_s: float,
+    ) -> tuple[ExpertReply, list[torch.Tensor | None]]:
+        """Send, receive, and decode what the answer says."""
+        request.tensors.extend(wire_headers(pieces))
+        size = payload_bytes(pieces)
+        if max(size, answer.size_bytes) > PAYLOAD_BYTES_MAX:
+            raise UsageError(
+                f"a call of an expert carries at most {PAYLOAD_BYTES_MAX >> 20} MiB each way: split the batch"
+            )
+        timeout_s = deadline_s - asyncio.get_running_loop().time()
+        payload: Buffer | torch.Tensor
+        if size <= INLINE_BYTES_MAX and answer.size_bytes <= INLINE_BYTES_MAX:
+            request.payload = joined(pieces)
+            reply = await self._channels.call(replica.contact, CALL, request, timeout_s=timeout_s)
+            _raise_unless_ok(replica, request, reply)
+            payload = reply.payload
+        else:
+            request.payload_bytes = size
+            reply, payload = await self._stream(replica, request, pieces, answer, timeout_s)
+        if len(payload) <= _POOLED_BYTES:
+            return reply, answer.read(replica, reply, payload)
+        return reply, await asyncio.get_running_loop().run_in_executor(
+            self._pool, answer.read, replica, reply, payload
+        )
+
+    async def _stream(
+        self,
+        replica: ExpertReplica,
+        request: ExpertRequest,
+        pieces: list[TensorPayload],
+        answer: _Answer,
+        timeout_s: float,
+    ) -> tuple[ExpertReply, torch.Tensor]:
+        """A server that refuses says so before it has taken everything, so the answer is awaited while the
+        request is on its way.
+        """
+        stream_of = self._channels.open_stream(
+            replica.contact, EXCHANGE, timeout_s=timeout_s, lane=_TENSOR_LANE
+        )
+        async with stream_of as stream:
+
+            async def send() -> None:
+                try:
+                    await stream.send(request.SerializeToString())
+                    await send_pieces(stream, pieces)
+                    await stream.finish()
+                except NetworkError:
+                    return  # what is received says why
+
+            # raised below: what `except*` raises comes in a group on early versions of Python 3.11
+            failed: BaseException | None = None
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    sending = tasks.create_task(send())
+                    raw = await stream.receive()
+                    if raw is None:
+                        raise PeerError(f"peer {replica.peer_id} did not answer a call of {request.uid}")
+                    reply = ExpertReply.FromString(raw)
+                    if reply.status != expert_pb2.EXPERT_OK:
+                        sending.cancel()
+                    else:
+                        answer.check(replica, reply)
+                        payload = await receive_payload(stream, reply.payload_bytes)
+            except* (PeerError, NetworkError) as errors:
+                failed = errors.exceptions[0]
+            if failed is not None:
+                raise failed
+            _raise_unless_ok(replica, request, reply)
+            return reply, payload
+
+
+class _Forgotten(ExpertFailed):
+    """The server has not kept the inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What an answer should look like."""
+
+    leaves: Sequence[Leaf]
+    batch: int
+    codec: Codec | None
+    may_be_absent: bool
+
+    @property
+    def size_bytes(self) -> int:
+        return expected_bytes(self.leaves, self.batch, self.codec)
+
+    def check(self, replica: ExpertReplica, reply: ExpertReply) -> int:
+        """PeerError when what the headers say is not that."""
+        absent_from = 0 if self.may_be_absent else len(self.leaves)
+        try:
+            expected = check_headers(
+                read_headers(reply.tensors), self.leaves, self.batch, absent_from=absent_from
+            )
+        except PeerError as error:
+            raise ExpertFailed(
+                f"peer {replica.peer_id} answered with something else than the expert's schema says: {error}"
+            ) from None
+        if reply.payload_bytes not in (0, expected):
+            raise ExpertFailed(
+                f"peer {replica.peer_id} announces {reply.payload_bytes} bytes where its answer takes {expected}"
+            )
+        return expected
+
+    def read(
+        self, replica: ExpertReplica, reply: ExpertReply, payload: Buffer | torch.Tensor
+    ) -> list[torch.Tensor | None]:
+        """The tensors. ExpertFailed when they are not what they should be, NaN and infinity included."""
+        self.check(replica, reply)
+        try:
+            return decode(read_headers(reply.tensors), self.leaves, self.batch, payload)
+        except PeerError as error:
+            raise ExpertFailed(f"peer {replica.peer_id} answered with {error}") from None
+
+
+def _request(uid: ExpertUid, schema: ExpertSchema, batch: int, codec: Codec | None) -> ExpertRequest:
+    return ExpertRequest(
+        uid=str(uid),
+        schema_digest=schema.digest,
+        batch=batch,
+        reply_codec=codec.wire_id if codec else 0,
+        reply_codec_version=codec.version if codec else 0,
+    )
+
+
+def _raise_unless_ok(replica: ExpertReplica, request: ExpertRequest, reply: ExpertReply) -> None:
+    if reply.status == expert_pb2.EXPERT_OK:
+        return
+    what = "backward" if request.kind == expert_pb2.EXPERT_BACKWARD else "forward"
+    text = f"{what} of {request.uid} at peer {replica.peer_id}: {reply.reason[:500] or 'no reason given'}"
+    if reply.status == expert_pb2.EXPERT_OVERLOADED:
+        raise ExpertOverloaded(text, reply.queued)
+    kinds: dict[int, type[ExpertError]] = {
+        expert_pb2.EXPERT_MISSING: ExpertMissing,
+        expert_pb2.EXPERT_REFUSED: ExpertRefused,
+        expert_pb2.EXPERT_APPLIED: ExpertApplied,
+        expert_pb2.EXPERT_FORGOTTEN: _Forgotten,
+    }
+    raise kinds.get(reply.status, ExpertFailed)(text)

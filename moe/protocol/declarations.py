@@ -1,0 +1,352 @@
+"""Which experts are there, and who hosts them: each server's record of itself under every prefix of its
+experts' names.
+
+A record belongs to (prefix, server), whatever the number of experts: under `experts/ffn` a server says below
+which coordinates it has experts, under `experts/ffn.3` which experts it hosts there, with what schema, where
+it is reached and how busy it is. So a search goes down the grid level by level, servers that host the same
+expert are alternatives, and a server of 256 experts in a grid of 16 × 16 renews 17 records, and one more
+under `expert-grids/all`, where servers name their grids for whoever knows none (a monitor). They are signed,
+expire when they are not renewed, and are taken back when a server leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from moe.protocol.names import COORDINATE_MAX, ExpertUid
+from swarm.core.errors import DeadlineExceeded, NetworkError, SwarmError, UsageError
+from swarm.core.ids import Address, Contact, Key, PeerId
+from swarm.dht.logic.records import Entry
+from swarm.dht.logic.rules import NamespaceRules
+from swarm.dht.logic.schema import Binary, Many, Number, Table, Text
+from swarm.dht.service.dht_service import ManyAnswers, StoreItem, StoreResult
+
+_log = logging.getLogger(__name__)
+
+NAMESPACE = "experts"
+REPLICAS_MAX = 64  # of one expert that a reader takes into account
+_ADDRESSES_MAX = 8
+_SCHEMAS_MAX = 64  # among one server's experts under one prefix
+_DIGEST_BYTES = 16
+_WAIT_S_MAX = 3600.0
+_RATE_MAX = 1e9
+_PARALLEL_DELETES = 16
+_GRIDS_PER_SERVER_MAX = 64  # that it names; what it hosts beyond is found by those who know its name
+_GRID_CHARACTERS_MAX = 200
+
+_COORDINATES = Many(Number(0, COORDINATE_MAX, whole=True), COORDINATE_MAX + 1)
+RULES = NamespaceRules(
+    subkey_is_writer=True,
+    schema=Table(
+        {
+            "addresses": Many(Text(300), _ADDRESSES_MAX),
+            "deeper": _COORDINATES,
+            "schemas": Many(Binary(_DIGEST_BYTES, _DIGEST_BYTES), _SCHEMAS_MAX),
+            "experts": Many(_COORDINATES, _SCHEMAS_MAX),
+            "wait": Number(0.0, _WAIT_S_MAX),
+            "rate": Number(0.0, _RATE_MAX),
+        }
+    ),
+    value_bytes_max=32 << 10,
+    ttl_s_max=3600.0,
+    entries_per_writer_max=1,
+)
+
+GRIDS = Key("expert-grids", "all")
+GRIDS_RULES = NamespaceRules(
+    subkey_is_writer=True,
+    schema=Many(Text(_GRID_CHARACTERS_MAX), _GRIDS_PER_SERVER_MAX),
+    value_bytes_max=16 << 10,
+    ttl_s_max=RULES.ttl_s_max,
+    entries_per_writer_max=1,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLoad:
+    """How busy a server says it is."""
+
+    wait_s: float = 0.0  # before a request that comes now is begun
+    samples_per_s: float = 0.0  # that it computed lately while busy, over all its experts; 0: not known yet
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertReplica:
+    """An expert on one server. Those of one expert and schema are alternatives."""
+
+    contact: Contact
+    schema: bytes  # its digest
+    load: ServerLoad = ServerLoad()
+    expiration: float = 0.0  # swarm time; it is renewed long before
+
+    @property
+    def peer_id(self) -> PeerId:
+        return self.contact.peer_id
+
+
+@dataclass(frozen=True, slots=True)
+class GridBranch:
+    """What lies directly below a prefix."""
+
+    experts: Mapping[int, tuple[ExpertReplica, ...]] = field(default_factory=dict)
+    deeper: frozenset[int] = frozenset()  # coordinates that are prefixes themselves
+
+    @property
+    def coordinates(self) -> frozenset[int]:
+        """All that are alive, experts or prefixes."""
+        return self.deeper | self.experts.keys()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeclaringConfig:
+    """How a server declares itself."""
+
+    ttl_s: float = 45.0  # experts of a server that died without a word are still found for this long
+    renew_s: float = 15.0  # two renewals may get lost
+    retry_s: float = 1.0  # after a renewal that nobody took; doubles up to renew_s
+    store_timeout_s: float = 8.0
+    goodbye_timeout_s: float = 0.8  # a node that closes does not wait longer for its callbacks
+
+    def __post_init__(self) -> None:
+        if not 0 < self.renew_s < self.ttl_s <= RULES.ttl_s_max:
+            raise UsageError(
+                f"declarations live longer than the time between renewals, and at most {RULES.ttl_s_max:g} s"
+            )
+
+
+class ReadsMany(Protocol):
+    """What `Directory` needs of the DHT."""
+
+    def register(self, namespace: str, rules: NamespaceRules) -> None: ...
+
+    async def get_many(
+        self,
+        keys: Iterable[str | Key],
+        *,
+        latest: bool = False,
+        max_age_s: float | None = None,
+        timeout_s: float = 30.0,
+    ) -> ManyAnswers: ...
+
+
+class Directory:
+    """The reading side. Lives on the network loop."""
+
+    def __init__(self, dht: ReadsMany) -> None:
+        self._dht = dht
+        _register(dht)
+
+    async def grids(self, *, timeout_s: float) -> list[ExpertUid]:
+        """The names of the grids of which servers have experts, the one with most servers first. NetworkError
+        when nobody answers.
+        """
+        found = await self._dht.get_many([GRIDS], timeout_s=timeout_s)
+        if GRIDS not in found.answers:
+            raise DeadlineExceeded(
+                f"the DHT does not say which grids of experts there are: {found.failures.get(GRIDS)}"
+            )
+        servers: Counter[ExpertUid] = Counter()
+        answer = found.answers[GRIDS]
+        for entry in answer.values() if isinstance(answer, dict) else ():
+            servers.update({ExpertUid.parse_prefix(name) for name in entry.value if _is_grid(name)})
+        return sorted(servers, key=lambda grid: (-servers[grid], grid))
+
+    async def branches(
+        self, prefixes: Sequence[ExpertUid], *, timeout_s: float, max_age_s: float | None = None
+    ) -> dict[ExpertUid, GridBranch]:
+        """What lies below each of the prefixes, all read together; an empty branch where nothing is declared.
+
+        `max_age_s`: answers up to so old will do; as in `DhtService.get`. A prefix that nobody answered for
+        in time is left out; NetworkError when that is true of all.
+        """
+        keys = {_key(prefix): prefix for prefix in prefixes}
+        found = await self._dht.get_many(list(keys), max_age_s=max_age_s, timeout_s=timeout_s)
+        if keys and not found.answers:
+            reason = next(iter(found.failures.values()), None)
+            raise DeadlineExceeded(
+                f"the DHT does not say which experts there are below {prefixes[0]}: {reason}"
+            )
+        return {
+            keys[Key.parse(name) if isinstance(name, str) else name]: _branch(answer)
+            for name, answer in found.answers.items()
+        }
+
+    async def live(
+        self, prefix: ExpertUid, *, timeout_s: float, max_age_s: float | None = None
+    ) -> Mapping[int, tuple[ExpertReplica, ...]]:
+        """The experts directly below a prefix: {last coordinate: who hosts it}, the one with the shortest
+        wait first.
+        """
+        return (await self.branches([prefix], timeout_s=timeout_s, max_age_s=max_age_s))[prefix].experts
+
+    async def replicas(
+        self, uids: Sequence[ExpertUid], *, timeout_s: float, max_age_s: float | None = None
+    ) -> dict[ExpertUid, tuple[ExpertReplica, ...]]:
+        """Who hosts each of these experts, the one with the shortest wait first; nobody: ()."""
+        branches = await self.branches(
+            list({uid.prefix for uid in uids}), timeout_s=timeout_s, max_age_s=max_age_s
+        )
+        nothing = GridBranch()
+        return {uid: branches.get(uid.prefix, nothing).experts.get(uid.coordinates[-1], ()) for uid in uids}
+
+
+class StoresMany(Protocol):
+    """What `Declarations` needs of the DHT."""
+
+    def register(self, namespace: str, rules: NamespaceRules) -> None: ...
+
+    async def store_many(
+        self, items: Sequence[StoreItem], *, ttl_s: float, timeout_s: float = 30.0
+    ) -> list[StoreResult]: ...
+
+    async def delete(
+        self, key: Key, *, subkey: str | None = None, timeout_s: float = 10.0
+    ) -> StoreResult: ...
+
+
+class Declarations:
+    """One server's records: stored, renewed, withdrawn. Lives on the network loop. `experts`: {uid: digest of
+    its schema}.
+    """
+
+    def __init__(
+        self,
+        dht: StoresMany,
+        own: Callable[[], Contact],
+        experts: Mapping[ExpertUid, bytes],
+        load: Callable[[], ServerLoad],
+        config: DeclaringConfig | None = None,
+    ) -> None:
+        self._dht, self._own, self._load = dht, own, load
+        self._config = config or DeclaringConfig()
+        self._prefixes = _by_prefix(experts)
+        self._grids = sorted({prefix.block for prefix in self._prefixes})[:_GRIDS_PER_SERVER_MAX]
+        self.declared = asyncio.Event()  # others can find this server, or the first attempt failed
+        _register(dht)
+
+    async def declare(self) -> bool:
+        """Store every record once; False when not all of them were taken by another peer of the DHT."""
+        contact, load = self._own(), self._load()
+        items = [
+            StoreItem(key=_key(prefix), value=_record(contact, load, content), subkey=str(contact.peer_id))
+            for prefix, content in self._prefixes.items()
+        ] + [StoreItem(key=GRIDS, value=self._grids, subkey=str(contact.peer_id))]
+        config = self._config
+        results = await self._dht.store_many(items, ttl_s=config.ttl_s, timeout_s=config.store_timeout_s)
+        own_copies = 1 if contact.addresses else 0
+        return all(result.replicas > own_copies for result in results)
+
+    async def renew(self) -> None:
+        """Declare again and again, for as long as this runs."""
+        pause_s = self._config.retry_s
+        while True:
+            try:
+                stored = await self.declare()
+            except SwarmError as error:
+                _log.info("the declarations of this server's experts were not renewed: %s", error)
+                stored = False
+            self.declared.set()
+            pause_s = self._config.renew_s if stored else min(2 * pause_s, self._config.renew_s)
+            await asyncio.sleep(pause_s)
+
+    async def withdraw(self) -> None:
+        """Take the records back: nobody finds these experts here any more."""
+        room = asyncio.Semaphore(_PARALLEL_DELETES)
+        try:
+            async with asyncio.timeout(self._config.goodbye_timeout_s), asyncio.TaskGroup() as tasks:
+                for key in (GRIDS, *map(_key, self._prefixes)):
+                    tasks.create_task(self._delete(key, room))
+        except TimeoutError:
+            _log.debug("some declarations were not withdrawn in time, and expire")
+
+    async def _delete(self, key: Key, room: asyncio.Semaphore) -> None:
+        async with room:
+            try:
+                await self._dht.delete(
+                    key, subkey=str(self._own().peer_id), timeout_s=self._config.goodbye_timeout_s
+                )
+            except (NetworkError, UsageError) as error:
+                _log.debug("the declaration under %s was not withdrawn: %s", key, error)
+
+
+@dataclass(slots=True)
+class _Content:
+    """What a server has below one prefix."""
+
+    deeper: set[int] = field(default_factory=set)
+    experts: dict[bytes, list[int]] = field(default_factory=dict)  # digest of the schema -> last coordinates
+
+
+def _by_prefix(experts: Mapping[ExpertUid, bytes]) -> dict[ExpertUid, _Content]:
+    found: dict[ExpertUid, _Content] = {}
+    for uid, digest in sorted(experts.items()):
+        for depth, prefix in enumerate(uid.prefixes):
+            content = found.setdefault(prefix, _Content())
+            if depth + 1 == len(uid.coordinates):
+                content.experts.setdefault(digest, []).append(uid.coordinates[depth])
+            else:
+                content.deeper.add(uid.coordinates[depth])
+    for prefix, content in found.items():
+        if len(content.experts) > _SCHEMAS_MAX:
+            raise UsageError(
+                f"one server hosts experts of at most {_SCHEMAS_MAX} different schemas directly below {prefix}"
+            )
+    return found
+
+
+def _record(contact: Contact, load: ServerLoad, content: _Content) -> dict[str, Any]:
+    return {
+        "addresses": [address.multiaddr for address in contact.addresses[:_ADDRESSES_MAX]],
+        "deeper": sorted(content.deeper),
+        "schemas": list(content.experts),
+        "experts": list(content.experts.values()),
+        "wait": min(max(load.wait_s, 0.0), _WAIT_S_MAX),
+        "rate": min(max(load.samples_per_s, 0.0), _RATE_MAX),
+    }
+
+
+def _branch(answer: Entry | dict[str, Entry] | None) -> GridBranch:
+    deeper: set[int] = set()
+    experts: dict[int, list[ExpertReplica]] = {}
+    for entry in answer.values() if isinstance(answer, dict) else ():
+        value = entry.value  # as RULES demand: this peer registered them
+        try:
+            contact = Contact(entry.writer, tuple(Address.parse(one) for one in value["addresses"]))
+        except UsageError:
+            continue  # its writer's fault, and nobody else's business
+        deeper.update(value["deeper"])
+        load = ServerLoad(float(value["wait"]), float(value["rate"]))
+        told: set[int] = set()  # a server is one replica of an expert, however often it says so
+        for digest, coordinates in zip(value["schemas"], value["experts"], strict=False):
+            replica = ExpertReplica(contact, digest, load, entry.expiration)
+            for coordinate in set(coordinates) - told:
+                experts.setdefault(coordinate, []).append(replica)
+            told.update(coordinates)
+    for coordinate, replicas in experts.items():
+        replicas.sort(key=lambda replica: (replica.load.wait_s, replica.peer_id))
+        experts[coordinate] = replicas[:REPLICAS_MAX]
+    return GridBranch(
+        {coordinate: tuple(experts[coordinate]) for coordinate in sorted(experts)}, frozenset(deeper)
+    )
+
+
+def _is_grid(name: str) -> bool:
+    """Whether this names a grid, as its servers do: without coordinates."""
+    try:
+        return not ExpertUid.parse_prefix(name).coordinates
+    except UsageError:
+        return False
+
+
+def _register(dht: ReadsMany | StoresMany) -> None:
+    dht.register(NAMESPACE, RULES)
+    dht.register(GRIDS.namespace, GRIDS_RULES)
+
+
+def _key(prefix: ExpertUid) -> Key:
+    return Key(NAMESPACE, str(prefix))

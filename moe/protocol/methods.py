@@ -1,0 +1,88 @@
+"""The methods that a server of experts answers, and how their messages are read and written."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from moe.protocol.tensors import CHUNK_BYTES, Header, TensorPayload, chunks
+from swarm.core.errors import PeerError
+from swarm.net.rpc import Method, Stream, StreamMethod
+from swarm.wire.expert_pb2 import DescribeReply, DescribeRequest, ExpertReply, ExpertRequest, TensorHeader
+
+# payloads up to this travel within the call; both the request's and the answer's must fit
+INLINE_BYTES_MAX = 256 << 10
+PAYLOAD_BYTES_MAX = 256 << 20
+UIDS_PER_DESCRIBE_MAX = 256
+REQUEST_ID_BYTES = 16
+SILENCE_S_MAX = 30.0
+_HEADER_BYTES_MAX = 16 << 10
+
+DESCRIBE = Method(
+    name="/swarm.Expert/Describe",
+    request=DescribeRequest,
+    reply=DescribeReply,
+    request_bytes_max=64 << 10,
+    reply_bytes_max=4 << 20,
+)
+CALL = Method(
+    name="/swarm.Expert/Call",
+    request=ExpertRequest,
+    reply=ExpertReply,
+    request_bytes_max=INLINE_BYTES_MAX + _HEADER_BYTES_MAX,
+    reply_bytes_max=INLINE_BYTES_MAX + _HEADER_BYTES_MAX,
+)
+EXCHANGE = StreamMethod(name="/swarm.Expert/Exchange", message_bytes_max=CHUNK_BYTES + _HEADER_BYTES_MAX)
+
+
+def wire_headers(pieces: Sequence[TensorPayload]) -> list[TensorHeader]:
+    """As they travel beside the payload."""
+    return [
+        TensorHeader(
+            codec=piece.codec,
+            codec_version=piece.version,
+            payload_bytes=piece.size_bytes,
+            absent=piece.absent,
+        )
+        for piece in pieces
+    ]
+
+
+def read_headers(headers: Iterable[TensorHeader]) -> list[Header]:
+    """What a peer says about its payload."""
+    return [Header(one.codec, one.codec_version, one.payload_bytes, one.absent) for one in headers]
+
+
+async def send_pieces(stream: Stream, pieces: Sequence[TensorPayload]) -> None:
+    """A payload in chunks."""
+    for chunk in chunks(pieces):
+        await stream.send(chunk)
+
+
+async def receive_payload(stream: Stream, size_bytes: int) -> torch.Tensor:
+    """A payload of exactly so many bytes, as flat uint8 on the host.
+
+    PeerError when the stream ends before or goes on behind it, or is silent for SILENCE_S_MAX: what is
+    announced holds memory.
+    """
+    payload = torch.empty(size_bytes, dtype=torch.uint8)
+    array = payload.numpy()
+    filled = 0
+    while filled < size_bytes:
+        try:
+            async with asyncio.timeout(SILENCE_S_MAX):
+                message = await stream.receive()
+        except TimeoutError:
+            raise PeerError(
+                f"peer {stream.peer_id} sent nothing for {SILENCE_S_MAX:g} s in the middle of its tensors"
+            ) from None
+        if message is None:
+            raise PeerError(f"peer {stream.peer_id} announced {size_bytes} bytes and sent {filled}")
+        if filled + len(message) > size_bytes:
+            raise PeerError(f"peer {stream.peer_id} announced {size_bytes} bytes and sends more")
+        array[filled : filled + len(message)] = np.frombuffer(message, np.uint8)
+        filled += len(message)
+    return payload

@@ -1,0 +1,296 @@
+"""What an expert takes and gives: trees of tensors, each with a dtype and the shape behind its first
+dimension, which is the batch.
+
+A tree is a tensor, or a tuple, list or dictionary (with text as keys) of trees. On the wire there are only
+the flat lists of its tensors, dictionaries in the order of their keys. The schema is made from sample inputs
+by calling the module once; its digest goes with every request, so that two peers that mean different things
+by one name find out before anything is computed.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgpack
+import torch
+
+from swarm.core.errors import PeerError, UsageError
+
+LEAVES_MAX = 64
+NESTING_MAX = 8
+SCHEMA_BYTES_MAX = 8192
+ELEMENTS_PER_SAMPLE_MAX = 1 << 28
+_RANK_MAX = 8
+_KEY_CHARACTERS_MAX = 64
+_DIGEST_BYTES = 16
+_CONTEXT = b"swarm expert schema 1\0"
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One tensor: (batch, *shape) of this dtype."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def is_floating(self) -> bool:
+        """Only such tensors have gradients."""
+        return self.dtype.is_floating_point
+
+    @property
+    def elements(self) -> int:
+        """Of one sample."""
+        return math.prod(self.shape)
+
+    @property
+    def sample_bytes(self) -> int:
+        """Of one sample, uncompressed."""
+        return self.elements * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{_NAMES[self.dtype]}({', '.join(('batch', *map(str, self.shape)))})"
+
+
+Tree: TypeAlias = "Leaf | tuple[Tree, ...] | list[Tree] | dict[str, Tree]"
+
+
+@dataclass(frozen=True)
+class ExpertSchema:
+    """`inputs` is a tuple of trees, the positional arguments; `outputs` one tree, whatever the module
+    returns.
+    """
+
+    inputs: Tree
+    outputs: Tree
+
+    def __post_init__(self) -> None:
+        for count, leaf in enumerate((*leaves(self.inputs), *leaves(self.outputs)), 1):
+            if count > LEAVES_MAX or leaf.elements > ELEMENTS_PER_SAMPLE_MAX or len(leaf.shape) > _RANK_MAX:
+                raise UsageError(
+                    f"an expert has at most {LEAVES_MAX} tensors in and out, of at most {_RANK_MAX} dimensions behind the batch and "
+                    f"{ELEMENTS_PER_SAMPLE_MAX:,} elements a sample"
+                )
+        if not isinstance(self.inputs, tuple) or not self.input_leaves or not self.output_leaves:
+            raise UsageError("an expert takes at least one tensor, and returns at least one")
+
+    @functools.cached_property
+    def input_leaves(self) -> tuple[Leaf, ...]:
+        """The tensors of the inputs, flat."""
+        return tuple(leaves(self.inputs))
+
+    @functools.cached_property
+    def output_leaves(self) -> tuple[Leaf, ...]:
+        """The tensors of the outputs, flat."""
+        return tuple(leaves(self.outputs))
+
+    @functools.cached_property
+    def gradient_leaves(self) -> tuple[Leaf, ...]:
+        """What a backward pass takes beside the inputs: the floating outputs, in order."""
+        return tuple(leaf for leaf in self.output_leaves if leaf.is_floating)
+
+    @functools.cached_property
+    def input_gradient_leaves(self) -> tuple[Leaf, ...]:
+        """What a backward pass gives: the floating inputs, in order."""
+        return tuple(leaf for leaf in self.input_leaves if leaf.is_floating)
+
+    @functools.cached_property
+    def packed(self) -> bytes:
+        """As it travels."""
+        packed: bytes = msgpack.packb([_written(self.inputs), _written(self.outputs)])
+        if len(packed) > SCHEMA_BYTES_MAX:
+            raise UsageError(
+                f"the schema of an expert has at most {SCHEMA_BYTES_MAX} bytes, not {len(packed)}"
+            )
+        return packed
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """16 bytes of SHA-256."""
+        return hashlib.sha256(_CONTEXT + self.packed).digest()[:_DIGEST_BYTES]
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> ExpertSchema:
+        """Read what a peer says its schema is. PeerError when it is none."""
+        if len(packed) > SCHEMA_BYTES_MAX:
+            raise PeerError(f"a schema has at most {SCHEMA_BYTES_MAX} bytes, not {len(packed)}")
+        try:
+            inputs, outputs = msgpack.unpackb(packed)
+            return cls(_read(inputs, 0), _read(outputs, 0))
+        except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException) as error:
+            raise PeerError(f"that is no schema of an expert: {error}") from None
+
+    @classmethod
+    def of(cls, inputs: Sequence[Any], outputs: Any) -> ExpertSchema:
+        """Of sample arguments and what a module made of them. UsageError when it is not trees of tensors with
+        one batch size.
+        """
+        input_tree, input_tensors = flatten(tuple(inputs))
+        output_tree, output_tensors = flatten(outputs)
+        schema = cls(input_tree, output_tree)
+        batch_of(input_tensors)
+        batch = batch_of([*input_tensors[:1], *output_tensors])
+        if not batch:
+            raise UsageError("sample inputs have at least one sample")
+        return schema
+
+    def check_inputs(self, tensors: Sequence[torch.Tensor]) -> int:
+        """The batch size of flat inputs. UsageError says which tensor does not fit and how."""
+        return check(self.input_leaves, tensors, "input")
+
+    def __str__(self) -> str:
+        return f"{_shown(self.inputs)} -> {_shown(self.outputs)}"
+
+
+def leaves(tree: Tree) -> Iterator[Leaf]:
+    """The tensors of a tree, in the order in which they are flattened."""
+    if isinstance(tree, Leaf):
+        yield tree
+    else:
+        for part in _parts(tree):
+            yield from leaves(part)
+
+
+def flatten(value: Any, depth: int = 0) -> tuple[Tree, list[torch.Tensor]]:
+    """The tree of a nested value, and its tensors. UsageError when it holds anything but tensors with a first
+    dimension.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.ndim == 0 or value.dtype not in _NAMES:
+            raise UsageError(
+                f"an expert's tensors have the batch as their first dimension, and a dtype of {', '.join(_DTYPES)}: not {value!r:.80}"
+            )
+        return Leaf(value.dtype, tuple(value.shape[1:])), [value]
+    if depth > NESTING_MAX:
+        raise UsageError(f"an expert's inputs and outputs are nested at most {NESTING_MAX} deep")
+    tensors: list[torch.Tensor] = []
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) and len(key) <= _KEY_CHARACTERS_MAX for key in value):
+            raise UsageError(
+                f"the keys of an expert's dictionaries are texts of at most {_KEY_CHARACTERS_MAX} characters"
+            )
+        table: dict[str, Tree] = {}
+        for key in sorted(value):
+            table[key], more = flatten(value[key], depth + 1)
+            tensors += more
+        return table, tensors
+    if isinstance(value, tuple | list):
+        parts: list[Tree] = []
+        for one in value:
+            tree, more = flatten(one, depth + 1)
+            parts.append(tree)
+            tensors += more
+        return (tuple(parts) if isinstance(value, tuple) else parts), tensors
+    raise UsageError(
+        f"an expert takes and returns tensors, and tuples, lists and dictionaries of them: not {type(value).__name__}"
+    )
+
+
+def unflatten(tree: Tree, tensors: Sequence[torch.Tensor]) -> Any:
+    """The nested value again; as many tensors as the tree has."""
+    return _rebuilt(tree, iter(tensors))
+
+
+def same_structure(one: Tree, other: Tree) -> bool:
+    """The same nesting, whatever the tensors are."""
+    if isinstance(one, Leaf) or isinstance(other, Leaf):
+        return isinstance(one, Leaf) and isinstance(other, Leaf)
+    if isinstance(one, dict) or isinstance(other, dict):
+        return (
+            isinstance(one, dict)
+            and isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(map(same_structure, _parts(one), _parts(other)))
+        )
+    return type(one) is type(other) and len(one) == len(other) and all(map(same_structure, one, other))
+
+
+def batch_of(tensors: Sequence[torch.Tensor]) -> int:
+    """The batch size that all of them have. UsageError when they differ."""
+    sizes = {tensor.shape[0] for tensor in tensors}
+    if len(sizes) != 1:
+        raise UsageError(f"all tensors have the same first dimension, the batch; these have {sorted(sizes)}")
+    return sizes.pop()
+
+
+def check(expected: Sequence[Leaf], tensors: Sequence[torch.Tensor], what: str) -> int:
+    """The batch size of tensors that should be as expected. UsageError names the first that is not."""
+    if len(tensors) != len(expected):
+        raise UsageError(f"the expert has {len(expected)} {what} tensors, not {len(tensors)}")
+    for number, (leaf, tensor) in enumerate(zip(expected, tensors, strict=True)):
+        if tensor.dtype != leaf.dtype or tuple(tensor.shape[1:]) != leaf.shape or tensor.ndim == 0:
+            name = _NAMES.get(tensor.dtype, str(tensor.dtype))
+            raise UsageError(f"{what} {number} should be {leaf}, and is {name}{tuple(tensor.shape)}")
+    return batch_of(tensors)
+
+
+def _parts(tree: tuple[Tree, ...] | list[Tree] | dict[str, Tree]) -> Iterator[Tree]:
+    return (tree[key] for key in sorted(tree)) if isinstance(tree, dict) else iter(tree)
+
+
+def _rebuilt(tree: Tree, tensors: Iterator[torch.Tensor]) -> Any:
+    if isinstance(tree, Leaf):
+        return next(tensors)
+    if isinstance(tree, dict):
+        return {key: _rebuilt(tree[key], tensors) for key in sorted(tree)}
+    parts = [_rebuilt(part, tensors) for part in tree]
+    return tuple(parts) if isinstance(tree, tuple) else parts
+
+
+def _written(tree: Tree) -> Any:
+    if isinstance(tree, Leaf):
+        return [_NAMES[tree.dtype], list(tree.shape)]
+    if isinstance(tree, dict):
+        return {key: _written(tree[key]) for key in sorted(tree)}
+    return ["tuple" if isinstance(tree, tuple) else "list", *map(_written, tree)]
+
+
+def _read(written: Any, depth: int) -> Tree:
+    if depth > NESTING_MAX + 1:
+        raise ValueError("nested too deep")
+    if isinstance(written, dict):
+        if not all(isinstance(key, str) and len(key) <= _KEY_CHARACTERS_MAX for key in written):
+            raise ValueError("a key is not a short text")
+        return {key: _read(written[key], depth + 1) for key in sorted(written)}
+    if not isinstance(written, list) or not written or not isinstance(written[0], str):
+        raise ValueError("neither a tensor nor a collection")
+    if written[0] in ("tuple", "list"):
+        parts = [_read(part, depth + 1) for part in written[1:]]
+        return tuple(parts) if written[0] == "tuple" else parts
+    name, shape = written
+    if not isinstance(shape, list) or not all(
+        type(size) is int and 0 <= size <= ELEMENTS_PER_SAMPLE_MAX for size in shape
+    ):
+        raise ValueError("a shape is a list of sizes")
+    return Leaf(_DTYPES[name], tuple(shape))
+
+
+def _shown(tree: Tree) -> str:
+    if isinstance(tree, Leaf):
+        return str(tree)
+    if isinstance(tree, dict):
+        return "{" + ", ".join(f"{key}: {_shown(tree[key])}" for key in sorted(tree)) + "}"
+    inner = ", ".join(map(_shown, tree))
+    return f"({inner})" if isinstance(tree, tuple) else f"[{inner}]"

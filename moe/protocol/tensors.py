@@ -1,0 +1,211 @@
+"""Lists of tensors as bytes: each as its elements are, or through a codec of `swarm.compression`; read in
+place where that is possible.
+
+Shape and dtype do not travel: they follow from the expert's schema and the batch size. What a peer sends is
+checked completely before anything is computed with it: the number of tensors, their sizes in bytes, the
+codecs, and that every floating element is finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from moe.protocol.schema import Leaf
+from swarm.compression import Buffer, Codec, find_wire_id, view_bytes, view_tensor
+from swarm.compression.plain import PlainCodec
+from swarm.core.errors import PeerError
+
+ALIGNMENT = 16  # of every tensor in a payload: vector loads and NumPy want aligned elements
+CHUNK_BYTES = 1 << 20  # of a stream's messages
+_PADDING = bytes(ALIGNMENT)
+_FINITE = {dtype: PlainCodec("", 1, dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPayload:
+    """One tensor of a payload. `codec` 0: its elements as they are. `absent`: zeros, or a gradient that there
+    is none of; no bytes.
+    """
+
+    codec: int
+    version: int
+    payload: Buffer
+    absent: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.payload)
+
+    @property
+    def padding_bytes(self) -> int:
+        """Behind it, before the next."""
+        return -self.size_bytes % ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a peer says about one tensor of its payload."""
+
+    codec: int
+    version: int
+    size_bytes: int
+    absent: bool = False
+
+
+ABSENT = TensorPayload(0, 0, b"", absent=True)
+
+
+def encode(tensors: Sequence[torch.Tensor | None], codec: Codec | None) -> list[TensorPayload]:
+    """Tensors of any device as they travel; floating ones through `codec` (None: as they are). The result may
+    be views of the tensors: use it before they change. Encoding on the host takes the calling thread.
+    """
+    return [ABSENT if tensor is None else _encoded(tensor.detach(), codec) for tensor in tensors]
+
+
+def payload_bytes(pieces: Sequence[TensorPayload]) -> int:
+    """All of them with their padding."""
+    return sum(piece.size_bytes + piece.padding_bytes for piece in pieces)
+
+
+def joined(pieces: Sequence[TensorPayload]) -> bytes:
+    """One payload, copied once."""
+    parts: list[Buffer] = []
+    for piece in pieces:
+        parts += (piece.payload, _PADDING[: piece.padding_bytes])
+    return b"".join(parts)
+
+
+def chunks(pieces: Sequence[TensorPayload]) -> Iterator[bytes]:
+    """The same payload in messages of at most CHUNK_BYTES, copied once as well."""
+    for piece in pieces:
+        view = memoryview(piece.payload).cast("B")
+        for start in range(0, len(view), CHUNK_BYTES):
+            part = view[start : start + CHUNK_BYTES]
+            if start + CHUNK_BYTES < len(view) or not piece.padding_bytes:
+                yield bytes(part)
+            elif len(part) + piece.padding_bytes <= CHUNK_BYTES:
+                yield b"".join((part, _PADDING[: piece.padding_bytes]))
+            else:
+                yield bytes(part)
+                yield _PADDING[: piece.padding_bytes]
+
+
+def expected_bytes(leaves: Sequence[Leaf], batch: int, codec: Codec | None) -> int:
+    """What a payload of such tensors takes."""
+    total = 0
+    for leaf in leaves:
+        size = batch * leaf.sample_bytes
+        if codec is not None and leaf.is_floating:
+            size = codec.encoded_bytes(batch * leaf.elements)
+        total += size + -size % ALIGNMENT
+    return total
+
+
+def check_headers(
+    headers: Sequence[Header], leaves: Sequence[Leaf], batch: int, *, absent_from: int, what: str = "tensor"
+) -> int:
+    """How many payload bytes follow. PeerError says which header is wrong: tells before the payload is there.
+
+    From number `absent_from` on tensors may be absent.
+    """
+    if len(headers) != len(leaves):
+        raise PeerError(f"{len(leaves)} tensors are expected, not {len(headers)}")
+    total = 0
+    for number, (header, leaf) in enumerate(zip(headers, leaves, strict=True)):
+        wanted = batch * leaf.sample_bytes
+        if header.absent:
+            if number < absent_from:
+                raise PeerError(f"{what} {number} is missing")
+            wanted = 0
+        elif header.codec:
+            codec = find_wire_id(header.codec, header.version)
+            if codec is None:
+                raise PeerError(
+                    f"{what} {number} came in codec {header.codec}, version {header.version}, which this peer does not have"
+                )
+            if not leaf.is_floating:
+                raise PeerError(f"{what} {number} is {leaf}: only floating tensors travel in a codec")
+            wanted = codec.encoded_bytes(batch * leaf.elements)
+        if header.size_bytes != wanted:
+            raise PeerError(
+                f"{what} {number}, {leaf} with a batch of {batch}, has {wanted} bytes, not {header.size_bytes}"
+            )
+        total += wanted + -wanted % ALIGNMENT
+    return total
+
+
+def decode(
+    headers: Sequence[Header],
+    leaves: Sequence[Leaf],
+    batch: int,
+    payload: Buffer | torch.Tensor,
+    *,
+    what: str = "tensor",
+) -> list[torch.Tensor | None]:
+    """Tensors on the host, views of the payload where it has the elements as they are. `headers` have passed
+    `check_headers`.
+
+    PeerError when the payload has another size, or an element is not what its dtype or codec allows, or NaN
+    or infinity.
+    """
+    raw = payload if isinstance(payload, torch.Tensor) else view_bytes(payload)
+    tensors: list[torch.Tensor | None] = []
+    start = 0
+    for number, (header, leaf) in enumerate(zip(headers, leaves, strict=True)):
+        end = start + header.size_bytes
+        if end > raw.numel():
+            raise PeerError(f"the payload ends within {what} {number}")
+        if header.absent:
+            tensors.append(None)
+            continue
+        tensors.append(_decoded(header, leaf, batch, raw[start:end], f"{what} {number}"))
+        start = end + -end % ALIGNMENT
+    if start != raw.numel():
+        raise PeerError(f"the payload has {raw.numel()} bytes, not {start}")
+    return tensors
+
+
+def finite(tensor: torch.Tensor) -> bool:
+    """No NaN and no infinity; any device."""
+    if not tensor.dtype.is_floating_point:
+        return True
+    check = _FINITE.get(tensor.dtype)
+    if check is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return bool(torch.isfinite(tensor).all())
+    return check.is_finite(tensor.detach().reshape(-1).view(torch.uint8)) if tensor.numel() else True
+
+
+def _encoded(tensor: torch.Tensor, codec: Codec | None) -> TensorPayload:
+    if codec is not None and tensor.is_floating_point():
+        flat = tensor.to(torch.float32).reshape(-1)
+        scratch = torch.empty(codec.encoded_bytes(flat.numel()), dtype=torch.uint8)
+        return TensorPayload(codec.wire_id, codec.version, codec.encode(flat, scratch))
+    flat = tensor.contiguous().to("cpu").reshape(-1)
+    return TensorPayload(0, 0, view_tensor(flat) if flat.numel() else b"")
+
+
+def _decoded(header: Header, leaf: Leaf, batch: int, raw: torch.Tensor, what: str) -> torch.Tensor:
+    shape, numel = (batch, *leaf.shape), batch * leaf.elements
+    if header.codec:
+        codec = find_wire_id(header.codec, header.version)
+        assert codec is not None  # check_headers
+        flaw = codec.flaw(raw, numel)
+        if flaw:
+            raise PeerError(f"{what}: {flaw}")
+        return codec.decode(raw, torch.empty(numel)).to(leaf.dtype).reshape(shape)
+    if not numel:
+        return torch.empty(shape, dtype=leaf.dtype)
+    if leaf.dtype == torch.bool and int(np.maximum.reduce(raw.numpy())) > 1:
+        raise PeerError(f"{what}: a bool is 0 or 1")
+    values = raw.view(leaf.dtype)
+    if not finite(values):
+        place = int((~torch.isfinite(values)).nonzero()[0])
+        raise PeerError(
+            f"{what}: element {place} (sample {place // max(math.prod(leaf.shape), 1)}) is NaN or infinity"
+        )
+    return values.reshape(shape)

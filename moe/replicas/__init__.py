@@ -1,1 +1,0 @@
-"""Replicas of an expert: who is avoided for a while, who is asked first, and when a second one is asked as well."""

@@ -1,0 +1,109 @@
+"""Experts on disk: a folder with a file per expert, each replaced atomically: a server killed at any time
+resumes from whole ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from moe.protocol.names import ExpertUid
+from moe.server.expert import Expert
+from swarm.core.errors import UsageError
+
+_SUFFIX = ".expert.pt"
+
+
+def kept_names(folder: Path) -> list[ExpertUid]:
+    """The experts that a folder has checkpoints of."""
+    names = []
+    for path in sorted(folder.expanduser().glob(f"[!.]*{_SUFFIX}")):
+        with contextlib.suppress(UsageError):
+            names.append(ExpertUid.parse(path.name.removesuffix(_SUFFIX)))
+    return names
+
+
+class ExpertCheckpoints:
+    """The checkpoints of one server. `save` writes what has changed since it was last saved or loaded."""
+
+    def __init__(self, folder: Path, experts: Mapping[ExpertUid, Expert]) -> None:
+        self.folder, self._experts = folder, dict(experts)
+        self._saved: dict[ExpertUid, tuple[int, int]] = {}  # version and samples
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for left in folder.glob(f".*{_SUFFIX}.*"):  # of a server that was killed while it wrote
+                left.unlink(missing_ok=True)
+        except OSError as error:
+            raise UsageError(f"cannot keep checkpoints in {folder}: {error}") from error
+
+    def path(self, uid: ExpertUid) -> Path:
+        """Where an expert is kept."""
+        return self.folder / f"{uid}{_SUFFIX}"
+
+    def load(self) -> list[ExpertUid]:
+        """Resume every expert that has a checkpoint; which ones that were. UsageError when one cannot be
+        used.
+        """
+        resumed = []
+        for uid, expert in self._experts.items():
+            path = self.path(uid)
+            if not path.exists():
+                continue
+            try:
+                state = torch.load(path, map_location="cpu", weights_only=True)
+            except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+                raise UsageError(
+                    f"the checkpoint {path} cannot be read: {error}. Move it away to start that expert afresh"
+                ) from error
+            if not isinstance(state, dict):
+                raise UsageError(
+                    f"{path} is no checkpoint of an expert. Move it away to start that expert afresh"
+                )
+            with expert.lock:
+                try:
+                    expert.load_state(state)
+                except UsageError as error:
+                    raise UsageError(f"the checkpoint {path} does not fit {uid}: {error}") from error
+            self._saved[uid] = (expert.version, expert.samples)
+            resumed.append(uid)
+        return resumed
+
+    def save(self) -> int:
+        """Write what has changed; how many experts that were. OSError when the disk does not take it: the
+        files of before are whole.
+        """
+        written = 0
+        for uid, expert in self._experts.items():
+            stamp = (expert.version, expert.samples)
+            if self._saved.get(uid) == stamp:
+                continue
+            with expert.lock:
+                stamp, state = (expert.version, expert.samples), expert.state()
+            self._write(self.path(uid), state)
+            self._saved[uid] = stamp
+            written += 1
+        return written
+
+    def _write(self, path: Path, state: object) -> None:
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            with temporary.open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            if hasattr(os, "O_DIRECTORY"):
+                folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    os.fsync(folder)
+                finally:
+                    os.close(folder)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise

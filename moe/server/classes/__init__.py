@@ -1,0 +1,122 @@
+"""Kinds of experts that can be served by name: those that come with the package, installed ones, and a user's
+own file.
+
+An expert class is a function that takes `ExpertSettings` and returns a module and its sample inputs (as
+`swarm.Expert` takes them). A package adds one with an entry point of the group `swarm.experts`:
+
+    [project.entry-points."swarm.experts"]
+    mine = "mypackage.experts:make_mine"
+
+A user's own needs no package: `swarm serve --module file.py --expert-class make_mine` calls the function of
+that name in the file. What is run is always on this machine already; nothing is taken from the network.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from swarm.core.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+ENTRY_POINT_GROUP = "swarm.experts"
+_BUILT_IN = {
+    "ffn": "moe.server.classes.feedforward:feedforward",
+    "transformer": "moe.server.classes.transformer:transformer",
+    "causal_transformer": "moe.server.classes.transformer:causal_transformer",
+    "nop": "moe.server.classes.feedforward:nop",
+}
+_MODULE_NAME = "swarm_user_experts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertSettings:
+    """What the command line lets a user choose."""
+
+    hidden_dim: int = 1024
+    sequence_length: int = 128  # of those experts that take sequences: (batch, sequence_length, hidden_dim)
+
+    def __post_init__(self) -> None:
+        if self.hidden_dim < 1 or self.sequence_length < 1:
+            raise UsageError("an expert's dimensions are at least 1")
+
+
+ExpertFactory: TypeAlias = "Callable[[ExpertSettings], tuple[torch.nn.Module, Sequence[Any]]]"
+
+
+def available_classes() -> list[str]:
+    """The names that `--expert-class` takes on this machine."""
+    return sorted({*_BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+
+
+def expert_class(name: str, file: Path | None = None) -> ExpertFactory:
+    """The class of this name, of the user's file if one is given. UsageError when there is none, or it cannot
+    be loaded.
+    """
+    factory = _of_file(name, file) if file is not None else _of_package(name)
+    if not callable(factory):
+        raise UsageError(
+            f"the expert class {name!r} is no function: it takes ExpertSettings and returns (module, sample inputs)"
+        )
+    return factory  # type: ignore[no-any-return]
+
+
+def make(
+    name: str, factory: ExpertFactory, settings: ExpertSettings
+) -> tuple[torch.nn.Module, tuple[Any, ...]]:
+    """A new module of a class, and its sample inputs. UsageError when the class does not give those."""
+    import torch
+
+    made = factory(settings)
+    if (
+        not isinstance(made, tuple)
+        or len(made) != 2
+        or not isinstance(made[0], torch.nn.Module)
+        or not isinstance(made[1], tuple | list)
+    ):
+        raise UsageError(
+            f"the expert class {name!r} should return a module and a tuple of sample inputs, not {made!r:.100}"
+        )
+    return made[0], tuple(made[1])
+
+
+def _of_package(name: str) -> Any:
+    if name in _BUILT_IN:
+        where, _, attribute = _BUILT_IN[name].partition(":")
+        return getattr(importlib.import_module(where), attribute)
+    points = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
+    if not points:
+        raise UsageError(
+            f"there is no expert class {name!r} on this machine (there are {', '.join(available_classes())}): "
+            "install the package that has it, or give your own file with --module"
+        )
+    try:
+        return points[0].load()
+    except (ImportError, AttributeError) as error:
+        raise UsageError(
+            f"the expert class {name!r} ({points[0].value}) cannot be loaded: {error}"
+        ) from error
+
+
+def _of_file(name: str, file: Path) -> Any:
+    specification = importlib.util.spec_from_file_location(_MODULE_NAME, file)
+    if not file.is_file() or specification is None or specification.loader is None:
+        raise UsageError(f"--module {file}: there is no such Python file")
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[_MODULE_NAME] = module  # dataclasses and pickles of the file look their module up
+    try:
+        specification.loader.exec_module(module)
+    except Exception as error:
+        raise UsageError(f"--module {file} fails: {type(error).__name__}: {error}") from error
+    factory = getattr(module, name, None)
+    if factory is None:
+        raise UsageError(f"--module {file} has no function {name!r}: name one with --expert-class")
+    return factory

@@ -1,0 +1,28 @@
+"""Experts on vectors: a feed-forward block, and one that gives back what it gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe.server.classes import ExpertSettings
+
+_EXPANSION = 4
+
+
+def feedforward(settings: ExpertSettings) -> tuple[nn.Module, tuple[Any, ...]]:
+    """(batch, hidden_dim) to the same, through 4 × hidden_dim and a GELU: a transformer's block, without its
+    residual.
+    """
+    hidden = settings.hidden_dim
+    module = nn.Sequential(
+        nn.Linear(hidden, _EXPANSION * hidden), nn.GELU(), nn.Linear(_EXPANSION * hidden, hidden)
+    )
+    return module, (torch.zeros(1, hidden),)
+
+
+def nop(settings: ExpertSettings) -> tuple[nn.Module, tuple[Any, ...]]:
+    """(batch, hidden_dim) as it comes: to measure everything but the computation."""
+    return nn.Identity(), (torch.zeros(1, settings.hidden_dim),)

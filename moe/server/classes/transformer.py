@@ -1,0 +1,55 @@
+"""Experts on sequences: one layer of a transformer, with and without a causal mask. No dropout: backward
+computes forward again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe.server.classes import ExpertSettings
+
+_HEAD_DIM = 64
+_EXPANSION = 4
+
+
+class CausalLayer(nn.Module):
+    """A layer in which each place attends to itself and to those before it. (batch, sequence, hidden) to the
+    same.
+    """
+
+    mask: torch.Tensor
+
+    def __init__(self, layer: nn.Module, sequence_length: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.register_buffer(
+            "mask", nn.Transformer.generate_square_subsequent_mask(sequence_length), persistent=False
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x, src_mask=self.mask, is_causal=True)  # type: ignore[no-any-return]
+
+
+def transformer(settings: ExpertSettings) -> tuple[nn.Module, tuple[Any, ...]]:
+    """(batch, sequence_length, hidden_dim) to the same; every place attends to all."""
+    return _layer(settings), (_sample(settings),)
+
+
+def causal_transformer(settings: ExpertSettings) -> tuple[nn.Module, tuple[Any, ...]]:
+    """(batch, sequence_length, hidden_dim) to the same; no place attends to those behind it."""
+    return CausalLayer(_layer(settings), settings.sequence_length), (_sample(settings),)
+
+
+def _layer(settings: ExpertSettings) -> nn.Module:
+    hidden = settings.hidden_dim
+    heads = max(1, hidden // _HEAD_DIM) if hidden % _HEAD_DIM == 0 else 1
+    return nn.TransformerEncoderLayer(
+        hidden, heads, _EXPANSION * hidden, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+    )
+
+
+def _sample(settings: ExpertSettings) -> torch.Tensor:
+    return torch.zeros(1, settings.sequence_length, settings.hidden_dim)

@@ -1,0 +1,344 @@
+"""`swarm.Expert`: a module that others may call, with the optimizer that learns from their backward passes."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from moe.protocol.schema import ExpertSchema, check, flatten, unflatten
+from swarm.core.errors import UsageError
+
+OptimizerFactory: TypeAlias = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+ScheduleFactory: TypeAlias = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+Tensors: TypeAlias = list[torch.Tensor]
+
+
+class ComputationFailed(Exception):
+    """The module raised, or made something else than its schema says; nothing was applied."""
+
+
+class Expert:
+    """A module as an expert. Its schema is that of `sample_inputs` (a tuple of arguments: tensors, or tuples,
+    lists and dictionaries of them; the first dimension of each is the batch) and of what the module makes of
+    them.
+
+    `optimizer`: called with the trainable parameters; one step per backward batch. None: the expert is
+    frozen, and a backward pass only gives the gradients of its inputs. `schedule`: called with the optimizer,
+    gives a learning-rate schedule, stepped once per step. `clip_norm`: gradients are scaled down to this
+    norm. `device`: the module is moved there. `keep_activations_bytes`: keep the activations of forward
+    passes that a backward pass is likely to follow, up to so many bytes of their tensors, instead of
+    computing forward again; it pays where no other caller's step comes between, each such request is a batch
+    of its own, and dropout is then the same in both directions. The module's mode (train or eval) is left as
+    it is.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        sample_inputs: Sequence[Any],
+        optimizer: OptimizerFactory | None = None,
+        *,
+        schedule: ScheduleFactory | None = None,
+        clip_norm: float | None = None,
+        device: torch.device | str | None = None,
+        keep_activations_bytes: int = 0,
+    ) -> None:
+        if not isinstance(sample_inputs, tuple | list) or not sample_inputs:
+            raise UsageError(
+                "sample_inputs is a tuple of the module's arguments, like (torch.zeros(1, 512),)"
+            )
+        if clip_norm is not None and not clip_norm > 0:
+            raise UsageError(f"clip_norm is above 0, not {clip_norm!r}")
+        self.module = module if device is None else module.to(device)
+        self.device = torch.device(device) if device is not None else _device_of(module)
+        tree, tensors = flatten(tuple(sample_inputs))
+        with torch.no_grad():
+            outputs = self.module(*unflatten(tree, [tensor.to(self.device) for tensor in tensors]))
+        self.schema = ExpertSchema.of(tuple(sample_inputs), outputs)
+        trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self.optimizer = optimizer(trainable) if optimizer is not None and trainable else None
+        self.schedule = (
+            schedule(self.optimizer) if schedule is not None and self.optimizer is not None else None
+        )
+        self.clip_norm = clip_norm
+        self.version = 0  # optimizer steps, and averages with replicas
+        self.samples = 0  # of backward passes
+        # of everything below: the computing thread, checkpoints and averaging take turns
+        self.lock = threading.Lock()
+        self._trainable = trainable if self.optimizer is not None else []
+        self._kept = _Kept(keep_activations_bytes)
+
+    @property
+    def frozen(self) -> bool:
+        """Backward passes change nothing."""
+        return self.optimizer is None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether forward passes may keep their activations."""
+        return self._kept.bytes_max > 0
+
+    def forward(self, inputs: Tensors) -> Tensors:
+        """One batch, flat tensors on the host both ways, without gradients. ComputationFailed."""
+        with torch.no_grad():
+            return [tensor.to("cpu") for tensor in self._outputs(self._placed(inputs), len(inputs[0]))]
+
+    def forward_keeping(self, name: object, inputs: Tensors) -> Tensors:
+        """The same, and what a backward pass of this `name` needs is kept for as long as there is room and no
+        step comes between.
+        """
+        with torch.enable_grad():
+            placed = self._leaves(inputs)
+            outputs = self._outputs(placed, len(inputs[0]))
+        self._kept.put(name, self.version, placed, outputs)
+        return [tensor.detach().to("cpu") for tensor in outputs]
+
+    def backward(
+        self, passes: Sequence[tuple[object, Tensors, Sequence[torch.Tensor | None]]]
+    ) -> list[list[torch.Tensor | None]]:
+        """One optimizer step for several backward passes, each (name, inputs, gradients of floating outputs
+        or None for zeros).
+
+        The gradients of each pass's floating inputs; None where the expert does not depend on one.
+        ComputationFailed: no step was made.
+        """
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+        try:
+            found: dict[int, list[torch.Tensor | None]] = {}
+            anew = []
+            for number, (name, _, gradients) in enumerate(passes):
+                kept = self._kept.take(name, self.version)
+                if kept is None:
+                    anew.append(number)
+                else:
+                    found[number] = self._differentiate(*kept, gradients)
+            if anew:
+                sizes = [len(passes[number][1][0]) for number in anew]
+                inputs = joined([passes[number][1] for number in anew])
+                gradients = self._joined_gradients([passes[number][2] for number in anew], sizes)
+                with torch.enable_grad():
+                    placed = self._leaves(inputs)
+                    outputs = self._outputs(placed, sum(sizes))
+                together = self._differentiate(placed, outputs, gradients)
+                for number, parts in zip(anew, split(together, sizes), strict=True):
+                    found[number] = parts
+            if self.optimizer is not None:
+                self._step()
+        except BaseException:
+            if self.optimizer is not None:
+                self.optimizer.zero_grad(set_to_none=True)
+            raise
+        self.samples += sum(len(inputs[0]) for _, inputs, _ in passes)
+        return [found[number] for number in range(len(passes))]
+
+    def replaced(self, version: int) -> None:
+        """Somebody else has written the parameters (averaging, a checkpoint); with the lock held."""
+        self.version = version
+        self._kept.clear()
+
+    def state(self) -> dict[str, Any]:
+        """A copy on the host of all that a checkpoint needs."""
+        return {
+            "schema": self.schema.digest,
+            "version": self.version,
+            "samples": self.samples,
+            "module": _copied(self.module.state_dict()),
+            "optimizer": _copied(self.optimizer.state_dict()) if self.optimizer is not None else None,
+            "schedule": self.schedule.state_dict() if self.schedule is not None else None,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from there. UsageError when it is another expert's; what is loaded half is then not to be
+        used.
+        """
+        try:
+            if state["schema"] != self.schema.digest:
+                raise UsageError("it is of an expert with another schema")
+            self.module.load_state_dict(state["module"])
+            if self.optimizer is not None and state["optimizer"] is not None:
+                self.optimizer.load_state_dict(state["optimizer"])
+            if self.schedule is not None and state["schedule"] is not None:
+                self.schedule.load_state_dict(state["schedule"])
+            self.replaced(int(state["version"]))
+            self.samples = int(state["samples"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"this is no checkpoint of such an expert: {error}") from error
+
+    def averaged_tensors(self) -> Tensors:
+        """What replicas of this expert average: parameters and floating buffers."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        return [tensor.data for tensor in tensors if tensor.dtype.is_floating_point and tensor.numel()]
+
+    def _placed(self, tensors: Iterable[torch.Tensor]) -> Tensors:
+        return [tensor.to(self.device) for tensor in tensors]
+
+    def _leaves(self, inputs: Tensors) -> Tensors:
+        return [
+            tensor.detach().requires_grad_(tensor.dtype.is_floating_point) for tensor in self._placed(inputs)
+        ]
+
+    def _outputs(self, inputs: Tensors, batch: int) -> Tensors:
+        try:
+            _, outputs = flatten(self.module(*unflatten(self.schema.inputs, inputs)))
+            found = check(self.schema.output_leaves, outputs, "output")
+        # whatever a module raises is the answer to its caller, and ends nothing else
+        except Exception as error:
+            raise ComputationFailed(f"the module failed: {type(error).__name__}: {error}") from error
+        if found != batch:
+            raise ComputationFailed(f"the module made {found} samples of {batch}")
+        return outputs
+
+    def _joined_gradients(
+        self, many: list[Sequence[torch.Tensor | None]], sizes: list[int]
+    ) -> list[torch.Tensor | None]:
+        """Of several passes, one behind the other; None where none of them has one."""
+        found: list[torch.Tensor | None] = []
+        for number, leaf in enumerate(self.schema.gradient_leaves):
+            parts = [gradients[number] for gradients in many]
+            if all(part is None for part in parts):
+                found.append(None)
+                continue
+            filled = [
+                torch.zeros((size, *leaf.shape), dtype=leaf.dtype) if part is None else part
+                for part, size in zip(parts, sizes, strict=True)
+            ]
+            found.append(filled[0] if len(filled) == 1 else torch.cat(filled))
+        return found
+
+    def _differentiate(
+        self, inputs: Tensors, outputs: Tensors, gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """The gradients of floating inputs; those of the parameters are added to theirs."""
+        floating = [tensor for tensor in outputs if tensor.dtype.is_floating_point]
+        pairs = [
+            (output, gradient.to(output.device))
+            for output, gradient in zip(floating, gradients, strict=True)
+            if gradient is not None and output.requires_grad
+        ]
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        if not pairs:
+            return [None] * len(wanted)
+        try:
+            roots, seeds = [output for output, _ in pairs], [gradient for _, gradient in pairs]
+            into = [*wanted, *self._trainable]
+            if into:
+                torch.autograd.backward(roots, seeds, inputs=into)
+        except Exception as error:
+            raise ComputationFailed(f"the module's backward pass failed: {error}") from error
+        return [tensor.grad.to("cpu") if tensor.grad is not None else None for tensor in wanted]
+
+    def _step(self) -> None:
+        assert self.optimizer is not None
+        gradients = [parameter.grad for parameter in self._trainable if parameter.grad is not None]
+        if not gradients:
+            return
+        norm = float(
+            torch.linalg.vector_norm(torch.stack([one.float() for one in torch._foreach_norm(gradients)]))
+        )
+        if not math.isfinite(norm):
+            raise ComputationFailed(
+                "the gradients of its parameters are not finite, so the step was not made"
+            )
+        if self.clip_norm is not None and norm > self.clip_norm:
+            torch._foreach_mul_(gradients, self.clip_norm / norm)
+        # first: were the step to fail half-way, the parameters would not be those of before
+        self.version += 1
+        try:
+            self.optimizer.step()
+            if self.schedule is not None:
+                self.schedule.step()
+        except Exception as error:
+            raise ComputationFailed(f"the optimizer failed: {type(error).__name__}: {error}") from error
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+class _Kept:
+    """Activations of forward passes, by name, of one version, the oldest dropped first."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self._version = 0
+        self._bytes = 0
+        self._graphs: OrderedDict[object, tuple[Tensors, Tensors, int]] = OrderedDict()
+
+    def put(self, name: object, version: int, inputs: Tensors, outputs: Tensors) -> None:
+        if version != self._version:  # a step has overwritten what the graphs refer to
+            self.clear()
+            self._version = version
+        size = _graph_bytes(inputs, outputs)
+        if size > self.bytes_max:
+            return
+        self._graphs[name] = (inputs, outputs, size)
+        self._bytes += size
+        while self._bytes > self.bytes_max:
+            self._bytes -= self._graphs.popitem(last=False)[1][2]
+
+    def take(self, name: object, version: int) -> tuple[Tensors, Tensors] | None:
+        found = self._graphs.pop(name, None)
+        if found is None:
+            return None
+        self._bytes -= found[2]
+        return found[:2] if version == self._version else None
+
+    def clear(self) -> None:
+        self._graphs.clear()
+        self._bytes = 0
+
+
+def joined(many: Sequence[Tensors]) -> Tensors:
+    """The tensors of several requests, one behind the other; of one alone, themselves."""
+    return many[0] if len(many) == 1 else [torch.cat(parts) for parts in zip(*many, strict=True)]
+
+
+def split(tensors: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> list[list[torch.Tensor | None]]:
+    """What belongs to each request again."""
+    if len(sizes) == 1:
+        return [list(tensors)]
+    columns = [
+        torch.split(tensor, list(sizes)) if tensor is not None else (None,) * len(sizes) for tensor in tensors
+    ]
+    return [[column[number] for column in columns] for number in range(len(sizes))]
+
+
+def _graph_bytes(inputs: Tensors, outputs: Tensors) -> int:
+    """What a graph holds, as far as it can be seen: its ends and what its nodes have saved."""
+    size = sum(tensor.nbytes for tensor in (*inputs, *outputs))
+    seen: set[object] = set()
+    pending = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for name in dir(node):
+            if name.startswith("_saved_"):
+                saved = getattr(node, name)
+                size += (
+                    saved.nbytes
+                    if isinstance(saved, torch.Tensor) and not isinstance(saved, torch.nn.Parameter)
+                    else 0
+                )
+        pending.extend(following for following, _ in node.next_functions if following is not None)
+    return size
+
+
+def _copied(value: Any) -> Any:
+    """Tensors of a nested state as copies on the host."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(one) for one in value)
+    return value
+
+
+def _device_of(module: torch.nn.Module) -> torch.device:
+    tensor = next(iter([*module.parameters(), *module.buffers()]), None)
+    return tensor.device if tensor is not None else torch.device("cpu")

@@ -1,0 +1,55 @@
+"""Which places of a grid are free: what `--num-experts` chooses from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+
+from moe.protocol.declarations import Directory
+from moe.protocol.names import NAMES_MAX, ExpertGrid, ExpertUid
+from swarm.core.errors import UsageError
+
+_PREFIXES_AT_ONCE = 1024
+_DRAWS_PER_PLACE_MAX = 64
+
+
+async def taken_places(directory: Directory, grid: ExpertGrid, *, timeout_s: float) -> set[ExpertUid]:
+    """The experts of a grid that somebody hosts. Reads level by level what is alive, however large the grid
+    is.
+    """
+    prefixes = [grid.root]
+    for depth, dimension in enumerate(grid.dimensions):
+        leaves = depth + 1 == len(grid.dimensions)
+        below: list[ExpertUid] = []
+        for start in range(0, len(prefixes), _PREFIXES_AT_ONCE):
+            branches = await directory.branches(
+                prefixes[start : start + _PREFIXES_AT_ONCE], timeout_s=timeout_s
+            )
+            for prefix, branch in branches.items():
+                alive = branch.experts.keys() if leaves else branch.deeper
+                below += [prefix.child(coordinate) for coordinate in alive if coordinate in dimension]
+        prefixes = below[:NAMES_MAX]
+    return set(prefixes)
+
+
+def choose_places(
+    grid: ExpertGrid, taken: Collection[ExpertUid], count: int, rng: random.Random
+) -> list[ExpertUid]:
+    """So many free places, drawn at random, so that servers that start together rarely choose the same.
+    UsageError when there are fewer.
+    """
+    if grid.count <= NAMES_MAX:
+        free = [uid for uid in grid.names() if uid not in taken]
+        if len(free) < count:
+            raise UsageError(
+                f"{grid} has {len(free)} free places of {grid.count}, and {count} experts need one: choose a larger grid"
+            )
+        return sorted(rng.sample(free, count))
+    chosen: set[ExpertUid] = set()
+    for _ in range(_DRAWS_PER_PLACE_MAX * count):
+        uid = ExpertUid(grid.block, tuple(rng.choice(dimension) for dimension in grid.dimensions))
+        if uid not in taken:
+            chosen.add(uid)
+        if len(chosen) == count:
+            return sorted(chosen)
+    raise UsageError(f"{grid} has hardly any free places: choose a larger grid")

@@ -1,0 +1,377 @@
+"""The server's end of calls: check a request completely, queue it, answer. One per node; lives on its network
+loop.
+
+Nothing is queued, and no large payload is read, before what is announced fits the expert's schema and there
+is room. A request that does not fit gets an answer that names its defect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from google.protobuf.message import DecodeError
+
+from moe.protocol.methods import (
+    CALL,
+    DESCRIBE,
+    EXCHANGE,
+    INLINE_BYTES_MAX,
+    PAYLOAD_BYTES_MAX,
+    REQUEST_ID_BYTES,
+    UIDS_PER_DESCRIBE_MAX,
+    read_headers,
+    receive_payload,
+    send_pieces,
+    wire_headers,
+)
+from moe.protocol.tensors import check_headers, decode, expected_bytes, joined, payload_bytes
+from moe.server.compute import Job, Outcome
+from moe.server.logic.applied import Applied, AppliedConfig
+from moe.server.logic.remembered import Remembered, RememberedConfig
+from moe.server.requests import Admitted, Hosted, KeptInputs, PendingJob, Refused, overloaded, refused
+from swarm.compression import Buffer, find_wire_id
+from swarm.core.errors import PeerError
+from swarm.core.ids import PeerId
+from swarm.net.rpc import Stream
+from swarm.wire import expert_pb2
+from swarm.wire.expert_pb2 import (
+    DescribeReply,
+    DescribeRequest,
+    ExpertDescription,
+    ExpertReply,
+    ExpertRequest,
+    ExpertStatus,
+)
+
+if TYPE_CHECKING:
+    from swarm.node import Node
+
+_POOLED_BYTES = 256 << 10
+_RECEIVING_BYTES_MAX = 1 << 30  # of all payloads that are being received
+_RECEIVING_BYTES_PER_CALLER_MAX = 512 << 20
+_lock = threading.Lock()
+_services: weakref.WeakKeyDictionary[Node, HostingService] = weakref.WeakKeyDictionary()
+
+
+class HostingService:
+    """Answers calls for every expert that servers on this node have opened."""
+
+    def __init__(
+        self, node: Node, applied: AppliedConfig | None = None, remembered: RememberedConfig | None = None
+    ) -> None:
+        self._node = node
+        self._hosted: dict[str, Hosted] = {}
+        self._applied: Applied[Outcome] = Applied(applied)
+        self._inputs: Remembered[KeptInputs] = Remembered(remembered)  # by caller, and (request id, expert)
+        self._jobs: dict[int, PendingJob] = {}  # by number: queued or computed
+        self._pending: dict[tuple[PeerId, bytes], PendingJob] = {}  # backward passes among them
+        self._numbers = itertools.count(1)
+        self._receiving: Counter[PeerId] = Counter()  # bytes
+        node.handlers.direct(DESCRIBE, self._describe)
+        node.handlers.unary(CALL, self._call)
+        node.handlers.stream(EXCHANGE, self._exchange)
+
+    @classmethod
+    def of(cls, node: Node) -> HostingService:
+        """The one of this node. To be called on its network loop."""
+        with _lock:
+            service = _services.get(node)
+            if service is None:
+                service = _services[node] = cls(node)
+            return service
+
+    def open(self, hosted: Sequence[Hosted]) -> None:
+        """Answer for these, too. ValueError names one that is open already."""
+        taken = [str(one.uid) for one in hosted if str(one.uid) in self._hosted]
+        if taken:
+            raise ValueError(f"{taken[0]} is hosted on this node already")
+        self._hosted.update({str(one.uid): one for one in hosted})
+
+    def close(self, hosted: Sequence[Hosted]) -> None:
+        """Answer no longer; calls under way go on."""
+        for one in hosted:
+            self._hosted.pop(str(one.uid), None)
+
+    def finished(self, done: Sequence[tuple[Job, Outcome]]) -> None:
+        """Results of a computing thread; on the loop."""
+        for job, outcome in done:
+            pending = self._jobs.pop(job.number, None)
+            if job.gradients is not None:
+                self._pending.pop(job.name, None)
+                self._inputs.drop(job.caller, (job.name[1], job.uid))
+                if not outcome.failure:
+                    self._applied.note(*job.name, outcome, payload_bytes(outcome.pieces))
+            if pending is not None and not pending.future.done():
+                pending.future.set_result(outcome)
+
+    async def drained(self, hosted: Sequence[Hosted], timeout_s: float) -> None:
+        """Wait for what is queued and computed."""
+        threads = {id(one.compute) for one in hosted}
+        futures = [pending.future for pending in self._jobs.values() if id(pending.compute) in threads]
+        if futures:
+            await asyncio.wait(futures, timeout=timeout_s)
+
+    def dropped(self, hosted: Sequence[Hosted], reason: str) -> None:
+        """A computing thread was stopped, with requests waiting; on the loop."""
+        threads = {id(one.compute) for one in hosted}
+        self._pending = {
+            name: pending for name, pending in self._pending.items() if id(pending.compute) not in threads
+        }
+        for number, pending in list(self._jobs.items()):
+            if id(pending.compute) in threads:
+                del self._jobs[number]
+                if pending.waiting and not pending.future.done():
+                    pending.future.set_exception(Refused(expert_pb2.EXPERT_MISSING, reason))
+
+    # --- handlers
+
+    def _describe(self, caller: PeerId, request: DescribeRequest) -> DescribeReply:
+        if len(request.uids) > UIDS_PER_DESCRIBE_MAX:
+            raise PeerError(f"at most {UIDS_PER_DESCRIBE_MAX} experts are described at a time")
+        reply = DescribeReply()
+        for uid in request.uids:
+            hosted = self._hosted.get(uid)
+            if hosted is None:
+                reply.experts.append(ExpertDescription(uid=uid))
+                continue
+            reply.experts.append(
+                ExpertDescription(
+                    uid=uid,
+                    schema=hosted.expert.schema.packed,
+                    version=hosted.expert.version,
+                    batch_size_max=hosted.batch_size_max,
+                    frozen=hosted.expert.frozen,
+                    wait_s=hosted.compute.wait_s,
+                    samples_per_s=hosted.compute.samples_per_s,
+                )
+            )
+        return reply
+
+    async def _call(self, caller: PeerId, request: ExpertRequest) -> ExpertReply:
+        try:
+            admitted = self._admit(caller, request, INLINE_BYTES_MAX)
+            outcome = await self._outcome(admitted, request.payload)
+        except Refused as refusal:
+            return self._refusal(request, refusal)
+        reply = self._reply(admitted, outcome)
+        reply.payload = joined(outcome.pieces)
+        return reply
+
+    async def _exchange(self, stream: Stream) -> None:
+        raw = await stream.receive()
+        if raw is None:
+            raise PeerError("a call begins with its request")
+        try:
+            request = ExpertRequest.FromString(raw)
+        except DecodeError:
+            raise PeerError("the first message of a call is not a swarm.wire.ExpertRequest") from None
+        try:
+            admitted = self._admit(stream.peer_id, request, PAYLOAD_BYTES_MAX)
+            if request.payload_bytes != admitted.size_bytes:
+                raise refused(
+                    f"{admitted.size_bytes} bytes of tensors should follow, not {request.payload_bytes}"
+                )
+            self._receiving[admitted.caller] += admitted.size_bytes
+            try:
+                payload = await receive_payload(stream, admitted.size_bytes)
+            finally:
+                self._receiving[admitted.caller] -= admitted.size_bytes
+                if not self._receiving[admitted.caller]:
+                    del self._receiving[admitted.caller]
+            outcome = await self._outcome(admitted, payload)
+        except Refused as refusal:
+            await stream.send(self._refusal(request, refusal).SerializeToString())
+            return
+        reply = self._reply(admitted, outcome)
+        reply.payload_bytes = payload_bytes(outcome.pieces)
+        await stream.send(reply.SerializeToString())
+        await send_pieces(stream, outcome.pieces)
+
+    # --- checks
+
+    def _admit(self, caller: PeerId, request: ExpertRequest, bytes_max: int) -> Admitted:
+        """All that can be said before the payload is read."""
+        hosted = self._hosted.get(request.uid)
+        if hosted is None:
+            raise Refused(expert_pb2.EXPERT_MISSING, f"{request.uid[:100]!r} is not hosted here")
+        schema, batch = hosted.expert.schema, request.batch
+        if request.schema_digest != schema.digest:
+            raise refused(f"it was made for another schema than this expert's, which is {schema}")
+        if not 1 <= batch <= hosted.batch_size_max:
+            raise refused(f"a request has 1 to {hosted.batch_size_max} samples, not {batch}")
+        backward = request.kind == expert_pb2.EXPERT_BACKWARD
+        if (backward or request.keep) and len(request.request_id) != REQUEST_ID_BYTES:
+            raise refused(f"a request id has {REQUEST_ID_BYTES} bytes, not {len(request.request_id)}")
+        codec = None
+        if request.reply_codec:
+            codec = find_wire_id(request.reply_codec, request.reply_codec_version)
+            if codec is None:
+                raise refused(
+                    f"codec {request.reply_codec}, version {request.reply_codec_version}, for the answer is not known here"
+                )
+        repeated = backward and self._is_repeated(caller, request)
+        kept = self._kept(caller, request) if backward and request.inputs_kept and not repeated else None
+        inputs = () if backward and request.inputs_kept else schema.input_leaves
+        leaves = (*inputs, *(schema.gradient_leaves if backward else ()))
+        headers = read_headers(request.tensors)
+        try:
+            size = check_headers(headers, leaves, batch, absent_from=len(inputs))
+        except PeerError as error:
+            raise refused(str(error)) from None
+        answered = schema.input_gradient_leaves if backward else schema.output_leaves
+        if max(size, expected_bytes(answered, batch, codec)) > bytes_max:
+            raise refused(f"such a call carries at most {bytes_max} bytes of tensors each way")
+        if not repeated:
+            busy = hosted.compute.refusal(caller, size)
+            if not busy and bytes_max > INLINE_BYTES_MAX:
+                busy = self._receiving_refusal(caller, size)
+            if busy:
+                raise overloaded(hosted, busy)
+        return Admitted(
+            hosted=hosted,
+            caller=caller,
+            request=request,
+            headers=headers,
+            leaves=leaves,
+            size_bytes=size,
+            codec=codec,
+            is_backward=backward,
+            kept=kept,
+        )
+
+    def _receiving_refusal(self, caller: PeerId, size_bytes: int) -> str:
+        """Why no payload of that size can be received now; "" when it can."""
+        total, own = self._receiving.total(), self._receiving.get(caller, 0)
+        if total + size_bytes > _RECEIVING_BYTES_MAX or own + size_bytes > _RECEIVING_BYTES_PER_CALLER_MAX:
+            return f"{total >> 20} MiB are being received already, {own >> 20} of them from you"
+        return ""
+
+    def _is_repeated(self, caller: PeerId, request: ExpertRequest) -> bool:
+        name = (caller, request.request_id)
+        return name in self._pending or self._applied.is_known(*name)
+
+    def _kept(self, caller: PeerId, request: ExpertRequest) -> KeptInputs:
+        kept = self._inputs.get(caller, (request.request_id, request.uid))
+        if kept is None or not kept.untouched:
+            raise Refused(
+                expert_pb2.EXPERT_FORGOTTEN, "the inputs of that forward pass are not kept here any more"
+            )
+        if kept.batch != request.batch:
+            raise refused(f"the forward pass of that id had {kept.batch} samples, not {request.batch}")
+        return kept
+
+    # --- computing
+
+    async def _outcome(self, admitted: Admitted, payload: Buffer | torch.Tensor) -> Outcome:
+        """What is answered, be it by an earlier call of the same id. Refused when nothing was computed."""
+        pending = None
+        if admitted.is_backward:
+            applied = self._earlier(admitted)
+            if applied is not None:
+                return applied
+            pending = self._pending.get(admitted.name)
+        if pending is None:
+            tensors = await self._decoded(admitted, payload)
+            # a twin may have come and gone meanwhile
+            if admitted.is_backward and len(payload) > _POOLED_BYTES:
+                applied = self._earlier(admitted)
+                if applied is not None:
+                    return applied
+                pending = self._pending.get(admitted.name)
+            pending = pending or self._begin(admitted, tensors)
+        pending.waiting += 1
+        try:
+            outcome = await asyncio.shield(pending.future)
+        except asyncio.CancelledError:
+            pending.waiting -= 1
+            if not pending.waiting and pending.compute.withdraw(pending.number):
+                self._jobs.pop(pending.number, None)
+                self._pending.pop(admitted.name, None)
+            raise
+        if outcome.failure:
+            raise Refused(expert_pb2.EXPERT_FAILED, outcome.failure)
+        return outcome
+
+    def _earlier(self, admitted: Admitted) -> Outcome | None:
+        """What a backward pass gave that was applied before; None when it was not."""
+        if not self._applied.is_known(*admitted.name):
+            return None
+        answer = self._applied.answer(*admitted.name)
+        if answer is None:
+            raise Refused(
+                expert_pb2.EXPERT_APPLIED,
+                "this backward pass was applied before, and what it gave is forgotten",
+            )
+        return answer
+
+    async def _decoded(self, admitted: Admitted, payload: Buffer | torch.Tensor) -> list[torch.Tensor | None]:
+        arguments = (admitted.headers, admitted.leaves, admitted.request.batch, payload)
+        try:
+            if len(payload) <= _POOLED_BYTES:
+                return decode(*arguments)
+            return await asyncio.get_running_loop().run_in_executor(
+                self._node.network.pool, decode, *arguments
+            )
+        except PeerError as error:
+            raise refused(str(error)) from None
+
+    def _begin(self, admitted: Admitted, tensors: list[torch.Tensor | None]) -> PendingJob:
+        """Queue it. Refused when there is no room."""
+        hosted, request = admitted.hosted, admitted.request
+        if admitted.is_backward and request.inputs_kept:
+            count, inputs = 0, (admitted.kept or self._kept(admitted.caller, request)).tensors
+        else:
+            count = len(hosted.expert.schema.input_leaves)
+            inputs = [tensor for tensor in tensors[:count] if tensor is not None]
+        job = Job(
+            number=next(self._numbers),
+            uid=request.uid,
+            expert=hosted.expert,
+            caller=admitted.caller,
+            name=admitted.name,
+            inputs=inputs,
+            gradients=tensors[count:] if admitted.is_backward else None,
+            keep=request.keep,
+            batch=request.batch,
+            size_bytes=admitted.size_bytes,
+            codec=admitted.codec,
+        )
+        pending = PendingJob(asyncio.get_running_loop().create_future(), hosted.compute, job.number)
+        self._jobs[job.number] = pending
+        if admitted.is_backward:
+            self._pending[job.name] = pending
+        busy = hosted.compute.offer(job)
+        if busy:
+            del self._jobs[job.number]
+            self._pending.pop(job.name, None)
+            raise overloaded(hosted, busy)
+        if request.keep and not admitted.is_backward:
+            size = sum(tensor.nbytes for tensor in inputs)
+            self._inputs.put(
+                admitted.caller, (request.request_id, request.uid), KeptInputs.of(inputs, request.batch), size
+            )
+        return pending
+
+    def _reply(self, admitted: Admitted, outcome: Outcome) -> ExpertReply:
+        request = admitted.request
+        return ExpertReply(
+            status=expert_pb2.EXPERT_OK,
+            version=outcome.version,
+            tensors=wire_headers(outcome.pieces),
+            wait_s=admitted.hosted.compute.wait_s,
+            kept=request.keep
+            and self._inputs.get(admitted.caller, (request.request_id, request.uid)) is not None,
+        )
+
+    def _refusal(self, request: ExpertRequest, refused: Refused) -> ExpertReply:
+        hosted = self._hosted.get(request.uid)
+        if hosted is not None:
+            hosted.refusals[ExpertStatus.Name(refused.status)] += 1
+        return ExpertReply(status=refused.status, reason=refused.reason, queued=refused.queued)

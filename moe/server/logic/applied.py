@@ -1,0 +1,77 @@
+"""Backward passes are applied once: the memory of those that were, with what they gave, bounded.
+
+A caller whose answer was lost repeats its request under the same id and gets the same answer. Answers are
+forgotten before ids are: a repetition of what was applied so long ago that its answer is gone is still not
+applied again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppliedConfig:
+    """How much is remembered."""
+
+    ids_max: int = 65536  # some 200 bytes each; a caller repeats within seconds
+    answers_bytes_max: int = 128 << 20
+    ids_per_caller_max: int = 8192  # so that one caller cannot make the others' be forgotten
+
+
+class Applied(Generic[T]):
+    """By caller and request id. Whoever shares it stays on one thread."""
+
+    def __init__(self, config: AppliedConfig | None = None) -> None:
+        self.config = config or AppliedConfig()
+        # the caller heard of last comes last
+        self._by_caller: OrderedDict[Hashable, OrderedDict[bytes, None]] = OrderedDict()
+        self._answers: OrderedDict[tuple[Hashable, bytes], tuple[T, int]] = OrderedDict()
+        self._ids = 0
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return self._ids
+
+    def is_known(self, caller: Hashable, request_id: bytes) -> bool:
+        """Was it applied?"""
+        return request_id in self._by_caller.get(caller, ())
+
+    def answer(self, caller: Hashable, request_id: bytes) -> T | None:
+        """What it gave; None when that is forgotten."""
+        found = self._answers.get((caller, request_id))
+        return found[0] if found is not None else None
+
+    def note(self, caller: Hashable, request_id: bytes, answer: T, size_bytes: int) -> None:
+        """It has been applied."""
+        ids = self._by_caller.setdefault(caller, OrderedDict())
+        self._by_caller.move_to_end(caller)
+        if request_id in ids:
+            return
+        ids[request_id] = None
+        self._ids += 1
+        self._answers[caller, request_id] = (answer, size_bytes)
+        self._bytes += size_bytes
+        if len(ids) > self.config.ids_per_caller_max:
+            self._forget(caller)
+        while self._ids > self.config.ids_max:
+            self._forget(next(iter(self._by_caller)))
+        while self._bytes > self.config.answers_bytes_max and self._answers:
+            _, (_, freed_bytes) = self._answers.popitem(last=False)
+            self._bytes -= freed_bytes
+
+    def _forget(self, caller: Hashable) -> None:
+        """A caller's oldest."""
+        ids = self._by_caller[caller]
+        request_id, _ = ids.popitem(last=False)
+        self._ids -= 1
+        dropped = self._answers.pop((caller, request_id), None)
+        if dropped is not None:
+            self._bytes -= dropped[1]
+        if not ids:
+            del self._by_caller[caller]

@@ -1,0 +1,189 @@
+"""Which requests are computed next, and together: the pure machine between the callers of a server and its
+device.
+
+Requests of one expert and pass form a queue; a batch is taken from one queue, up to a number of samples. The
+order, between queues and within them, is that of start-time fair queueing (Goyal, Vin and Cheng, 1996): each
+request gets a virtual start, which is the machine's virtual time or the end of its caller's previous request,
+whichever is later. So a caller alone is served oldest first, several get equal shares of samples however many
+requests each of them has waiting, and nobody waits for ever. A full queue refuses at once.
+
+Times are parameters. Not thread-safe: whoever shares it holds a lock.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from swarm.core.errors import UsageError
+
+_IDLE_CALLERS_MAX = 1024  # whose virtual ends are remembered although nothing of theirs waits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchingConfig:
+    """Limits of batches and queues."""
+
+    batch_samples_max: int = 4096  # also of one request
+    batch_requests_max: int = 256
+    # a smaller batch waits `linger_s` for company; 1: an idle device starts at once
+    batch_samples_min: int = 1
+    linger_s: float = 0.0  # the longest that the oldest request of a queue waits for `batch_samples_min`
+    queued_requests_max: int = 1024  # of all callers; what is beyond is refused
+    queued_bytes_max: int = 1 << 30  # of their tensors
+    queued_requests_per_caller_max: int = 128  # so that one caller cannot fill the queue
+
+    def __post_init__(self) -> None:
+        least = (
+            self.batch_samples_max,
+            self.batch_requests_max,
+            self.batch_samples_min,
+            self.queued_requests_max,
+            self.queued_bytes_max,
+        )
+        if min(*least, self.queued_requests_per_caller_max) < 1 or self.linger_s < 0:
+            raise UsageError("limits of batches and queues are at least 1, and no time is negative")
+        if self.batch_samples_min > self.batch_samples_max:
+            raise UsageError("a batch cannot wait for more samples than it may have")
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """One request. `cost`: what serving it takes, in samples of a forward pass."""
+
+    number: int
+    queue: Hashable  # expert and pass
+    caller: Hashable
+    samples: int
+    size_bytes: int
+    cost: float
+
+
+@dataclass(slots=True)
+class _Queue:
+    # by number, in order of arrival, with the time of arrival
+    waiting: dict[int, tuple[Queued, float]] = field(default_factory=dict)
+    # a heap of (virtual start, number); some are gone
+    order: list[tuple[float, int]] = field(default_factory=list)
+    samples: int = 0
+
+    def head(self) -> tuple[float, int]:
+        """Who is next, of a queue that is not empty."""
+        while self.order[0][1] not in self.waiting:
+            heapq.heappop(self.order)
+        return self.order[0]
+
+    def oldest_s(self) -> float:
+        return next(iter(self.waiting.values()))[1]
+
+
+class Batcher:
+    """The queues of one device."""
+
+    def __init__(self, config: BatchingConfig | None = None) -> None:
+        self.config = config or BatchingConfig()
+        self.queued_bytes = 0
+        self.queued_cost = 0.0
+        self._queues: dict[Hashable, _Queue] = {}  # those with requests
+        self._where: dict[int, Hashable] = {}
+        self._callers: dict[Hashable, int] = {}  # requests that wait
+        self._ends: dict[Hashable, float] = {}  # the virtual end of each caller's last request
+        self._virtual = 0.0
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait."""
+        return len(self._where)
+
+    def refusal(self, caller: Hashable, size_bytes: int) -> str:
+        """Why such a request cannot wait here now; "" when it can."""
+        config = self.config
+        if len(self._where) >= config.queued_requests_max:
+            return f"the queue is full: {len(self._where)} queued"
+        if self.queued_bytes + size_bytes > config.queued_bytes_max and self._where:
+            return f"the queue is full: {self.queued_bytes} bytes in {len(self._where)} queued"
+        if self._callers.get(caller, 0) >= config.queued_requests_per_caller_max:
+            return (
+                f"{self._callers[caller]} requests of yours are queued already, of {len(self._where)} queued"
+            )
+        return ""
+
+    def offer(self, request: Queued, now_s: float) -> str:
+        """Let a request wait; a reason when it cannot, and then nothing has changed."""
+        assert 0 < request.samples <= self.config.batch_samples_max
+        refusal = self.refusal(request.caller, request.size_bytes)
+        if refusal:
+            return refusal
+        start = max(self._virtual, self._ends.get(request.caller, 0.0))
+        self._ends[request.caller] = start + request.cost
+        if len(self._ends) > 2 * len(self._callers) + _IDLE_CALLERS_MAX:
+            self._ends = {
+                caller: end
+                for caller, end in self._ends.items()
+                if caller in self._callers or end > self._virtual
+            }
+        queue = self._queues.setdefault(request.queue, _Queue())
+        queue.waiting[request.number] = (request, now_s)
+        heapq.heappush(queue.order, (start, request.number))
+        queue.samples += request.samples
+        self._where[request.number] = request.queue
+        self._callers[request.caller] = self._callers.get(request.caller, 0) + 1
+        self.queued_bytes += request.size_bytes
+        self.queued_cost += request.cost
+        return ""
+
+    def withdraw(self, number: int) -> bool:
+        """Forget a request that nobody waits for any longer; False when it does not wait here."""
+        if number not in self._where:
+            return False
+        self._remove(number)
+        return True
+
+    def take(self, now_s: float) -> list[Queued]:
+        """The next batch, all of one queue and in the order of their turns; [] when none is due yet."""
+        due = [(queue.head(), key) for key, queue in self._queues.items() if self._is_due(queue, now_s)]
+        if not due:
+            return []
+        (start, _), key = min(due, key=lambda one: one[0])
+        self._virtual = max(self._virtual, start)
+        queue, batch, samples = self._queues[key], list[Queued](), 0
+        while queue.waiting and len(batch) < self.config.batch_requests_max:
+            request, _ = queue.waiting[queue.head()[1]]
+            if samples + request.samples > self.config.batch_samples_max:
+                break
+            batch.append(request)
+            samples += request.samples
+            self._remove(request.number)
+        if not self._where:
+            self._ends.clear()  # nobody waits: nobody is ahead of anybody
+        return batch
+
+    def due_s(self) -> float | None:
+        """When the next batch is due, be it long ago; None when nobody waits."""
+        times = [
+            queue.oldest_s()
+            + (0.0 if queue.samples >= self.config.batch_samples_min else self.config.linger_s)
+            for queue in self._queues.values()
+        ]
+        return min(times, default=None)
+
+    def _is_due(self, queue: _Queue, now_s: float) -> bool:
+        return (
+            queue.samples >= self.config.batch_samples_min or queue.oldest_s() + self.config.linger_s <= now_s
+        )
+
+    def _remove(self, number: int) -> None:
+        key = self._where.pop(number)
+        queue = self._queues[key]
+        request, _ = queue.waiting.pop(number)
+        queue.samples -= request.samples
+        if not queue.waiting:
+            del self._queues[key]
+        self.queued_bytes -= request.size_bytes
+        self.queued_cost = self.queued_cost - request.cost if self._where else 0.0
+        left = self._callers[request.caller] - 1
+        if left:
+            self._callers[request.caller] = left
+        else:
+            del self._callers[request.caller]

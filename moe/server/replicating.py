@@ -1,0 +1,181 @@
+"""Replicas of one expert, on several servers, are averaged in the background, so that whichever answers is
+nearly the same.
+
+At the same moments of swarm time (a period, shifted by the expert's name) every server looks which of its
+experts others host, too, and averages the parameters with them, weighted by the samples that each has learned
+from since the last time. An expert that has learned nothing yet only receives from those that have: a
+newcomer becomes a replica by its first average. The computing thread goes on meanwhile: what it learns during
+a round is added to the average.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from averaging.averager import Averager, AveragerConfig
+from moe.protocol.calls import ExpertCalls
+from moe.protocol.declarations import Directory, ExpertReplica
+from moe.protocol.names import ExpertUid
+from moe.server.expert import Expert
+from swarm.core.errors import SwarmError, UsageError
+
+if TYPE_CHECKING:
+    from averaging.result import RoundResult
+    from swarm.node import Node
+
+_log = logging.getLogger(__name__)
+
+_NAME_MAX = 50
+_DECLARE_S = 0.2  # many averagers may be opened one after the other
+# experts of a server that are averaged in one period; the others have their turn in the next
+_TOGETHER_MAX = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicatingConfig:
+    """How often replicas are averaged."""
+
+    period_s: float = 60.0  # the same on all servers; 0: never
+    timeout_s: float = 20.0  # of a round, at most half the period
+    group_size: int = 8
+    codec: str = "float16"
+    read_timeout_s: float = 5.0
+
+
+@dataclass(slots=True)
+class _Averaged:
+    averager: Averager
+    samples: int = 0  # of the expert when it was last averaged
+
+
+class Replicating:
+    """Of one server. Lives on the network loop; the rounds' blocking ends are in a thread of their own."""
+
+    def __init__(self, node: Node, experts: Mapping[ExpertUid, Expert], config: ReplicatingConfig) -> None:
+        self._node, self._config = node, config
+        self._experts = {uid: expert for uid, expert in experts.items() if not expert.frozen}
+        self._directory = Directory(node.dht.service)
+        self._calls = ExpertCalls.of(node)
+        self._averaged: dict[ExpertUid, _Averaged] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="swarm-replicas")
+        self.rounds = 0  # that succeeded
+
+    async def run(self) -> None:
+        """For as long as the server does."""
+        if not self._config.period_s or not self._experts:
+            return
+        while True:
+            period_s = self._config.period_s
+            await asyncio.sleep(period_s - self._node.clock.swarm_s() % period_s)
+            try:
+                await self.average()
+            except SwarmError as error:
+                _log.info("replicas of this server's experts were not averaged: %s", error)
+
+    async def average(self) -> None:
+        """Once, all experts of this server that others host, too."""
+        found = await self._directory.replicas(list(self._experts), timeout_s=self._config.read_timeout_s)
+        shared = {}
+        for uid, replicas in found.items():
+            others = [
+                one
+                for one in replicas
+                if one.peer_id != self._node.peer_id and one.schema == self._experts[uid].schema.digest
+            ]
+            if others:
+                shared[uid] = others
+            elif uid in self._averaged:
+                await self._on_thread(self._averaged.pop(uid).averager.close)
+        chosen = dict(list(shared.items())[:_TOGETHER_MAX])
+        async with asyncio.TaskGroup() as tasks:
+            weights = {uid: tasks.create_task(self._weight(uid, others)) for uid, others in chosen.items()}
+        if chosen:
+            await self._on_thread(self._rounds, {uid: task.result() for uid, task in weights.items()})
+
+    def close(self) -> None:
+        """Leave the groups. Not for the network thread. A node that closes ends its averagers by itself."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        for averaged in list(self._averaged.values()):
+            averaged.averager.close()
+
+    async def _weight(self, uid: ExpertUid, others: list[ExpertReplica]) -> float:
+        """Samples since the last average, and one, so that nobody counts for nothing; 0 for a newcomer among
+        those who have learned.
+        """
+        expert, averaged = self._experts[uid], self._averaged.get(uid)
+        if expert.version == 0:
+            for replica in others:
+                try:
+                    described = (
+                        await self._calls.describe(replica, [uid], timeout_s=self._config.read_timeout_s)
+                    )[0]
+                except SwarmError:
+                    continue
+                if described is not None and described.version > 0:
+                    return 0.0
+        return 1.0 + max(expert.samples - (averaged.samples if averaged else 0), 0)
+
+    async def _on_thread(self, function: object, *arguments: object) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)  # type: ignore[arg-type]
+
+    def _rounds(self, weights: Mapping[ExpertUid, float]) -> None:
+        """On the thread: all rounds at once, then their results."""
+        timeout_s = min(self._config.timeout_s, self._config.period_s / 2)
+        pending = {}
+        for uid, weight in weights.items():
+            expert = self._experts[uid]
+            try:
+                averaged = self._averaged.get(uid) or self._opened(uid)
+                with expert.lock:
+                    version, averaged_samples = expert.version, expert.samples
+                    step = averaged.averager.step(
+                        weight, timeout_s, gather=version, wait=False, apply="delta"
+                    )
+                pending[uid] = (averaged, averaged_samples, step)
+            except UsageError as error:
+                _log.info("%s is not averaged with its replicas: %s", uid, error)
+        for uid, (averaged, samples, step) in pending.items():
+            expert = self._experts[uid]
+            if not step.wait(timeout_s + 1.0):
+                step.cancel()
+                continue
+            with expert.lock:  # the difference is added: what was learned meanwhile stays
+                result = step.result()
+                if not result.failed:
+                    expert.replaced(_version(result, expert.version))
+                    averaged.samples = samples
+                    self.rounds += 1
+            if result.failed:
+                _log.info("%s was not averaged with its replicas: %s", uid, result.reason)
+
+    def _opened(self, uid: ExpertUid) -> _Averaged:
+        expert = self._experts[uid]
+        name = (
+            str(uid)
+            if len(str(uid)) <= _NAME_MAX
+            else hashlib.sha256(str(uid).encode()).hexdigest()[:_NAME_MAX]
+        )
+        averager = Averager(
+            self._node,
+            expert.averaged_tensors(),
+            name=f"expert-{name}",
+            target_group_size=self._config.group_size,
+            codec=self._config.codec,
+            config=AveragerConfig(declare_s=_DECLARE_S),
+        )
+        averaged = self._averaged[uid] = _Averaged(averager)
+        return averaged
+
+
+def _version(result: RoundResult, own: int) -> int:
+    """Later than that of any who took part."""
+    versions = [
+        value for value in result.gathered.values() if isinstance(value, int) and 0 <= value < 1 << 62
+    ]
+    return max([own, *versions]) + 1

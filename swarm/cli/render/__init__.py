@@ -1,0 +1,1 @@
+"""How commands show events: JSON lines, plain text, a live view."""

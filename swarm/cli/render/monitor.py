@@ -1,0 +1,339 @@
+"""A run on a terminal: a view and what the user chose to look at, as so many lines of so many columns. No
+I/O.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from swarm.cli.render.live import sparkline
+from swarm.cli.render.plain import size
+from swarm.monitor.logic.view import MonitorEvent, MonitorView, PeerView, RoundView
+
+SORTS: dict[str, tuple[Callable[[PeerView], object], str]] = {
+    "samples/s": (lambda peer: (not peer.fresh, -peer.samples_per_s), "pace"),
+    "name": (lambda peer: (not peer.fresh, (peer.name or peer.short).lower()), "name"),
+    "epoch": (lambda peer: (not peer.fresh, -peer.epoch), "epoch"),
+    "given": (lambda peer: (not peer.fresh, -peer.samples_given), "samples given"),
+    "drift": (lambda peer: (not peer.fresh, -(peer.drift or 0.0)), "drift"),
+    "age": (lambda peer: -peer.age_s, "age"),
+}
+_SECTIONS = ("rounds", "events", "experts")
+_STATUS = {
+    "live": ("● live", "green"),
+    "joining": ("○ joining", "yellow"),
+    "late": ("▲ LATE", "bold yellow"),
+    "lost": ("✖ LOST", "bold red"),
+}
+_LEVEL = {"good": "green", "warning": "yellow", "bad": "bold red"}
+_STATE = {
+    "training": "green",
+    "behind": "yellow",
+    "idle": "yellow",
+    "quiet": "yellow",
+    "lost": "red",
+    "left": "dim",
+}
+_BAR = "█▏▎▍▌▋▊▉"
+_KEYS = "q quit   ↑↓ choose   enter details   s sort   tab below   "
+
+
+@dataclass(slots=True)
+class Ui:
+    """What the user has chosen."""
+
+    sort: str = "samples/s"
+    chosen: int = 0
+    details: bool = False
+    section: str = "rounds"
+    quit: bool = False
+
+    def key(self, name: str, peers: int, page: int = 8) -> None:
+        """Take one key."""
+        moves = {
+            "up": -1,
+            "k": -1,
+            "down": 1,
+            "j": 1,
+            "page up": -page,
+            "page down": page,
+            "home": -peers,
+            "end": peers,
+        }
+        if name == "q" or (name == "escape" and not self.details):
+            self.quit = name == "q"
+        elif name in ("escape", "back"):
+            self.details = False
+        elif name in ("enter", "d"):
+            self.details = not self.details
+        elif name == "s":
+            names = list(SORTS)
+            self.sort = names[(names.index(self.sort) + 1) % len(names)]
+        elif name == "tab":
+            self.section = _SECTIONS[(_SECTIONS.index(self.section) + 1) % len(_SECTIONS)]
+        elif name in moves:
+            self.chosen = min(max(0, self.chosen + moves[name]), max(0, peers - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How numbers moved lately; None where nothing was seen."""
+
+    loss: Sequence[float | None] = ()
+    samples_per_s: Sequence[float | None] = ()
+
+
+def screen(view: MonitorView, ui: Ui, course: Course, columns: int, rows: int) -> list[Text]:
+    """Exactly `rows` lines at most, none longer than `columns`."""
+    lines = [*_head(view, columns), *_numbers(view, course, columns), Text("")]
+    peers = sorted(view.peers, key=SORTS[ui.sort][0])  # type: ignore[arg-type]
+    ui.chosen = min(ui.chosen, max(0, len(peers) - 1))
+    room = rows - len(lines) - 1  # the last line holds the keys
+    if ui.details and peers:
+        lines += _details(peers[ui.chosen], view.at_s)[:room]
+    else:
+        below = max(4, room // 3)
+        shown = max(1, min(len(peers), room - below - 1))
+        first = min(max(0, ui.chosen - shown // 2), max(0, len(peers) - shown))
+        lines.append(_peer_head(columns))
+        lines += [
+            _peer_line(peer, columns, first + place == ui.chosen)
+            for place, peer in enumerate(peers[first : first + shown])
+        ]
+        if not peers:
+            lines.append(Text("  nobody takes part at the moment", style="dim"))
+        lines += _below(view, ui.section, rows - len(lines) - 1)
+    lines += [Text("")] * (rows - len(lines) - 1)
+    lines.append(Text(f"{_KEYS}{len(peers)} peers by {SORTS[ui.sort][1]}", style="dim"))
+    for line in lines:
+        line.truncate(columns, overflow="ellipsis")
+        if not view.live and line is not lines[0]:
+            line.stylize("dim")
+    return lines[:rows]
+
+
+def _head(view: MonitorView, columns: int) -> list[Text]:
+    text, style = _STATUS.get(view.link.status, ("?", ""))
+    run = view.run
+    name = run.full_name if len(run.full_name) + 40 < columns else run.name or run.run_id
+    title = Text.assemble((f" {name} ", "bold reverse"), "  ", (text, style))
+    if view.link.age_s is not None and view.link.status != "live":
+        title.append(f"  seen {_ago(view.link.age_s)} ago", style=style)
+    elif view.link.entry_answers is False:
+        title.append("  the way in is gone", style="yellow")
+    title.append(f"  {view.peers_live} peer{'' if view.peers_live == 1 else 's'}")
+    if view.peers_quiet:
+        title.append(f", {view.peers_quiet} silent", style="yellow")
+    about = [run.description, f"{run.parameters:,} parameters" if run.parameters else "", run.mode, run.codec]
+    told = view.link.text or " · ".join(filter(None, about))
+    return [title, Text(f" {told}", style="yellow" if view.link.text else "dim")]
+
+
+def _numbers(view: MonitorView, course: Course, columns: int) -> list[Text]:
+    width = max(10, min(40, columns - 50))
+    target = f" of {view.run.target:,}" if view.run.target else ""
+    eta = f"  {_ago(view.eta_s)} to go" if view.eta_s is not None and view.eta_s > 2 else ""
+    lines = [
+        Text.assemble(
+            (f" epoch    {view.epoch:>10,}  ", "bold"),
+            (bar(view.fraction or 0.0, width), "cyan"),
+            f" {view.samples:,.0f}{target}{eta}",
+        ),
+        Text.assemble(
+            (f" loss     {_number(view.loss):>10}  ", "bold"),
+            (_spark(course.loss, width), "magenta"),
+            f" held out {_number(view.validation_loss)}" if view.validation_loss is not None else "",
+            f"  drift {view.drift:.1e}" if view.drift is not None else "",
+        ),
+        Text.assemble(
+            (f" samples/s{view.samples_per_s:>10,.0f}  ", "bold"),
+            (_spark(course.samples_per_s, width), "green"),
+            f" sending {size(view.bytes_per_s)}/s" if view.bytes_per_s else "",
+        ),
+    ]
+    if view.own:
+        told = "   ".join(f"{name} {_number(own.median)}" for name, own in view.own.items())
+        lines.append(Text(f" {told}"))
+    if view.checkpoint:
+        lines.append(Text(f" {view.checkpoint}", style="dim"))
+    return lines
+
+
+def _columns(columns: int) -> list[tuple[str, int]]:
+    widths = {
+        "peer": 13,
+        "on": 4,
+        "now": 8,
+        "smp/s": 7,
+        "epoch": 6,
+        "gave": 5,
+        "sent": 7,
+        "got": 7,
+        "drift": 7,
+        "reach": 5,
+    }
+    if columns >= 89:
+        widths["loss"] = 8
+    spare = columns - 1 - sum(widths.values()) - len(widths)
+    widths["peer"] += min(max(spare, 0), 24)
+    return list(widths.items())
+
+
+def _peer_head(columns: int) -> Text:
+    return Text(
+        " "
+        + " ".join(
+            _fit(name, width, left=place < 3) for place, (name, width) in enumerate(_columns(columns))
+        ),
+        style="dim",
+    )
+
+
+def _peer_line(peer: PeerView, columns: int, chosen: bool) -> Text:
+    cells = {
+        "peer": (f"{peer.name} {peer.short[-5:]}" if columns >= 100 else peer.name)
+        if peer.name
+        else peer.short,
+        "on": peer.device.split(" ")[0],
+        "now": peer.state if peer.fresh or peer.state in ("left", "lost") else f"{_ago(peer.age_s)} ago",
+        "smp/s": (f"{peer.samples_per_s:,.0f}" + ("!" if peer.capped else "")) if peer.fresh else "-",
+        "epoch": f"{peer.epoch:,}",
+        "gave": _ago(peer.contributed_ago_s) if peer.contributed_ago_s is not None else "-",
+        "sent": size(peer.up_bytes),
+        "got": size(peer.down_bytes),
+        "drift": f"{peer.drift:.1e}" if peer.drift is not None else "-",
+        "reach": "?" if peer.reached is None else "yes" if peer.reached else "no",
+        "loss": _number(peer.loss),
+    }
+    line = Text("›" if chosen else " ", style="bold" if chosen else "")
+    for place, (name, width) in enumerate(_columns(columns)):
+        style = _STATE.get(peer.state, "") if name == "now" else "" if peer.fresh else "dim"
+        line.append(_fit(cells[name], width, left=place < 3), style=style)
+        line.append(" ")
+    if chosen:
+        line.stylize("reverse")
+    if peer.accused_by:
+        line.stylize("red")
+    return line
+
+
+def _details(peer: PeerView, now_s: float) -> list[Text]:
+    reached = {None: "not called yet", True: "answers this monitor", False: "does not answer this monitor"}[
+        peer.reached
+    ]
+    state = peer.state if peer.idle_s is None else f"idle: it has not trained for {_ago(peer.idle_s)}"
+    rows = {
+        "peer": peer.peer_id,
+        "name": peer.name or "-",
+        "state": f"{state}; told {_ago(peer.age_s)} ago"
+        + (f"; here for {_ago(now_s - peer.since_s)}" if peer.since_s else ""),
+        "device": f"{peer.device or '-'}   {peer.agent}",
+        "reachable": f"{peer.reach or 'does not say'}; {reached}",
+        "pace": f"{peer.samples_per_s:,.1f} samples/s"
+        + ("; claims more than is believed" if peer.capped else ""),
+        "epoch": f"{peer.epoch:,}; {peer.samples:,} samples in it so far",
+        "contributed": f"{peer.samples_given:,} samples; the last {_ago(peer.contributed_ago_s)} ago in epoch {peer.contributed_epoch}"
+        if peer.contributed_ago_s is not None
+        else "nothing yet",
+        "loss": f"{_number(peer.loss)}; held out {_number(peer.validation_loss)}",
+        "sent": f"{size(peer.up_bytes)} ({size(peer.up_bytes_per_s)}/s)",
+        "got": f"{size(peer.down_bytes)} ({size(peer.down_bytes_per_s)}/s)",
+        "rounds": f"{peer.rounds_done:,}, {peer.rounds_failed:,} failed",
+        "drift": f"{peer.drift:.3e}" if peer.drift is not None else "-",
+    }
+    rows |= {name: _number(value) for name, value in peer.own.items()}
+    if peer.broken:
+        rows["not finite"] = ", ".join(peer.broken)
+    if peer.accused_by:
+        rows["accused"] = f"of lying as a reducer, by {peer.accused_by} peers"
+    return [Text.assemble((f" {name:<13}", "dim"), value) for name, value in rows.items()]
+
+
+def _below(view: MonitorView, section: str, room: int) -> list[Text]:
+    if room < 2:
+        return []
+    title = "   ".join(f"[{name}]" if name == section else name for name in _SECTIONS)
+    lines = [Text(f" {title}", style="dim")]
+    if section == "rounds":
+        half = max(1, (room - 1) // 2)
+        lines += [_round_line(one) for one in view.rounds[:half]]
+        lines += (
+            [_event_line(one) for one in view.events[-(room - len(lines)) :]] if room > len(lines) else []
+        )
+    elif section == "events":
+        lines += [_event_line(one) for one in view.events[-(room - 1) :]]
+    elif view.experts:
+        for expert in view.experts[: room - 1]:
+            load = f"  load {_number(expert.load)}" if expert.load is not None else ""
+            lines.append(
+                Text(
+                    f" {expert.uid:<24} {expert.servers} server{'' if expert.servers == 1 else 's'}{load}  {expert.text}"
+                )
+            )
+    else:
+        lines.append(Text("  no experts are declared", style="dim"))
+    return lines[:room]
+
+
+def _round_line(one: RoundView) -> Text:
+    what = "round" if one.kind == "epoch" else one.kind
+    members = f"{one.members:>3} peers" if one.members else "  nobody"
+    line = Text(
+        f" {_clock(one.at_s)} {what:<6}{one.epoch:>7,} {members} {one.seconds:>6.2f} s {size(one.bytes):>8} "
+    )
+    if one.failed:
+        line.append(f"failed: {one.detail or one.reason}", style="yellow")
+    elif one.digests > 1:
+        line.append("members hold different averages", style="bold red")
+    elif one.left or one.failed_for:
+        without = (
+            ", ".join(f"{peer[-6:]} {why}" for peer, why in one.left.items())
+            or f"{one.failed_for} members failed"
+        )
+        line.append(f"without {without}", style="yellow")
+    else:
+        line.append(one.digest[:8], style="dim")
+    return line
+
+
+def _event_line(event: MonitorEvent) -> Text:
+    return Text.assemble((f" {_clock(event.at_s)} ", "dim"), (event.text, _LEVEL.get(event.level, "")))
+
+
+def bar(fraction: float, width: int) -> str:
+    """A bar of eighths of columns."""
+    eighths = round(min(max(fraction, 0.0), 1.0) * width * 8)
+    full, rest = divmod(eighths, 8)
+    return ("█" * full + (_BAR[rest] if rest else "")).ljust(width, "░")[:width]
+
+
+def _spark(values: Sequence[float | None], width: int) -> str:
+    return sparkline([value for value in values if value is not None], width).ljust(width)
+
+
+def _fit(text: str, width: int, *, left: bool) -> str:
+    text = text if len(text) <= width else text[: width - 1] + "…"
+    return text.ljust(width) if left else text.rjust(width)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or value == 0 else f"{value:.3g}"
+
+
+def _clock(at_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(at_s))
+
+
+def _ago(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}" if unit != "min" else f"{seconds / length:.0f} m"
+    return f"{seconds:.0f} s"

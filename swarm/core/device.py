@@ -1,0 +1,97 @@
+"""Compute devices: names checked against what this machine has, and the errors that a device raises told
+apart.
+
+Importing this module does not import torch: a command parses its options before it knows whether it needs
+torch at all.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from swarm.core.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+_NAME = re.compile(r"auto|cpu|mps|cuda(?::(0|[1-9][0-9]{0,3}))?")
+
+DEVICE_NAMES = "auto, cpu, cuda, cuda:N or mps"
+
+
+def check_device_name(name: str) -> str:
+    """Return `name` if it is `auto`, `cpu`, `cuda`, `cuda:N` or `mps`; raise UsageError otherwise. Does not
+    import torch.
+    """
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"a device is {DEVICE_NAMES}, not {name!r:.40}")
+    return name
+
+
+def resolve_device(name: str, option: str = "--device") -> torch.device:
+    """Return the torch device that `name` means on this machine; a CUDA device always has its index.
+
+    `auto` is the current CUDA device where there is one, else the CPU; MPS is used only when it is asked for
+    by name. UsageError says what is missing when the device is not there; `option` is what the message says
+    the name was given by.
+    """
+    import torch
+
+    kind = check_device_name(name).partition(":")[0]
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise UsageError(
+            f"{option} mps was given, but torch finds no Metal device here; use {option} cpu, or auto"
+        )
+    if kind != "cuda":
+        return torch.device(kind)
+    if not torch.cuda.is_available():
+        raise UsageError(f"{option} {name} was given, but {missing_cuda()}; use {option} cpu, or auto")
+    _, _, number = name.partition(":")
+    index, count = int(number) if number else torch.cuda.current_device(), torch.cuda.device_count()
+    if index >= count:
+        there = "cuda:0 alone" if count == 1 else f"cuda:0 to cuda:{count - 1}"
+        raise UsageError(f"{option} {name} was given, but this machine has {there}")
+    return torch.device("cuda", index)
+
+
+def missing_cuda() -> str:
+    """Return why torch has no CUDA device on this machine, as the end of a sentence."""
+    import torch
+
+    if torch.version.cuda is None:
+        return "this machine's torch was built without CUDA: install a CUDA build of torch"
+    return "torch sees no CUDA device here: check `nvidia-smi` and the driver"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` says that a device or the host had no memory left: a smaller batch may succeed
+    where this one failed.
+    """
+    import torch
+
+    if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
+        return True
+    # the CPU's and the MPS allocator raise a plain RuntimeError
+    return isinstance(error, RuntimeError) and (
+        "can't allocate memory" in str(error) or "out of memory" in str(error).lower()
+    )
+
+
+def is_device_failure(error: BaseException) -> bool:
+    """Return whether `error` leaves its CUDA context unusable: every later call on the device fails too,
+    until the process ends.
+
+    CUDA calls such errors sticky (a device-side assert, an illegal address). Running out of memory is not one
+    of them.
+    """
+    import torch
+
+    if is_out_of_memory(error):
+        return False
+    accelerator_error = getattr(torch, "AcceleratorError", None)  # from torch 2.8 on
+    if accelerator_error is not None and isinstance(error, accelerator_error):
+        return True
+    return isinstance(error, RuntimeError) and str(error).startswith("CUDA error")

@@ -1,0 +1,215 @@
+"""A peer's identity: an Ed25519 key, kept in a file that one process at a time may use.
+
+The file holds libp2p's protobuf `PrivateKey` (libp2p specification, "Peer Ids and Keys"): type Ed25519 and
+the 64 bytes of private and public key, so that any libp2p implementation can read it. py-libp2p writes the 32
+private bytes alone, old versions of others 96 bytes: both are read too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from nacl.bindings import crypto_sign_open
+from nacl.exceptions import BadSignatureError
+
+from swarm.core.errors import UsageError
+from swarm.core.ids import PeerId
+
+_SEED_BYTES = 32
+_SIGNATURE_BYTES = 64
+_FILE_BYTES_MAX = 1024
+# protobuf: field 1 (type) varint 1 (Ed25519), field 2 (data) of a one-byte length
+_ENCODED_PREFIX = bytes.fromhex("080112")
+
+
+class Identity:
+    """An Ed25519 key pair. `close()` frees the file's lock; an identity without a file has nothing to free."""
+
+    def __init__(self, key: Ed25519PrivateKey, *, path: Path | None = None, lock: int | None = None) -> None:
+        self._key = key
+        self.path = path
+        self._lock = lock
+        self.peer_id = PeerId(key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw))
+
+    @classmethod
+    def generate(cls) -> Identity:
+        """A fresh identity that lives in memory only."""
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], create: bool = True) -> Identity:
+        """Read the identity file and lock it; make one (mode 0600) when there is none and `create` is set.
+
+        UsageError when the file cannot be read, is no Ed25519 identity, is readable by others, or is in use
+        by another process.
+        """
+        file = Path(path).expanduser()
+        lock: int | None = None
+        try:
+            if create:
+                file.parent.mkdir(parents=True, exist_ok=True)
+            elif not file.exists():
+                raise UsageError(
+                    f"there is no identity file {file}: make one with `swarm identity --create`, or leave the path out"
+                )
+            lock = _take_lock(file)
+            raw = _read_or_create(file)
+            key = Ed25519PrivateKey.from_private_bytes(_decode(raw, file))
+        except OSError as error:
+            _free_lock(lock)
+            raise UsageError(f"cannot use the identity file {file}: {error.strerror or error}") from error
+        except BaseException:
+            _free_lock(lock)
+            raise
+        return cls(key, path=file, lock=lock)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Identity:
+        """Read the identity file without locking it: to sign as its owner, not to be a peer under this name.
+        UsageError as in `load`.
+        """
+        file = Path(path).expanduser()
+        if not file.exists():
+            raise UsageError(f"there is no identity file {file}")
+        try:
+            return cls(Ed25519PrivateKey.from_private_bytes(_decode(_read_or_create(file), file)), path=file)
+        except OSError as error:
+            raise UsageError(f"cannot use the identity file {file}: {error.strerror or error}") from error
+
+    @property
+    def private_key(self) -> Ed25519PrivateKey:
+        """For issuing certificates; nothing else needs it."""
+        return self._key
+
+    def sign(self, message: bytes) -> bytes:
+        """64 bytes, Ed25519."""
+        return self._key.sign(message)
+
+    def encode(self) -> bytes:
+        """libp2p's protobuf `PrivateKey`."""
+        return _encode(self._key)
+
+    def close(self) -> None:
+        """Let another process use the file. Idempotent."""
+        lock, self._lock = self._lock, None
+        _free_lock(lock)
+
+    def __repr__(self) -> str:
+        return f"Identity({self.peer_id}{f', {self.path}' if self.path else ''})"
+
+
+def verify(peer_id: PeerId, message: bytes, signature: bytes) -> bool:
+    """Did this peer sign this message? By libsodium: half the time of OpenSSL's, and stricter, as it refuses
+    keys of small order.
+    """
+    # libsodium takes both in one piece, so that bytes could move from one into the other
+    if len(signature) != _SIGNATURE_BYTES:
+        return False
+    try:
+        crypto_sign_open(signature + message, peer_id.public_key)
+    except (BadSignatureError, ValueError):
+        return False
+    return True
+
+
+def _encode(key: Ed25519PrivateKey) -> bytes:
+    data = key.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption()) + key.public_key().public_bytes(
+        Encoding.Raw, PublicFormat.Raw
+    )
+    return _ENCODED_PREFIX + bytes([len(data)]) + data
+
+
+def _decode(raw: bytes, file: Path) -> bytes:
+    """The 32 private bytes. The layout is fixed for Ed25519, so a whole protobuf parser would only accept
+    more than what is meant.
+    """
+    prefix, rest = raw[: len(_ENCODED_PREFIX)], raw[len(_ENCODED_PREFIX) :]
+    if (
+        prefix != _ENCODED_PREFIX
+        or not rest
+        or rest[0] != len(rest) - 1
+        or rest[0] not in (_SEED_BYTES, 64, 96)
+    ):
+        raise UsageError(
+            f"{file} is not an Ed25519 identity in libp2p's encoding; move it away to have a new one made"
+        )
+    seed, publics = rest[1 : 1 + _SEED_BYTES], rest[1 + _SEED_BYTES :]
+    public = (
+        Ed25519PrivateKey.from_private_bytes(seed).public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
+    )
+    if publics != public * (len(publics) // _SEED_BYTES):
+        raise UsageError(f"{file} is damaged: its public and private keys do not belong together")
+    return seed
+
+
+def _read_or_create(file: Path) -> bytes:
+    if not file.exists():
+        raw = _encode(Ed25519PrivateKey.generate())
+        write_private(file, raw)
+        return raw
+    mode = stat.S_IMODE(file.stat().st_mode)
+    if os.name == "posix" and mode & 0o077:
+        raise UsageError(
+            f"{file} holds a private key but others may read it (mode {mode:04o}): run `chmod 600 {file}`"
+        )
+    with file.open("rb") as stream:
+        return stream.read(_FILE_BYTES_MAX)
+
+
+def write_private(file: Path, raw: bytes) -> None:
+    """Write a file of mode 0600, whole or not at all, even when the machine loses power half-way."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(raw)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _take_lock(file: Path) -> int:
+    """Lock `<file>.lock`, not the file itself, which may be replaced. The system frees the lock when the
+    process dies, however it dies.
+    """
+    lock_file = file.with_name(f"{file.name}.lock")
+    descriptor = os.open(lock_file, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+    try:
+        _lock_exclusively(descriptor)
+    except OSError:
+        owner = os.pread(descriptor, 20, 0).decode(errors="replace").strip() if hasattr(os, "pread") else ""
+        os.close(descriptor)
+        who = f"process {owner}" if owner.isdigit() else "another process"
+        raise UsageError(
+            f"{who} is using the identity file {file}, and one identity is one peer: "
+            "stop that process, or give this one a file of its own (--identity PATH)"
+        ) from None
+    os.truncate(descriptor, 0)
+    os.write(descriptor, str(os.getpid()).encode())
+    return descriptor
+
+
+def _lock_exclusively(descriptor: int) -> None:
+    """OSError when somebody else holds it."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        import msvcrt
+
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined, unused-ignore]
+    else:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _free_lock(lock: int | None) -> None:
+    if lock is not None:
+        with contextlib.suppress(OSError):
+            os.close(lock)

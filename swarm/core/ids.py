@@ -1,0 +1,236 @@
+"""Names: who a peer is (`PeerId`), where it listens (`Address`, `Contact`), what a DHT entry is called
+(`Key`).
+
+A `PeerId` is libp2p's, for Ed25519 only: the identity multihash of the protobuf-encoded public key (libp2p
+specification, "Peer Ids and Keys"), so that the public key can be read out of it. It is computed here,
+without importing libp2p: that import costs a trainer 0.4 s and 85 MB (docs/decisions/0002). A test holds it
+equal to libp2p's own.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import ipaddress
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import base58
+
+from swarm.core.errors import UsageError
+
+# multihash: identity (0x00), 36 bytes; protobuf PublicKey: field 1 (type) = Ed25519 (1), field 2 (data) = 32
+# bytes
+_PEER_ID_PREFIX = bytes.fromhex("002408011220")
+_PUBLIC_KEY_BYTES = 32
+_HOST_NAME = re.compile(
+    r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})?(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})?)*\.?"
+)
+_KEY_BYTES_MAX = 256
+_RUN_ID = re.compile(r"[a-z2-7]{20}")
+_RUN_NAME_CHARACTERS_MAX = 100
+_TARGET_SCHEMES = {"ip4": "ipv4", "ip6": "ipv6", "dns": "dns"}  # how gRPC calls them
+
+
+# The same few peers are named in every message and log line. The caches are bounded, and so is what a
+# stranger can put into them.
+@functools.lru_cache(maxsize=16384)
+def _place(public_key: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(_PEER_ID_PREFIX + public_key).digest(), "big")
+
+
+@functools.lru_cache(maxsize=4096)
+def _place_of_key(namespace: str, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{namespace}/{name}".encode()).digest(), "big")
+
+
+@functools.lru_cache(maxsize=4096)
+def _text(public_key: bytes) -> str:
+    return base58.b58encode(_PEER_ID_PREFIX + public_key).decode()
+
+
+class _PublicKey(NamedTuple):
+    public_key: bytes  # 32 bytes, raw
+
+
+class PeerId(_PublicKey):
+    """A peer's name: its Ed25519 public key, written as a libp2p PeerID (`12D3Koo…`).
+
+    A tuple, so that it is hashed and compared without a line of Python: PeerIDs are what every table is keyed
+    by.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, public_key: bytes) -> PeerId:
+        if len(public_key) != _PUBLIC_KEY_BYTES:
+            raise UsageError(f"an Ed25519 public key has {_PUBLIC_KEY_BYTES} bytes, not {len(public_key)}")
+        return super().__new__(cls, public_key)
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> PeerId:
+        """Read the 38 bytes of the multihash form; UsageError when they are anything but an Ed25519 PeerID."""
+        if len(raw) != len(_PEER_ID_PREFIX) + _PUBLIC_KEY_BYTES or not raw.startswith(_PEER_ID_PREFIX):
+            raise UsageError("not an Ed25519 PeerID (38 bytes that begin with 002408011220)")
+        return _peer_id(bytes(raw[len(_PEER_ID_PREFIX) :]))
+
+    @classmethod
+    def parse(cls, text: str) -> PeerId:
+        """Read the base58 form; UsageError when it is anything but an Ed25519 PeerID."""
+        if not 40 <= len(text) <= 64:
+            raise UsageError(f"{text[:64]!r} is not a PeerID: one looks like 12D3KooW… and has 52 characters")
+        try:
+            return cls.from_bytes(base58.b58decode(text))
+        except ValueError as error:
+            raise UsageError(f"{text!r} is not a PeerID: {error}") from error
+
+    def to_bytes(self) -> bytes:
+        return _PEER_ID_PREFIX + self.public_key
+
+    @property
+    def dht_id(self) -> int:
+        """Its place in the DHT's key space: SHA-256 of the multihash form, 256 bits."""
+        return _place(self.public_key)
+
+    @property
+    def short(self) -> str:
+        """The last eight characters: enough to tell peers apart in a log line."""
+        return str(self)[-8:]
+
+    def __str__(self) -> str:
+        return _text(self.public_key)
+
+    def __repr__(self) -> str:
+        return f"PeerId({self})"
+
+
+@functools.lru_cache(maxsize=16384)
+def _peer_id(public_key: bytes) -> PeerId:
+    return PeerId(public_key)  # one object per peer: dictionaries find it without comparing
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Address:
+    """Where a peer's gRPC port is reached: a host (IPv4, IPv6 or name) and a TCP port."""
+
+    host: str
+    port: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.port <= 65535:
+            raise UsageError(f"{self.port} is not a TCP port (1 to 65535)")
+        if self._kind() == "dns" and not _HOST_NAME.fullmatch(self.host):
+            raise UsageError(f"{self.host!r} is neither an IP address nor a host name")
+
+    def _kind(self) -> str:
+        try:
+            return f"ip{ipaddress.ip_address(self.host).version}"
+        except ValueError:
+            return "dns"
+
+    @property
+    def multiaddr(self) -> str:
+        """`/ip4/…/tcp/…/tls/http`, without the peer."""
+        return f"/{self._kind()}/{self.host}/tcp/{self.port}/tls/http"
+
+    @property
+    def target(self) -> str:
+        """The form that gRPC dials."""
+        host = f"[{self.host}]" if self._kind() == "ip6" else self.host
+        return f"{_TARGET_SCHEMES[self._kind()]}:{host}:{self.port}"
+
+    @classmethod
+    def parse(cls, multiaddr: str) -> Address:
+        """Read `/ip4|ip6|dns|dns4|dns6/HOST/tcp/PORT[/tls/http]`; UsageError names what is wrong."""
+        parts = multiaddr.rstrip("/").split("/")
+        if (
+            len(parts) not in (5, 7)
+            or parts[0]
+            or parts[1] not in ("ip4", "ip6", "dns", "dns4", "dns6")
+            or parts[3] != "tcp"
+        ):
+            raise UsageError(f"{multiaddr[:200]!r} is not an address like /ip4/203.0.113.7/tcp/4000/tls/http")
+        if len(parts) == 7 and parts[5:] != ["tls", "http"]:
+            raise UsageError(f"{multiaddr[:200]!r}: a gRPC address ends in /tls/http")
+        if not parts[4].isascii() or not parts[4].isdigit() or len(parts[4]) > 5:
+            raise UsageError(f"{multiaddr[:200]!r}: {parts[4][:20]!r} is not a TCP port")
+        address = cls(parts[2], int(parts[4]))
+        if parts[1].startswith("ip") and address._kind() != parts[1]:
+            raise UsageError(f"{multiaddr[:200]!r}: {parts[2]!r} is not an {parts[1]} address")
+        return address
+
+
+@dataclass(frozen=True, slots=True)
+class Contact:
+    """A peer and where it can be reached: about 100 bytes on the wire. No addresses: it cannot be dialed (a
+    client peer).
+    """
+
+    peer_id: PeerId
+    addresses: tuple[Address, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Contact:
+        """Read a multiaddr that ends in `/p2p/<PeerID>`; UsageError names what is wrong."""
+        where, separator, who = text.strip().partition("/p2p/")
+        if not separator:
+            example = "/ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW…"
+            raise UsageError(
+                f"{text[:200]!r} names no peer: an address ends in /p2p/<PeerID>, like {example}"
+            )
+        return cls(PeerId.parse(who), (Address.parse(where),))
+
+    @property
+    def multiaddrs(self) -> list[str]:
+        return [f"{address.multiaddr}/p2p/{self.peer_id}" for address in self.addresses]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Key:
+    """What a DHT entry is called. Its namespace decides who may write; both parts travel in the clear, so
+    that validators can see them.
+    """
+
+    namespace: str
+    name: str
+
+    def __post_init__(self) -> None:
+        if not self.namespace or "/" in self.namespace or not self.name:
+            raise UsageError(
+                f"a DHT key reads namespace/name, both non-empty, not {self.namespace!r}/{self.name!r}"
+            )
+        try:
+            size = len(self.namespace.encode()) + len(self.name.encode())
+        except UnicodeEncodeError as error:
+            raise UsageError(f"a DHT key is text that UTF-8 can write: {error}") from None
+        if size > _KEY_BYTES_MAX:
+            raise UsageError(f"a DHT key has at most {_KEY_BYTES_MAX} bytes, not {size}")
+
+    @classmethod
+    def parse(cls, text: str) -> Key:
+        """`namespace/name`; without a slash the namespace is `public`."""
+        namespace, separator, name = text.partition("/")
+        return cls(namespace, name) if separator else cls("public", text)
+
+    @property
+    def dht_id(self) -> int:
+        """Its place in the DHT's key space: SHA-256 of `namespace/name`, 256 bits."""
+        return _place_of_key(self.namespace, self.name)
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+def open_run_id(run: str) -> str:
+    """A run's id as it is (20 lower-case base32 characters), or the id of the open run of that name, which
+    nobody owns.
+    """
+    if not isinstance(run, str) or not 1 <= len(run) <= _RUN_NAME_CHARACTERS_MAX:
+        raise UsageError(
+            f"run is a name of 1 to {_RUN_NAME_CHARACTERS_MAX} characters, or a run's id, not {run!r:.120}"
+        )
+    if _RUN_ID.fullmatch(run):
+        return run
+    return base64.b32encode(hashlib.sha256(b"swarm open run " + run.encode()).digest()).decode().lower()[:20]

@@ -1,0 +1,232 @@
+"""The iterative lookup: find the live peers nearest to an id (Kademlia, section 2.3), as a state machine
+without clock or network.
+
+The caller asks `poll`, performs each `SendFind`, and reports with `on_reply` or `on_failure`, until `poll`
+returns `LookupDone`. The lookup ends when the `wanted` nearest peers that are not known to have failed have
+all answered. A peer that stays silent for `stall_s` keeps its chance to answer but holds nobody up: others
+are asked in its place. Whatever strangers answer, the work is bounded: `queries_max` calls, `shortlist_max`
+candidates, `closer_max` contacts taken from one answer, each peer asked once.
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from swarm.core.ids import Address, Contact, PeerId
+
+_ADDRESSES_MAX = 8
+_DISTANCE = operator.attrgetter("distance")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookupConfig:
+    """How wide and how long a lookup searches."""
+
+    # how many of the nearest must have answered (Kademlia's k; a read wants the replicas only)
+    wanted: int = 20
+    # calls in flight that are not stalled (Kademlia's alpha); a read asks all replicas at once
+    parallel: int = 4
+    # silence after which another peer is asked too: less wastes calls on long links, more lets the dead delay
+    # all
+    stall_s: float = 1.0
+    queries_max: int = 120  # calls in all
+    shortlist_max: int = 100  # candidates kept
+    closer_max: int = 20  # contacts taken from one answer
+
+
+@dataclass(frozen=True, slots=True)
+class SendFind:
+    contact: Contact
+
+
+@dataclass(frozen=True, slots=True)
+class LookupDone:
+    # those that answered, nearest first, at most `wanted`; ourselves among them if we were a candidate
+    nearest: tuple[Contact, ...]
+
+
+Effect: TypeAlias = SendFind | LookupDone
+
+
+class _State(enum.Enum):
+    FRESH = enum.auto()
+    ASKED = enum.auto()
+    STALLED = enum.auto()
+    ANSWERED = enum.auto()
+    FAILED = enum.auto()
+
+
+# An enumeration's members are looked up slowly, and every answer to a search looks at all of its candidates.
+_FRESH, _ASKED, _STALLED, _ANSWERED, _FAILED = _State
+
+
+@dataclass(slots=True, eq=False)
+class _Candidate:
+    distance: int
+    contact: Contact
+    state: _State = _FRESH
+    asked_s: float = 0.0
+    hops: int = 1  # calls in a row that lead to it, its own included
+
+
+class Lookup:
+    """One search for one id."""
+
+    def __init__(
+        self,
+        target: int,
+        seeds: Sequence[Contact],
+        *,
+        own: PeerId,
+        own_contact: Contact | None = None,
+        config: LookupConfig | None = None,
+    ) -> None:
+        """`own` is never asked; `own_contact`, when given, counts as a candidate that has answered."""
+        self.config = config or LookupConfig()
+        self.target = target
+        self.queries = 0
+        self.answers = 0
+        self._own = own
+        self._candidates: dict[PeerId, _Candidate] = {}
+        self._order: list[_Candidate] = []  # by distance
+        # those in that state, the one that was asked first at the beginning
+        self._asked: dict[PeerId, _Candidate] = {}
+        self._done = False
+        self._deadline_s: float | None = None
+        if own_contact is not None:
+            self._insert(own_contact, _ANSWERED)
+        for contact in seeds:
+            self._learn(contact)
+        self._trim()
+
+    @property
+    def stalled(self) -> list[PeerId]:
+        """Peers that were silent for too long and have neither answered nor failed since."""
+        return [candidate.contact.peer_id for candidate in self._order if candidate.state is _STALLED]
+
+    def on_reply(self, peer: PeerId, closer: Sequence[Contact]) -> None:
+        """A peer that was asked answered with the contacts nearest to the target that it knows."""
+        candidate = self._candidates.get(peer)
+        if candidate is None or candidate.state not in (_ASKED, _STALLED):
+            return
+        candidate.state = _ANSWERED
+        self._asked.pop(peer, None)
+        self.answers += 1
+        for contact in closer[: self.config.closer_max]:
+            self._learn(contact, candidate.hops + 1)
+        self._trim()
+
+    def on_failure(self, peer: PeerId) -> None:
+        """A peer that was asked could not be reached, refused, or broke the protocol."""
+        candidate = self._candidates.get(peer)
+        if candidate is not None and candidate.state in (_ASKED, _STALLED):
+            candidate.state = _FAILED
+            self._asked.pop(peer, None)
+
+    def widen(self, wanted: int) -> None:
+        """Go on until so many of the nearest have answered; nobody is asked twice. For a lookup that is done,
+        or about to be.
+        """
+        if wanted > self.config.wanted:
+            self.config = replace(self.config, wanted=wanted)
+            self._done = False
+
+    def deadline_s(self) -> float | None:
+        """When `poll` should be asked again although nobody answered; None when only an answer changes
+        anything.
+        """
+        return self._deadline_s
+
+    def poll(self, now_s: float) -> list[Effect]:
+        """What to do now. `LookupDone` is returned once, and alone."""
+        if self._done:
+            return []
+        config = self.config
+        self._stall(now_s - config.stall_s)
+        effects: list[Effect] = []
+        counted = unsettled = 0
+        for candidate in self._order:
+            if counted == config.wanted:
+                break
+            state = candidate.state
+            if state is _FAILED or state is _STALLED:
+                continue
+            if state is _FRESH:
+                if self.queries >= config.queries_max:
+                    continue
+                if len(self._asked) < config.parallel:
+                    candidate.state, candidate.asked_s = _ASKED, now_s
+                    self._asked[candidate.contact.peer_id] = candidate
+                    self.queries += 1
+                    effects.append(SendFind(candidate.contact))
+            counted += 1
+            unsettled += state is not _ANSWERED
+        # In the order in which they were asked: the first is the first to be late.
+        self._deadline_s = next(iter(self._asked.values())).asked_s + config.stall_s if self._asked else None
+        # Nobody at all has answered yet: a peer that is merely slow is better than none.
+        if unsettled or (not self.answers and self._any_stalled()):
+            return effects
+        self._done = True
+        self._deadline_s = None
+        answered = [candidate.contact for candidate in self._order if candidate.state is _ANSWERED]
+        return [LookupDone(tuple(answered[: config.wanted]))]
+
+    def _stall(self, asked_before_s: float) -> None:
+        while self._asked:
+            peer_id, candidate = next(iter(self._asked.items()))
+            if candidate.asked_s > asked_before_s:
+                return
+            candidate.state = _STALLED
+            del self._asked[peer_id]
+
+    def _any_stalled(self) -> bool:
+        return any(candidate.state is _STALLED for candidate in self._order)
+
+    @property
+    def hops(self) -> int:
+        """Calls in a row that led to the farthest-led of the nearest peers that have answered; 0 when none
+        has.
+        """
+        answered = [candidate for candidate in self._order if candidate.state is _ANSWERED][
+            : self.config.wanted
+        ]
+        return max(
+            (candidate.hops for candidate in answered if candidate.contact.peer_id != self._own), default=0
+        )
+
+    def _learn(self, contact: Contact, hops: int = 1) -> None:
+        if contact.peer_id == self._own or not contact.addresses:
+            return
+        known = self._candidates.get(contact.peer_id)
+        if known is None:
+            self._insert(contact, _FRESH, hops)
+        elif known.state is _FRESH and known.contact.addresses != contact.addresses:
+            # One of those who told us may have invented the address: keep both.
+            addresses: tuple[Address, ...] = tuple(dict.fromkeys(known.contact.addresses + contact.addresses))
+            known.contact = Contact(contact.peer_id, addresses[:_ADDRESSES_MAX])
+
+    def _insert(self, contact: Contact, state: _State, hops: int = 1) -> None:
+        candidate = _Candidate(contact.peer_id.dht_id ^ self.target, contact, state, hops=hops)
+        self._candidates[contact.peer_id] = candidate
+        # as those that a search begins with
+        if not self._order or candidate.distance >= self._order[-1].distance:
+            self._order.append(candidate)
+        else:
+            bisect.insort(self._order, candidate, key=_DISTANCE)
+
+    def _trim(self) -> None:
+        """Forget the farthest that were never asked. The others, at most `queries_max`, are kept so that
+        nobody is asked twice.
+        """
+        excess = len(self._order) - self.config.shortlist_max
+        for position in range(len(self._order) - 1, -1, -1):
+            if excess <= 0:
+                return
+            if self._order[position].state is _FRESH:
+                del self._candidates[self._order.pop(position).contact.peer_id]
+                excess -= 1

@@ -1,0 +1,94 @@
+"""Who may write what, per namespace: the rules that a replica applies to what it is asked to keep, and a
+reader to what it is answered.
+
+    node.dht.register("scores", NamespaceRules(schema=Table({"score": Number(0, 1)}), writers=frozenset({judge})))
+    node.dht.register("run.abc", NamespaceRules(entries_per_writer_max=1, name="report.*"))
+
+A record must pass every rule whose namespace and name fit it; one that nothing fits is open. What is
+registered holds on this peer: as a replica it keeps nothing else, as a reader it sees nothing else, and as a
+writer it is told at once. Peers that did not register it keep what they are given, so that a rule protects
+its readers everywhere and its replicas where it is known. The rules of a run's own names are known to all
+(`run_rules`).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+
+from swarm.core.errors import UsageError
+from swarm.core.ids import Key
+from swarm.dht.logic.blobs import is_blob_key
+from swarm.dht.logic.records import TTL_MAX_US, VALUE_BYTES_MAX, Record, decode_value, is_run_namespace
+from swarm.dht.logic.rules import NamespaceRules
+from swarm.dht.logic.run_rules import RUN_RULES
+
+_RULES_MAX = 1024
+
+
+class Namespaces:
+    """The rules that one peer knows."""
+
+    def __init__(self) -> None:
+        self._registered: dict[tuple[str, str], NamespaceRules] = {}
+
+    def register(self, namespace: str, rules: NamespaceRules) -> None:
+        """From now on, in addition to all others; replaces what was registered for the same namespace and
+        `rules.name`.
+        """
+        Key(namespace, "x")  # UsageError when it is no namespace
+        if (namespace, rules.name) not in self._registered and len(self._registered) >= _RULES_MAX:
+            raise UsageError(f"at most {_RULES_MAX} rules can be registered")
+        self._registered[namespace, rules.name] = rules
+
+    def rules(self, key: Key) -> list[NamespaceRules]:
+        """Every rule that fits a key."""
+        found = [
+            rules
+            for (namespace, name), rules in self._registered.items()
+            if namespace == key.namespace and fnmatch.fnmatchcase(key.name, name)
+        ]
+        if is_run_namespace(key.namespace):
+            found.extend(rules for rules in RUN_RULES if fnmatch.fnmatchcase(key.name, rules.name))
+        return found
+
+    def refusal(self, record: Record) -> str | None:
+        """Why a record breaks the rules of its key, or None. Quotas are the storage's."""
+        if is_blob_key(record.key) and not record.lasting:
+            return f"{record.key} takes nothing but the run's signed specification"
+        for rules in self.rules(record.key):
+            reason = _refusal(rules, record)
+            if reason:
+                return reason
+        return None
+
+    def entries_per_writer_max(self, key: Key) -> int | None:
+        """How many entries one writer may have under this key; None: no rule says."""
+        limits = [
+            rules.entries_per_writer_max
+            for rules in self.rules(key)
+            if rules.entries_per_writer_max is not None
+        ]
+        return min(limits, default=None)
+
+
+def _refusal(rules: NamespaceRules, record: Record) -> str | None:
+    key = record.key
+    if rules.writers is not None and record.writer not in rules.writers:
+        return f"{record.writer.short} is not among those who may write {key}"
+    if rules.subkey_is_writer and record.subkey != str(record.writer):
+        return f"under {key} an entry's subkey is its writer's PeerID"
+    if record.deleted:
+        # it may outlive what it hides: a writer that has forgotten how long that lives takes the longest
+        return None
+    if (
+        rules.ttl_s_max * 1e6 < TTL_MAX_US
+        and not record.lasting
+        and record.expiration_us - record.issued_at_us > rules.ttl_s_max * 1e6
+    ):
+        return f"under {key} an entry lives at most {rules.ttl_s_max:g} s"
+    if rules.value_bytes_max < VALUE_BYTES_MAX and len(record.value) > rules.value_bytes_max:
+        return f"under {key} a value has at most {rules.value_bytes_max} bytes, not {len(record.value)}"
+    if rules.schema is not None and not record.lasting:
+        reason = rules.schema.refusal(decode_value(record.value))
+        return f"under {key} the value {reason}" if reason else None
+    return None

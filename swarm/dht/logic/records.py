@@ -1,0 +1,300 @@
+"""What the DHT holds: signed, expiring records, and the rules that every record must pass, at a replica as at
+a reader.
+
+Times are swarm time. Inside the DHT they are whole microseconds, so that two peers never disagree about which
+of two records is later; users see Unix seconds (`Entry`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeAlias
+
+import msgpack
+
+from swarm.core.errors import UsageError
+from swarm.core.identity import verify
+from swarm.core.ids import Key, PeerId
+from swarm.dht.logic.blobs import Blob, blob_message, blob_of
+
+VALUE_BYTES_MAX = 64 << 10
+SUBKEY_BYTES_MAX = 256
+TTL_MAX_US = 24 * 3600 * 1_000_000
+# A writer's clock may be this far ahead of ours. Less would refuse peers whose clocks have not been corrected
+# yet; more would let a writer hold its own entry against its own later issues for longer.
+FUTURE_MAX_US = 30 * 1_000_000
+NESTING_MAX = 32
+_SIGNATURE_BYTES = 64
+_VERIFIED_MAX = 8192
+_DOMAIN = b"swarm/dht/record/1\0"
+_RUN_PREFIX = "run."
+
+Value: TypeAlias = Any  # None, bool, int, float, str, bytes, and lists and maps of them
+
+
+class RecordSigner(Protocol):
+    """Who writes: `swarm.core.identity.Identity`, or a seeded one in tests."""
+
+    @property
+    def peer_id(self) -> PeerId: ...
+
+    def sign(self, message: bytes) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One writer's entry under a key. Its owner is (writer, subkey): nobody else can replace it."""
+
+    key: Key
+    subkey: str | None  # None: a plain entry
+    value: bytes = field(repr=False)  # msgpack; empty in a tombstone
+    issued_at_us: int
+    expiration_us: int
+    writer: PeerId
+    deleted: bool = False
+    # a blob that proves itself (`blobs`): its life is prolonged by whoever stores it again
+    lasting: bool = False
+    signature: bytes = field(default=b"", repr=False)
+
+    @property
+    def owner(self) -> Owner:
+        return self.writer, self.subkey
+
+    @property
+    def version(self) -> tuple[int, bytes]:
+        """Of two records of one owner the greater version wins; the signature makes every replica break a tie
+        alike.
+        """
+        return self.issued_at_us, self.signature
+
+    @property
+    def size_bytes(self) -> int:
+        """What it costs a replica, roughly; never zero, so that empty values are not free."""
+        return 256 + len(self.value) + len(self.subkey or "")
+
+
+Owner: TypeAlias = tuple[PeerId, str | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """What a reader gets. Times are swarm time, Unix seconds."""
+
+    value: Value
+    subkey: str | None
+    writer: PeerId
+    issued_at: float
+    expiration: float
+
+    @classmethod
+    def of(cls, record: Record) -> Entry:
+        return cls(
+            value=decode_value(record.value),
+            subkey=record.subkey,
+            writer=record.writer,
+            issued_at=record.issued_at_us / 1e6,
+            expiration=record.expiration_us / 1e6,
+        )
+
+
+def _with_length(part: bytes) -> bytes:
+    return len(part).to_bytes(4, "big") + part
+
+
+def signing_bytes(record: Record) -> bytes:
+    """The canonical form that is signed: a domain of its own, then every field, each with its length."""
+    return b"".join(
+        (
+            _DOMAIN,
+            _with_length(record.key.namespace.encode()),
+            _with_length(record.key.name.encode()),
+            b"\0" if record.subkey is None else b"\1" + _with_length(record.subkey.encode()),
+            _with_length(record.value),
+            record.issued_at_us.to_bytes(8, "big", signed=True),
+            record.expiration_us.to_bytes(8, "big", signed=True),
+            record.writer.public_key,
+            b"\1" if record.deleted else b"\0",
+        )
+    )
+
+
+def signed(record: Record, signer: RecordSigner) -> Record:
+    return replace(record, signature=signer.sign(signing_bytes(record)))
+
+
+def encode_value(value: Value) -> bytes:
+    """msgpack; UsageError when it is not made of scalars, str, bytes, lists and maps, is nested too deep or
+    too large.
+    """
+    try:
+        raw: bytes = msgpack.packb(value, use_bin_type=True)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise UsageError(
+            f"a DHT value is made of None, bool, int, float, str, bytes, lists and maps: {error}"
+        ) from error
+    if len(raw) > VALUE_BYTES_MAX:
+        raise UsageError(f"a DHT value has at most {VALUE_BYTES_MAX} bytes as msgpack, not {len(raw)}")
+    decode_value(raw)
+    return raw
+
+
+def record_of_blob(key: Key, raw: bytes, expiration_us: int) -> Record:
+    """The record of a blob, whoever stores it; UsageError when it is malformed or belongs elsewhere. Its
+    signature is not verified here.
+    """
+    blob = blob_of(key, raw)
+    return Record(
+        key=key,
+        subkey=None,
+        value=encode_value(raw),
+        issued_at_us=blob.version,
+        expiration_us=expiration_us,
+        writer=blob.writer,
+        lasting=True,
+        signature=blob.signature,
+    )
+
+
+def decode_value(raw: bytes) -> Value:
+    """Read a value that a stranger may have made; UsageError when it breaks a rule."""
+    try:
+        value = msgpack.unpackb(raw, raw=False, use_list=True, strict_map_key=False, ext_hook=_no_extension)
+    # TypeError: a list or map as a map's key
+    except (TypeError, ValueError, RecursionError, msgpack.UnpackException) as error:
+        raise UsageError(f"not a DHT value: {error}") from error
+    for depth, item in _walk(value):
+        if depth > NESTING_MAX:
+            raise UsageError(f"a DHT value is nested at most {NESTING_MAX} deep")
+        if not isinstance(item, (str, bytes, bool, int, float, list, dict, type(None))):
+            raise UsageError(f"a DHT value cannot hold a {type(item).__name__}")
+    return value
+
+
+def _no_extension(code: int, data: bytes) -> Value:
+    raise ValueError(f"msgpack extension {code} is not allowed")
+
+
+def _walk(value: Value) -> Iterator[tuple[int, Value]]:
+    """Every part of a value with its depth, without recursion."""
+    pending = [(0, value)]
+    while pending:
+        depth, item = pending.pop()
+        yield depth, item
+        if depth > NESTING_MAX:
+            continue
+        if isinstance(item, list):
+            pending.extend((depth + 1, part) for part in item)
+        elif isinstance(item, dict):
+            pending.extend((depth + 1, part) for pair in item.items() for part in pair)
+
+
+def is_run_namespace(namespace: str) -> bool:
+    return namespace.startswith(_RUN_PREFIX) and len(namespace) > len(_RUN_PREFIX)
+
+
+def namespace_refusal(record: Record) -> str | None:
+    """Why the record's namespace cannot take it whatever its rules say, or None; further rules are in
+    `namespaces`.
+    """
+    namespace = record.key.namespace
+    if namespace.startswith(_RUN_PREFIX) and not is_run_namespace(namespace):
+        return f"{namespace!r} names no run: run.<run id>/…"
+    if is_run_namespace(namespace) and record.subkey != str(record.writer) and not record.lasting:
+        return f"in {namespace} an entry's subkey is its writer's PeerID"
+    return None  # every other namespace is as open as `public`
+
+
+class Rules(Protocol):
+    """What `RecordValidator` asks about a record beside what holds for all:
+    `swarm.dht.logic.namespaces.Namespaces`.
+    """
+
+    def refusal(self, record: Record) -> str | None: ...
+
+
+class RecordValidator:
+    """Checks records. Remembers which signatures it has already verified: readers get each record from
+    several replicas.
+    """
+
+    def __init__(self, rules: Rules | None = None) -> None:
+        self._rules = rules
+        self._verified: OrderedDict[bytes, bool] = OrderedDict()
+
+    def refusal(self, record: Record, now_us: int) -> str | None:
+        """Why the record is not acceptable now, or None. The costly check comes last."""
+        if record.subkey is not None and len(record.subkey.encode()) > SUBKEY_BYTES_MAX:
+            return f"its subkey has more than {SUBKEY_BYTES_MAX} bytes"
+        if len(record.value) > VALUE_BYTES_MAX:
+            return f"its value has {len(record.value)} bytes, more than {VALUE_BYTES_MAX}"
+        if record.expiration_us > now_us + TTL_MAX_US + FUTURE_MAX_US:
+            return "it would live longer than 24 hours"
+        if record.lasting:
+            return self._lasting_refusal(record, now_us)
+        if record.issued_at_us < 0 or record.expiration_us <= record.issued_at_us:
+            return "it expires before it is issued"
+        if record.expiration_us - record.issued_at_us > TTL_MAX_US:
+            return "it would live longer than 24 hours"
+        if record.issued_at_us > now_us + FUTURE_MAX_US:
+            ahead_s = (record.issued_at_us - now_us) / 1e6
+            return f"it was issued {ahead_s:.0f} s in the future: one of the two clocks is wrong"
+        if record.expiration_us <= now_us:
+            return f"it expired {(now_us - record.expiration_us) / 1e6:.0f} s ago"
+        return (
+            namespace_refusal(record)
+            or self._value_refusal(record)
+            or self._rules_refusal(record)
+            or self._signature_refusal(record)
+        )
+
+    def _rules_refusal(self, record: Record) -> str | None:
+        return self._rules.refusal(record) if self._rules is not None else None
+
+    def _lasting_refusal(self, record: Record, now_us: int) -> str | None:
+        """A blob's fields follow from the blob: a record that says anything else is not what its owner
+        signed.
+        """
+        if record.expiration_us <= now_us:
+            return f"it expired {(now_us - record.expiration_us) / 1e6:.0f} s ago"
+        if record.deleted:
+            return "a blob cannot be deleted"
+        try:
+            raw = decode_value(record.value)
+            if not isinstance(raw, bytes) or encode_value(raw) != record.value:
+                return "a blob is bytes"
+            blob = blob_of(record.key, raw)
+        except UsageError as error:
+            return str(error)
+        if (
+            blob != Blob(writer=record.writer, version=record.issued_at_us, signature=record.signature)
+            or record.subkey is not None
+        ):
+            return "its fields are not the blob's"
+        return self._rules_refusal(record) or self._verify(record, blob_message(raw))
+
+    def _value_refusal(self, record: Record) -> str | None:
+        if record.deleted:
+            return "a tombstone has no value" if record.value else None
+        try:
+            decode_value(record.value)
+        except UsageError as error:
+            return str(error)
+        return None
+
+    def _signature_refusal(self, record: Record) -> str | None:
+        if len(record.signature) != _SIGNATURE_BYTES:
+            return f"a signature has {_SIGNATURE_BYTES} bytes"
+        return self._verify(record, signing_bytes(record))
+
+    def _verify(self, record: Record, message: bytes) -> str | None:
+        digest = hashlib.sha256(message + record.signature).digest()
+        valid = self._verified.get(digest)
+        if valid is None:
+            valid = verify(record.writer, message, record.signature)
+            self._verified[digest] = valid
+            if len(self._verified) > _VERIFIED_MAX:
+                self._verified.popitem(last=False)
+        return None if valid else "its signature is not its writer's"

@@ -1,0 +1,279 @@
+"""The routing table: whom a peer knows, in buckets by distance (Maymounkov and Mazières, "Kademlia", 2002,
+sections 2.2, 2.4 and 4.2).
+
+Distance is the XOR of 256-bit ids. A bucket holds up to `bucket_max` peers of one aligned range of ids, the
+least recently seen first. A full bucket splits when it holds our own id, or when its depth is no multiple of
+`depth_step` (which shortens lookups); else the newcomer waits among the replacements and the least recently
+seen peer is to be pinged: long-lived peers stay, and nobody can flush the table by appearing often.
+"""
+
+from __future__ import annotations
+
+import bisect
+import operator
+import random
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from swarm.core.ids import Contact, PeerId
+
+ID_BITS = 256
+_DISTANCE = operator.itemgetter(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingConfig:
+    """Sizes of the table."""
+
+    bucket_max: int = 20  # Kademlia's k
+    # buckets that do not hold our id split up to the next multiple of this depth (the paper's b)
+    depth_step: int = 5
+    failures_max: int = 2  # a peer that failed this often in a row is dropped
+    near_count: int = 10  # so many peers nearest to us are pinged often: with them we share the keys
+    near_silent_s: float = 60.0  # how long one of those may be silent
+    # any other may be silent for as long as it has been known, within these bounds: who has lived for
+    far_silent_s_min: float = 300.0
+    far_silent_s_max: float = 3600.0  # long lives on (the paper's figure 1)
+    # a newcomer without room makes us ping the longest silent peer of its bucket, if silent for so long
+    questionable_s: float = 300.0
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    contact: Contact
+    dht_id: int
+    seen_s: float
+    since_s: float
+    failures: int = 0
+    early: bool = False  # moved up from the replacements: stands before those that were silent for longer
+
+
+@dataclass(slots=True, eq=False)
+class _Bucket:
+    """Ids from `lower`, `width_bits` free bits. Both dictionaries: least recently seen first."""
+
+    lower: int
+    width_bits: int
+    touched_s: float
+    nodes: OrderedDict[PeerId, _Node] = field(default_factory=OrderedDict)
+    replacements: OrderedDict[PeerId, _Node] = field(default_factory=OrderedDict)
+
+    @property
+    def depth(self) -> int:
+        return ID_BITS - self.width_bits
+
+    def distance(self, dht_id: int) -> int:
+        """The least distance from `dht_id` to anything in the bucket's range."""
+        return ((self.lower ^ dht_id) >> self.width_bits) << self.width_bits
+
+
+class RoutingTable:
+    """Contacts that can be dialed. A peer without addresses never enters."""
+
+    def __init__(self, own: PeerId, config: RoutingConfig | None = None) -> None:
+        self.config = config or RoutingConfig()
+        self.own = own
+        self.own_id = own.dht_id
+        self._buckets = [_Bucket(0, ID_BITS, 0.0)]  # sorted by `lower`; together they cover every id
+        self._lowers = [0]  # of the buckets
+        self._by_peer: dict[PeerId, _Bucket] = {}
+        self._failing: dict[PeerId, None] = {}  # of those in the table; by when they first failed
+        self.changes = 0  # how often somebody came or went
+
+    def __len__(self) -> int:
+        return len(self._by_peer)
+
+    def __contains__(self, peer_id: PeerId) -> bool:
+        return peer_id in self._by_peer
+
+    def __iter__(self) -> Iterator[Contact]:
+        return (node.contact for bucket in self._buckets for node in bucket.nodes.values())
+
+    @property
+    def bucket_count(self) -> int:
+        return len(self._buckets)
+
+    def contact(self, peer_id: PeerId) -> Contact | None:
+        node = self._node(peer_id)
+        return node.contact if node is not None else None
+
+    def _node(self, peer_id: PeerId) -> _Node | None:
+        bucket = self._by_peer.get(peer_id)
+        return bucket.nodes[peer_id] if bucket is not None else None
+
+    def met(
+        self, contact: Contact, now_s: float, *, proven: bool = True, since_s: float | None = None
+    ) -> Contact | None:
+        """A peer answered us. Returns the peer to ping when there is no room for it: if that one fails, the
+        newcomer takes its place. Not `proven`: it has only called, and goes with its first failure.
+        `since_s`: when it was first met, if that was before this table was made.
+        """
+        if contact.peer_id == self.own or not contact.addresses:
+            return None
+        dht_id = contact.peer_id.dht_id
+        while True:
+            bucket = self._bucket_of(dht_id)
+            node = bucket.nodes.get(contact.peer_id)
+            if node is not None:
+                if node.failures:
+                    self._failing.pop(contact.peer_id, None)
+                node.contact, node.seen_s, node.failures, node.early = contact, now_s, 0, False
+                bucket.nodes.move_to_end(contact.peer_id)
+                return None
+            if len(bucket.nodes) < self.config.bucket_max:
+                failures = 0 if proven else self.config.failures_max - 1
+                bucket.nodes[contact.peer_id] = _Node(
+                    contact, dht_id, now_s, now_s if since_s is None else since_s, failures
+                )
+                if not proven:
+                    self._failing[contact.peer_id] = None
+                self._by_peer[contact.peer_id] = bucket
+                self.changes += 1
+                return None
+            if not self._splits(bucket):
+                break
+            self._split(bucket)
+        return self._wait(bucket, contact, now_s)
+
+    def heard(self, contact: Contact, now_s: float) -> Contact | None:
+        """A peer called us. Returns whom to ping: the caller itself, since only its answer proves that it can
+        be reached, or the peer whose place it might take; None when nothing is to be done.
+        """
+        if contact.peer_id == self.own or not contact.addresses:
+            return None
+        bucket = self._bucket_of(contact.peer_id.dht_id)
+        node = bucket.nodes.get(contact.peer_id)
+        if node is not None:
+            if node.failures:
+                return contact  # it calls, but does not answer: a cut in one direction looks like this
+            node.contact, node.seen_s, node.early = contact, now_s, False
+            bucket.nodes.move_to_end(contact.peer_id)
+            return None
+        if len(bucket.nodes) < self.config.bucket_max or self._splits(bucket):
+            return contact
+        return self._wait(bucket, contact, now_s)
+
+    def _wait(self, bucket: _Bucket, contact: Contact, now_s: float) -> Contact | None:
+        """There is no room: keep the newcomer as a replacement."""
+        bucket.replacements[contact.peer_id] = _Node(contact, contact.peer_id.dht_id, now_s, now_s)
+        bucket.replacements.move_to_end(contact.peer_id)
+        if len(bucket.replacements) > self.config.bucket_max:
+            bucket.replacements.popitem(last=False)
+        oldest = next(iter(bucket.nodes.values()))
+        return oldest.contact if oldest.seen_s <= now_s - self.config.questionable_s else None
+
+    def failed(self, peer_id: PeerId, *, at_once: bool = False) -> bool:
+        """A peer did not answer. Returns whether it is dropped: after `failures_max` in a row, or at once. A
+        replacement follows.
+        """
+        bucket = self._by_peer.get(peer_id)
+        if bucket is None:
+            return False
+        node = bucket.nodes[peer_id]
+        node.failures += 1
+        if node.failures < self.config.failures_max and not at_once:
+            self._failing[peer_id] = None
+            return False
+        del bucket.nodes[peer_id], self._by_peer[peer_id]
+        self._failing.pop(peer_id, None)
+        self.changes += 1
+        if bucket.replacements:
+            newest_id, newest = bucket.replacements.popitem(last=True)
+            bucket.nodes[newest_id] = newest
+            bucket.nodes.move_to_end(newest_id, last=False)  # unproven: the first to be pinged
+            newest.early = True
+            self._by_peer[newest_id] = bucket
+        return True
+
+    def nearest(self, dht_id: int, count: int, *, exclude: PeerId | None = None) -> list[Contact]:
+        """The `count` known peers nearest to an id, nearest first. Buckets' ranges are aligned: whole buckets
+        come in order of distance.
+        """
+        found: list[tuple[int, _Node]] = []
+        excluded = self._node(exclude) if exclude is not None else None
+        for bucket in (
+            sorted(self._buckets, key=lambda bucket: bucket.distance(dht_id))
+            if len(self._buckets) > 1
+            else self._buckets
+        ):
+            nodes = [(node.dht_id ^ dht_id, node) for node in bucket.nodes.values() if node is not excluded]
+            nodes.sort(key=_DISTANCE)
+            found.extend(nodes)
+            if len(found) >= count:
+                break
+        return [node.contact for _, node in found[:count]]
+
+    def since_s(self, peer_id: PeerId) -> float | None:
+        """When a peer of the table was first met."""
+        node = self._node(peer_id)
+        return node.since_s if node is not None else None
+
+    def to_ping(self, now_s: float) -> list[Contact]:
+        """Peers that were silent for too long, those nearest to us first: they are pinged often, the others
+        ever more seldom.
+        """
+        config = self.config
+        near = {contact.peer_id: None for contact in self.nearest(self.own_id, config.near_count)}
+        due: list[tuple[bool, float, Contact]] = []
+        for peer_id in near:
+            node = self._by_peer[peer_id].nodes[peer_id]
+            if node.failures or now_s - node.seen_s >= config.near_silent_s:
+                due.append((False, node.seen_s, node.contact))
+        for peer_id in self._failing:
+            if peer_id not in near:
+                node = self._by_peer[peer_id].nodes[peer_id]
+                due.append((False, node.seen_s, node.contact))
+        for bucket in self._buckets:
+            for peer_id, node in bucket.nodes.items():
+                silent_s = now_s - node.seen_s
+                if silent_s < config.far_silent_s_min:
+                    if node.early:
+                        continue
+                    # all others were seen later: a table has hundreds of peers, and this runs every few
+                    # seconds
+                    break
+                patience_s = min(
+                    max(node.seen_s - node.since_s, config.far_silent_s_min), config.far_silent_s_max
+                )
+                if silent_s >= patience_s and not node.failures and peer_id not in near:
+                    due.append((True, node.seen_s, node.contact))
+        return [contact for *_, contact in sorted(due, key=lambda one: one[:2])]
+
+    def touch(self, dht_id: int, now_s: float) -> None:
+        """A lookup for this id was made: its bucket needs no refresh for a while."""
+        self._bucket_of(dht_id).touched_s = now_s
+
+    def stale_ids(self, before_s: float, rng: random.Random) -> list[int]:
+        """For every bucket with room in which nothing was looked up since `before_s`, a random id of its
+        range to look up. A full bucket has nothing to learn: whoever dies in it is found by a ping and
+        replaced.
+        """
+        return [
+            bucket.lower | rng.getrandbits(bucket.width_bits)
+            for bucket in self._buckets
+            if bucket.touched_s < before_s and len(bucket.nodes) < self.config.bucket_max
+        ]
+
+    def _bucket_of(self, dht_id: int) -> _Bucket:
+        return self._buckets[bisect.bisect_right(self._lowers, dht_id) - 1]
+
+    def _splits(self, bucket: _Bucket) -> bool:
+        if bucket.width_bits == 0:
+            return False
+        return bucket.distance(self.own_id) == 0 or bucket.depth % self.config.depth_step != 0
+
+    def _split(self, bucket: _Bucket) -> None:
+        assert not bucket.replacements, "nobody waits in a bucket that splits"
+        width_bits = bucket.width_bits - 1
+        halves = (
+            _Bucket(bucket.lower, width_bits, bucket.touched_s),
+            _Bucket(bucket.lower | 1 << width_bits, width_bits, bucket.touched_s),
+        )
+        for node in bucket.nodes.values():
+            half = halves[node.dht_id >> width_bits & 1]
+            half.nodes[node.contact.peer_id] = node
+            self._by_peer[node.contact.peer_id] = half
+        position = bisect.bisect_right(self._lowers, bucket.lower) - 1
+        self._buckets[position : position + 1] = halves
+        self._lowers.insert(position + 1, halves[1].lower)

@@ -1,0 +1,38 @@
+"""The rules that one namespace, or some names of it, can have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm.core.errors import UsageError
+from swarm.core.ids import PeerId
+from swarm.dht.logic.records import TTL_MAX_US, VALUE_BYTES_MAX
+from swarm.dht.logic.schema import RecordSchema
+
+ENTRIES_PER_WRITER_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamespaceRules:
+    """Each field narrows what is taken; what is left out allows what the DHT allows."""
+
+    name: str = "*"  # the names within the namespace that this is about; * and ? as in a shell
+    writers: frozenset[PeerId] | None = None  # who may write (the members of a run, its owner); None: anyone
+    # every writer has one entry, under its own PeerID; in a run's namespaces this holds anyway
+    subkey_is_writer: bool = False
+    schema: RecordSchema | None = None  # of values; tombstones have none
+    value_bytes_max: int = VALUE_BYTES_MAX  # as msgpack
+    ttl_s_max: float = TTL_MAX_US / 1e6
+    # under one key; None: StorageConfig.entries_per_writer_and_key_max
+    entries_per_writer_max: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name or len(self.name) > 256:
+            raise UsageError("a rule's name is a pattern of 1 to 256 characters, like 'holders.*'")
+        if not 0 < self.value_bytes_max <= VALUE_BYTES_MAX or not 0 < self.ttl_s_max <= TTL_MAX_US / 1e6:
+            raise UsageError(f"a rule allows 1 to {VALUE_BYTES_MAX} bytes and lifetimes up to 24 hours")
+        if (
+            self.entries_per_writer_max is not None
+            and not 1 <= self.entries_per_writer_max <= ENTRIES_PER_WRITER_MAX
+        ):
+            raise UsageError(f"entries_per_writer_max is 1 to {ENTRIES_PER_WRITER_MAX}")

@@ -1,0 +1,137 @@
+"""The rules of a run's own names. Every peer knows them, so that a replica keeps no stranger's nonsense for a
+run that it is no member of.
+
+They bound types and sizes, and let pass what a newer version may add; what the values mean is checked by
+those who read them. Names of a run that are not listed here are open. `specification` holds the owner's blob
+alone (`blobs`).
+"""
+
+from __future__ import annotations
+
+from swarm.dht.logic.rules import NamespaceRules
+from swarm.dht.logic.schema import Binary, Flag, Many, Named, Number, Table, Text
+
+_ADDRESSES = Many(Text(300), 8)
+_COUNT_MAX = 1 << 40
+_TIME_S_MAX = 1e12
+# all of these are renewed within seconds; a record that outlives its writer by a day would be a ghost
+_TTL_S_MAX = 3600.0
+_SUM = Many(Number(0.0, 1e16), 8)
+_PROGRESS = Table(
+    {
+        "epoch": Number(0, _COUNT_MAX, whole=True),
+        "samples": Number(0, _COUNT_MAX, whole=True),
+        "rate": Number(0.0, 1e12),
+        "at": Number(0.0, _TIME_S_MAX),
+        "since": Number(0.0, _TIME_S_MAX),
+    },
+    optional={"addresses": _ADDRESSES, "total": _SUM},
+)
+
+_COUNT = Number(0, _COUNT_MAX, whole=True)
+_BYTES = Number(0, 1 << 60, whole=True)
+_TIME_S = Number(0.0, _TIME_S_MAX)
+_LOSS = Number(-1e30, 1e30)
+_BLAME = Many(Many(Text(200), 2), 4)  # [PeerID, reason]
+
+METRICS_BYTES_MAX = 4096
+# swarm.metrics.record: what a trainer tells about itself, for those who watch
+METRICS = Table(
+    {
+        "at": _TIME_S,
+        "since": _TIME_S,
+        "every": Number(0.1, 600.0),
+        "epoch": _COUNT,
+        "rate": Number(0.0, 1e12),
+    },
+    optional={
+        "name": Text(40),
+        "device": Text(60),
+        "reach": Text(16),
+        "agent": Text(40),
+        "samples": _COUNT,
+        "loss": _LOSS,
+        "validation": _LOSS,
+        "given_epoch": _COUNT,
+        "given_at": _TIME_S,
+        "up": _BYTES,
+        "down": _BYTES,
+        "drift": Number(0.0, 1e12),
+        "idle": Number(0.0, 1e9),
+        "done": _COUNT,
+        "failed": _COUNT,
+        "own": Named(Number(-1e300, 1e300), count_max=16, name_characters_max=32),
+        "broken": Many(Text(32), 18),
+        "rounds": Many(
+            # kind, epoch, time, seconds, bytes, members; group, digest, reason, its details, who left, who
+            # was accused
+            Table(
+                {
+                    "k": Text(8),
+                    "e": _COUNT,
+                    "t": _TIME_S,
+                    "s": Number(0.0, 1e6),
+                    "b": _BYTES,
+                    "n": Number(0, 4096, whole=True),
+                },
+                optional={
+                    "g": Binary(8),
+                    "d": Binary(8),
+                    "r": Text(16),
+                    "x": Text(160),
+                    "l": _BLAME,
+                    "a": _BLAME,
+                },
+            ),
+            4,
+        ),
+    },
+)
+
+RUN_RULES: tuple[NamespaceRules, ...] = (
+    # who is there; nobody reads more than the writer's name out of it, so that only its size is bounded
+    NamespaceRules(name="presence", value_bytes_max=4096, ttl_s_max=_TTL_S_MAX, entries_per_writer_max=1),
+    # averaging.matchmaking.service.presence: who holds an averager
+    NamespaceRules(
+        name="holders.*",
+        schema=Table({"addresses": _ADDRESSES, "schema": Binary(64), "text": Text(300)}),
+        value_bytes_max=8192,
+        ttl_s_max=_TTL_S_MAX,
+        entries_per_writer_max=1,
+    ),
+    # averaging.optim.progress.logic.reports: how far each trainer is; `shards`: in a large run, a dictionary
+    # for each shard of it
+    *(
+        NamespaceRules(
+            name=name, schema=_PROGRESS, value_bytes_max=8192, ttl_s_max=_TTL_S_MAX, entries_per_writer_max=1
+        )
+        for name in ("progress", "progress.*")
+    ),
+    # averaging.optim.progress.logic.shards: what the parts of a large run add up to
+    NamespaceRules(
+        name="sums.*",
+        schema=Table({"child": Number(0, _COUNT_MAX, whole=True), "sum": _SUM}, optional={"total": _SUM}),
+        value_bytes_max=1024,
+        ttl_s_max=_TTL_S_MAX,
+        entries_per_writer_max=1,
+    ),
+    # averaging.optim.state.donor: who gives its state to joiners
+    NamespaceRules(
+        name="donors",
+        schema=Table(
+            {"epoch": Number(0, _COUNT_MAX, whole=True), "addresses": _ADDRESSES},
+            optional={"canonical": Flag(), "digest": Binary(64), "bytes": Number(0, 1 << 50, whole=True)},
+        ),
+        value_bytes_max=8192,
+        ttl_s_max=_TTL_S_MAX,
+        entries_per_writer_max=1,
+    ),
+    # swarm.metrics: what trainers tell about themselves, spread over some keys
+    NamespaceRules(
+        name="metrics.*",
+        schema=METRICS,
+        value_bytes_max=METRICS_BYTES_MAX,
+        ttl_s_max=_TTL_S_MAX,
+        entries_per_writer_max=1,
+    ),
+)

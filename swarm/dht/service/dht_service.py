@@ -1,0 +1,383 @@
+"""The swarm's shared state: store, get and delete signed, expiring records at the peers nearest to their key.
+
+`DhtService` lives on the network loop; `Dht` (in `handle`) is what users see as `node.dht`. What a key holds
+and who may write it is described in `records`, `reading` and `namespaces`. Each operation is a search for the
+key's replicas whose calls carry the question itself, so that in a swarm that this peer knows whole it is one
+parallel round of calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from swarm.core.errors import DeadlineExceeded, NetworkError, UsageError
+from swarm.core.ids import Contact, Key, PeerId
+from swarm.dht.logic.config import DhtConfig
+from swarm.dht.logic.namespaces import Namespaces
+from swarm.dht.logic.reading import live, select
+from swarm.dht.logic.records import (
+    TTL_MAX_US,
+    Entry,
+    Record,
+    RecordSigner,
+    RecordValidator,
+    Value,
+    encode_value,
+    is_run_namespace,
+    record_of_blob,
+    signed,
+)
+from swarm.dht.logic.rules import NamespaceRules
+from swarm.dht.logic.storage import Storage
+from swarm.dht.service.bulk import ManyReads, ManyWrites
+from swarm.dht.service.overlay import DhtClock, Overlay
+from swarm.dht.service.reader import Reader, RecordSearch
+from swarm.dht.service.replica import ReplicaStore
+from swarm.dht.service.replication import Replication
+from swarm.dht.service.upkeep import Upkeep
+from swarm.dht.service.writer import PendingWrite, StoreResult
+from swarm.net.peerbook import PeerBook
+from swarm.net.rpc import Caller, Handlers
+from swarm.runtime.supervise import Supervisor
+
+__all__ = ["DhtConfig", "DhtService", "Entry", "ManyAnswers", "NamespaceRules", "StoreItem", "StoreResult"]
+
+_WRITTEN_MAX = 4096
+_SIGNED_AT_ONCE = 16
+_SETTLE_S_MAX = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreItem:
+    """One entry for `store_many`."""
+
+    key: str | Key
+    value: Value
+    subkey: str | None = None
+    ttl_s: float | None = None  # None: that of the call
+
+
+@dataclass(frozen=True, slots=True)
+class ManyAnswers:
+    """What `get_many` found: an answer, as `get` gives it, or a failure for every key, named as it was asked
+    for.
+    """
+
+    answers: dict[str | Key, Entry | dict[str, Entry] | None]
+    failures: dict[str | Key, NetworkError]
+
+
+@dataclass(kw_only=True, eq=False)
+class DhtService:
+    """A peer's DHT. Made on the network loop; its background tasks belong to `supervisor`. All of its methods
+    are for that loop.
+    """
+
+    # this peer as others should call it, as of now; without addresses it holds nothing for others
+    own: Callable[[], Contact]
+    identity: RecordSigner
+    caller: Caller
+    handlers: Handlers
+    book: PeerBook
+    clock: DhtClock
+    supervisor: Supervisor
+    config: DhtConfig = field(default_factory=DhtConfig)
+    rng: random.Random = field(default_factory=random.Random)
+
+    def __post_init__(self) -> None:
+        self.overlay = Overlay(self.own, self.caller, self.book, self.clock, self.config)
+        self.namespaces = Namespaces()
+        self.storage = Storage(self.config.storage, self.namespaces.entries_per_writer_max)
+        self._validator = RecordValidator(self.namespaces)
+        self._replication = Replication(self.overlay, self.storage, self.rng)
+        self._replica = ReplicaStore(self.overlay, self.storage, self._validator, self._replication)
+        self._replica.serve(self.handlers)
+        self._reader = Reader(self.overlay, self.storage, self._replica, self._replication, self.supervisor)
+        self._upkeep = Upkeep(self.overlay, self._replication, self.supervisor, self.rng)
+        # (latest expiration, latest issue) of our own
+        self._written: OrderedDict[tuple[Key, str | None], tuple[int, int]] = OrderedDict()
+        self._joins = 0
+
+    @property
+    def peer_id(self) -> PeerId:
+        return self.identity.peer_id
+
+    async def join(self, contacts: Sequence[Contact]) -> None:
+        """Try all contacts once, together, and meet this peer's neighbours through those that answer. Raises
+        for none that does not.
+
+        What was tried in vain is tried again in the background, as are the peers of the book, until one is
+        known, and now and then after that.
+        """
+        self._joins += 1
+        try:
+            await self._upkeep.join(contacts)
+        finally:
+            self._joins -= 1
+
+    async def ping(self, contact: Contact) -> bool:
+        """Whether the peer answers now."""
+        return await self._upkeep.ping(contact)
+
+    @property
+    def clock_problem(self) -> str | None:
+        """What is wrong with this machine's clock, by how much, and what to do; None when nothing is known to
+        be.
+        """
+        return self._upkeep.clock_problem
+
+    def register(self, namespace: str, rules: NamespaceRules) -> None:
+        """Hold this peer to rules for a namespace: see `swarm.dht.logic.namespaces`. What it holds against
+        them already is dropped.
+        """
+        self.namespaces.register(namespace, rules)
+        self.storage.discard(lambda record: self.namespaces.refusal(record) is not None)
+        self._reader.cache.clear()
+
+    async def leave(self, *, timeout_s: float = 0.5) -> None:
+        """Say goodbye to the neighbours, and hand them what they lack of what this peer holds, as far as the
+        time goes.
+        """
+        if not len(self.overlay.table):
+            return
+        for part, step in ((0.6, self._replication.hand_on), (0.4, self._replication.say_goodbye)):
+            try:
+                async with asyncio.timeout(part * timeout_s):
+                    await step()
+            except TimeoutError:
+                continue
+
+    async def store(
+        self, key: Key, value: Value, *, ttl_s: float, subkey: str | None = None, timeout_s: float = 10.0
+    ) -> StoreResult:
+        """Sign and store a value (at most 64 KiB as msgpack) for `ttl_s` seconds (at most 24 h); replaces
+        this peer's own entry of that subkey.
+
+        In a run's namespace the subkey is this peer's id, and may be left out. UsageError: the value, the
+        subkey or the time is not allowed. What replicas and the network do is in the result.
+        """
+        return await self._store(
+            self._entry(StoreItem(key=key, value=value, subkey=subkey, ttl_s=ttl_s), ttl_s), timeout_s
+        )
+
+    async def store_many(
+        self, items: Sequence[StoreItem], *, ttl_s: float, timeout_s: float = 30.0
+    ) -> list[StoreResult]:
+        """Store many entries together: one call per replica for as many as fit into it. The results are in
+        the items' order.
+
+        UsageError, before anything is sent, when one of them is not allowed or there are more than
+        `bulk_keys_max`.
+        """
+        if len(items) > self.config.bulk_keys_max:
+            raise UsageError(
+                f"store_many takes at most {self.config.bulk_keys_max} entries, not {len(items)}"
+            )
+        records = []
+        for number, item in enumerate(items, 1):
+            records.append(self._entry(item, ttl_s))
+            if number % _SIGNED_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        for record in records:
+            self._reader.forget(record.key)
+        writes = ManyWrites(self.overlay, self._replica, records)
+        try:
+            async with asyncio.timeout(max(timeout_s, 0.0)):
+                await self._settle(timeout_s)
+                await writes.run()
+        except TimeoutError:
+            pass  # the verdicts say what was reached
+        writes.keep_own()
+        return [verdicts.result for verdicts in writes.verdicts]
+
+    async def store_blob(
+        self, key: Key, blob: bytes, *, ttl_s: float, timeout_s: float = 10.0
+    ) -> StoreResult:
+        """Keep a blob that its owner signed (a run's specification) in the DHT, whoever this peer is. A
+        higher version replaces it, the same version stored again lives on. UsageError when it is malformed or
+        belongs elsewhere.
+        """
+        record = record_of_blob(key, blob, self.overlay.now_us + round(min(ttl_s * 1e6, TTL_MAX_US)))
+        refusal = self._validator.refusal(record, self.overlay.now_us)
+        if refusal:
+            raise UsageError(f"cannot store under {key}: {refusal}")
+        return await self._store(record, timeout_s)
+
+    async def delete(self, key: Key, *, subkey: str | None = None, timeout_s: float = 10.0) -> StoreResult:
+        """Remove this peer's own entry: a tombstone takes its place until the entry would have expired."""
+        subkey = self._subkey(key, subkey)
+        deadline_s = self.clock.monotonic_s() + timeout_s
+        expiration_us, _ = self._written.get((key, subkey), (0, 0))
+        now_us = self.overlay.now_us
+        if expiration_us <= now_us:  # not written by this process, perhaps by one before it
+            search = await self._reader.read(key, exhaustive=False, max_age_s=0.0, timeout_s=timeout_s / 2)
+            found = search.latest.get((self.peer_id, subkey))
+            expiration_us = (
+                found.expiration_us if found and found.expiration_us > now_us else now_us + TTL_MAX_US
+            )
+        record = self._issue(key, subkey, b"", expiration_us - now_us, deleted=True)
+        return await self._store(record, deadline_s - self.clock.monotonic_s())
+
+    async def get(
+        self,
+        key: Key,
+        *,
+        writer: PeerId | None = None,
+        latest: bool = False,
+        max_age_s: float | None = None,
+        timeout_s: float = 10.0,
+    ) -> Entry | dict[str, Entry] | None:
+        """What is stored under a key: the entry issued last, or a dictionary {subkey: entry}; None when there
+        is nothing.
+
+        `writer`: only that peer's (in a run's namespace its one entry). `latest`: ask the 20 nearest peers
+        instead of the replicas alone. `max_age_s`: an answer up to so old will do, so that none or one of
+        many reads asks anybody; 0: ask in any case; None: ask, unless this peer is one of the key's replicas
+        itself, whom every write reaches. Whatever its age, an answer holds nothing that has expired or that
+        this peer knows to be deleted. NetworkError when no peer answered (DeadlineExceeded: in time); what
+        some did is used.
+        """
+        search = await self._read(key, latest, max_age_s, timeout_s)
+        return select(search.latest, key, writer, self.overlay.now_us)
+
+    async def get_all(
+        self, key: Key, *, latest: bool = False, max_age_s: float | None = None, timeout_s: float = 10.0
+    ) -> list[Entry]:
+        """Every writer's live entries, plain and sub-keyed, the one issued last first. `max_age_s` as in
+        `get`.
+        """
+        search = await self._read(key, latest, max_age_s, timeout_s)
+        return [Entry.of(record) for record in live(search.latest, self.overlay.now_us)]
+
+    async def get_many(
+        self,
+        keys: Iterable[str | Key],
+        *,
+        latest: bool = False,
+        max_age_s: float | None = None,
+        timeout_s: float = 30.0,
+    ) -> ManyAnswers:
+        """Read many keys together: one call per peer for as many of them as it can answer. The arguments are
+        those of `get`.
+
+        A key that nobody answered for in time is among the failures. UsageError for more than `bulk_keys_max`
+        keys.
+        """
+        wanted = {key: Key.parse(key) if isinstance(key, str) else key for key in keys}
+        if len(wanted) > self.config.bulk_keys_max:
+            raise UsageError(f"get_many takes at most {self.config.bulk_keys_max} keys, not {len(wanted)}")
+        _check_age(max_age_s)
+        reads = ManyReads(self.overlay, self._reader, self.storage.records)
+        try:
+            async with asyncio.timeout(max(timeout_s, 0.0)):
+                await self._settle(timeout_s)
+                await reads.run(wanted.values(), exhaustive=latest, max_age_s=max_age_s)
+        except TimeoutError:
+            pass  # what was found until now is the answer
+        answers: dict[str | Key, Entry | dict[str, Entry] | None] = {}
+        failures: dict[str | Key, NetworkError] = {}
+        for name, key in wanted.items():
+            search = reads.searches.get(key) or RecordSearch(key, 0.0)
+            error = search.failure(timeout_s)
+            if error is None and not (search.is_done or search.answers or search.latest):
+                error = DeadlineExceeded(
+                    f"{key} was not asked for within {timeout_s:g} s: ask for fewer keys, or give it more time"
+                )
+            if error is not None:
+                failures[name] = error
+            else:
+                answers[name] = select(search.latest, key, None, self.overlay.now_us)
+        return ManyAnswers(answers, failures)
+
+    def _entry(self, item: StoreItem, ttl_s: float) -> Record:
+        """The signed record of an item. UsageError when it is not allowed."""
+        key = Key.parse(item.key) if isinstance(item.key, str) else item.key
+        raw = encode_value(item.value)
+        ttl_s = ttl_s if item.ttl_s is None else item.ttl_s
+        if not 0 < ttl_s <= TTL_MAX_US / 1e6:
+            raise UsageError(
+                f"ttl_s must be above 0 and at most {TTL_MAX_US // 1_000_000} (24 hours), not {ttl_s}"
+            )
+        return self._issue(key, self._subkey(key, item.subkey), raw, round(ttl_s * 1e6))
+
+    def _subkey(self, key: Key, subkey: str | None) -> str | None:
+        if subkey is None and is_run_namespace(key.namespace):
+            return str(self.peer_id)
+        return subkey
+
+    def _issue(
+        self, key: Key, subkey: str | None, raw: bytes, ttl_us: int, *, deleted: bool = False
+    ) -> Record:
+        """A record of this peer's, later than all that it issued for this entry before.
+
+        Should this machine's clock have been far ahead when it issued the last one, the swarm holds that
+        against it until the time has come: UsageError says so. Its other entries are not concerned.
+        """
+        expired_us, issued_us = self._written.get((key, subkey), (0, 0))
+        issued_at_us = max(self.overlay.now_us, issued_us + 1)
+        expiration_us = issued_at_us + min(max(ttl_us, 1), TTL_MAX_US)
+        record = Record(
+            key=key,
+            subkey=subkey,
+            value=raw,
+            issued_at_us=issued_at_us,
+            expiration_us=expiration_us,
+            writer=self.peer_id,
+            deleted=deleted,
+        )
+        try:
+            record = signed(record, self.identity)
+            refusal = self._validator.refusal(record, self.overlay.now_us)
+        except UnicodeEncodeError as error:
+            raise UsageError(f"a subkey is text that can be encoded as UTF-8: {error}") from error
+        if refusal:
+            raise UsageError(f"cannot store under {key}: {refusal}")
+        self._written[key, subkey] = (max(expiration_us, expired_us), issued_at_us)
+        self._written.move_to_end((key, subkey))
+        if len(self._written) > _WRITTEN_MAX:
+            self._written.popitem(last=False)
+        return record
+
+    async def _settle(self, timeout_s: float) -> None:
+        """While this peer is still joining, give it a moment to meet somebody: a read would find nothing, a
+        write would stay here.
+        """
+        if self._joins and not len(self.overlay.table):
+            try:
+                async with asyncio.timeout(min(timeout_s, _SETTLE_S_MAX)):
+                    await self._upkeep.settled.wait()
+            except TimeoutError:
+                return
+
+    async def _store(self, record: Record, timeout_s: float) -> StoreResult:
+        self._reader.forget(record.key)
+        write = PendingWrite(self.overlay, record)
+        verdicts = write.verdicts
+        try:
+            async with asyncio.timeout(max(timeout_s, 0.0)):
+                await self._settle(timeout_s)
+                await write.run()
+        except TimeoutError:
+            # better here, from where newcomers get it, than nowhere
+            write.own_holds = write.own_holds or not verdicts.held
+        if write.own_holds and self.own().addresses:
+            verdicts.note(self.peer_id, self._replica.keep(record, direct=True))
+        return verdicts.result
+
+    async def _read(
+        self, key: Key, exhaustive: bool, max_age_s: float | None, timeout_s: float
+    ) -> RecordSearch:
+        _check_age(max_age_s)
+        deadline_s = self.clock.monotonic_s() + timeout_s
+        await self._settle(timeout_s)
+        left_s = deadline_s - self.clock.monotonic_s()
+        return await self._reader.read(key, exhaustive=exhaustive, max_age_s=max_age_s, timeout_s=left_s)
+
+
+def _check_age(max_age_s: float | None) -> None:
+    if max_age_s is not None and not max_age_s >= 0:
+        raise UsageError(f"max_age_s is a number of seconds from 0 up, or None, not {max_age_s}")

@@ -1,0 +1,380 @@
+"""The peers around us: whom we know, how to ask them, how to search among them. What the DHT's calls have in
+common.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Protocol, TypeAlias, TypeVar
+
+from swarm.core.clock import Clock
+from swarm.core.errors import PeerError, SwarmError
+from swarm.core.ids import Contact, PeerId
+from swarm.dht.logic.clock_offset import ClockOffset
+from swarm.dht.logic.config import DhtConfig
+from swarm.dht.logic.lookup import Lookup, LookupConfig, LookupDone
+from swarm.dht.logic.routing import RoutingTable
+from swarm.dht.service.wire import contact_to_wire, contacts_from_wire, known_to_wire
+from swarm.net.peerbook import PeerBook
+from swarm.net.rpc import Caller, Method, RequestT
+from swarm.wire.dht_pb2 import (
+    DhtFindReply,
+    DhtFindRequest,
+    DhtHoldsReply,
+    DhtHoldsRequest,
+    DhtPingReply,
+    DhtPingRequest,
+    DhtStoreReply,
+    DhtStoreRequest,
+)
+from swarm.wire.peer_pb2 import Contact as WireContact
+
+# A whole key must fit into a Find reply (StorageConfig.bytes_per_key_max), with its 20 nearest contacts.
+PING = Method(
+    name="/swarm.Dht/Ping",
+    request=DhtPingRequest,
+    reply=DhtPingReply,
+    request_bytes_max=16 << 10,
+    reply_bytes_max=16 << 10,
+)
+FIND = Method(
+    name="/swarm.Dht/Find",
+    request=DhtFindRequest,
+    reply=DhtFindReply,
+    request_bytes_max=64 << 10,
+    reply_bytes_max=4 << 20,
+)
+STORE = Method(
+    name="/swarm.Dht/Store",
+    request=DhtStoreRequest,
+    reply=DhtStoreReply,
+    request_bytes_max=1 << 20,
+    reply_bytes_max=256 << 10,
+)
+HOLDS = Method(
+    name="/swarm.Dht/Holds",
+    request=DhtHoldsRequest,
+    reply=DhtHoldsReply,
+    request_bytes_max=256 << 10,
+    reply_bytes_max=64 << 10,
+)
+
+_NOTE_S = 1.0  # the book hears of a peer that was met at most this often
+_NOTED_MAX = 2048
+
+DhtReplyT = TypeVar("DhtReplyT", DhtPingReply, DhtFindReply, DhtStoreReply, DhtHoldsReply)
+Noted: TypeAlias = "OrderedDict[PeerId, tuple[Contact, float]]"
+Ask = Callable[[Contact], Awaitable[Sequence[Contact] | None]]
+
+
+class DhtClock(Clock, Protocol):
+    """A clock whose distance to the swarm's time the DHT corrects."""
+
+    offset_s: float
+
+
+class Overlay:
+    """The routing table with what keeps it true: every answer, every failure and every caller ends up here."""
+
+    def __init__(
+        self, own: Callable[[], Contact], caller: Caller, book: PeerBook, clock: DhtClock, config: DhtConfig
+    ) -> None:
+        self.own = own
+        self.own_id: PeerId = own().peer_id
+        self.own_id_number = self.own_id.dht_id
+        self.config = config
+        self.clock = clock
+        self.offset = ClockOffset()
+        self.book = book
+        self.table = RoutingTable(self.own_id, config.routing)
+        self.on_newcomer: Callable[[Contact], None] = lambda contact: None
+        self.on_lost: Callable[[Contact, bool], None] = lambda contact, left: None  # whether it said goodbye
+        # somebody is to be pinged; returns whether that is done
+        self.on_unproven: Callable[[Contact], bool] = lambda contact: False
+        self.neighbourhood = 0  # how often the peers nearest to us have changed
+        self.changed_s = clock.monotonic_s()  # when they last did
+        self._caller = caller
+        self._sender = own(), contact_to_wire(own())
+        self._known = -1, b""
+        self._met: Noted = OrderedDict()  # what the book was last told of those that answered, and when
+        self._heard: Noted = OrderedDict()  # and of those that called
+        # peer -> (not before, failures in a row)
+        self._suspects: OrderedDict[PeerId, tuple[float, int]] = OrderedDict()
+
+    @property
+    def sender(self) -> WireContact:
+        own = self.own()
+        if own is not self._sender[0]:
+            self._sender = own, contact_to_wire(own)
+        return self._sender[1]
+
+    @property
+    def raw_us(self) -> int:
+        """This machine's own clock, uncorrected."""
+        return int((self.clock.swarm_s() - self.clock.offset_s) * 1e6)
+
+    @property
+    def now_us(self) -> int:
+        """Swarm time."""
+        return int(self.clock.swarm_s() * 1e6)
+
+    def met(self, contact: Contact, round_trip_s: float | None = None) -> None:
+        """The peer itself answered, authenticated."""
+        if contact.peer_id == self.own_id:
+            return
+        self._suspects.pop(contact.peer_id, None)
+        if self._is_news(self._met, contact):
+            self.book.seen(contact, round_trip_s=round_trip_s)
+        self._enter(contact, proven=True)
+
+    def _is_news(self, noted: Noted, contact: Contact) -> bool:
+        """Whether the book has not heard of this for a while: in a storm of calls it would be a tenth of the
+        work.
+        """
+        now_s = self.clock.monotonic_s()
+        known = noted.get(contact.peer_id)
+        if known is not None and known[1] > now_s - _NOTE_S and known[0] == contact:
+            return False
+        noted[contact.peer_id] = contact, now_s
+        if len(noted) > _NOTED_MAX:
+            noted.popitem(last=False)
+        return True
+
+    def heard(self, contact: Contact) -> None:
+        """The peer itself called, authenticated. That it can be called, too, is for its answer to a ping to
+        show: it is believed until then, unless it has failed before.
+        """
+        if contact.peer_id == self.own_id:
+            return
+        if self._is_news(self._heard, contact):
+            self.book.seen(contact)
+        unproven = self.table.heard(contact, self.clock.monotonic_s())
+        if unproven is None or not self.on_unproven(unproven):
+            return
+        if (
+            unproven.peer_id == contact.peer_id
+            and contact.peer_id not in self.table
+            and contact.peer_id not in self._suspects
+        ):
+            self._enter(contact, proven=False)
+
+    def _enter(self, contact: Contact, *, proven: bool) -> None:
+        known = contact.peer_id in self.table
+        crowded = self.table.met(contact, self.clock.monotonic_s(), proven=proven)
+        if crowded is not None:
+            self.on_unproven(crowded)
+        if not known and contact.peer_id in self.table:
+            self._note_change(contact.peer_id.dht_id)
+            self.on_newcomer(contact)
+
+    def left(self, peer_id: PeerId) -> None:
+        """The peer said goodbye."""
+        contact = self.table.contact(peer_id)
+        if contact is not None:
+            self.table.failed(peer_id, at_once=True)
+            self._note_change(peer_id.dht_id)
+            self.on_lost(contact, True)
+
+    def failed(self, peer_id: PeerId, *, broke_protocol: bool = False) -> None:
+        """The peer did not answer. One of the table may fail once; any other, or one that sends nonsense, is
+        left alone for a while.
+        """
+        contact = self.table.contact(peer_id)
+        if contact is not None:
+            if not self.table.failed(peer_id, at_once=broke_protocol):
+                return
+            self._note_change(peer_id.dht_id)
+            self.on_lost(contact, False)
+        failures = self._suspects.pop(peer_id, (0.0, 0))[1] + 1
+        pause_s = min(self.config.suspect_s * 2.0 ** min(failures - 1, 16), self.config.suspect_s_max)
+        self._suspects[peer_id] = (self.clock.monotonic_s() + pause_s, failures)
+        if len(self._suspects) > self.config.suspects_max:
+            self._suspects.popitem(last=False)
+
+    def _note_change(self, dht_id: int) -> None:
+        """Somebody came or went: a neighbour?"""
+        near = self.table.nearest(self.own_id_number, self.config.routing.near_count)
+        if (
+            len(near) < self.config.routing.near_count
+            or dht_id ^ self.own_id_number <= near[-1].peer_id.dht_id ^ self.own_id_number
+        ):
+            self.neighbourhood += 1
+            self.changed_s = self.clock.monotonic_s()
+
+    @property
+    def is_settled(self) -> bool:
+        """The neighbourhood has not changed for a while: who was to hand records over has done so."""
+        return self.clock.monotonic_s() - self.changed_s >= self.config.settled_s
+
+    @property
+    def knows_all(self) -> bool:
+        """A table that never filled a bucket probably knows everybody."""
+        return len(self.table) < self.config.routing.bucket_max
+
+    def replicas(self, dht_id: int) -> list[Contact]:
+        """Who should hold a key, as far as this peer knows: nearest first, itself among them if others can
+        reach it.
+        """
+        own = self.own()
+        nearest = self.table.nearest(dht_id, self.config.replicas)
+        if own.addresses:
+            nearest = sorted([*nearest, own], key=lambda contact: contact.peer_id.dht_id ^ dht_id)
+        return nearest[: self.config.replicas]
+
+    def is_replica(self, dht_id: int) -> bool:
+        """Should this peer hold a key?"""
+        if not self.own().addresses:
+            return False
+        nearest = self.table.nearest(dht_id, self.config.replicas)
+        return (
+            len(nearest) < self.config.replicas
+            or self.own_id_number ^ dht_id < nearest[-1].peer_id.dht_id ^ dht_id
+        )
+
+    def is_suspect(self, peer_id: PeerId) -> bool:
+        suspect = self._suspects.get(peer_id)
+        return suspect is not None and self.clock.monotonic_s() < suspect[0]
+
+    async def ask(
+        self, contact: Contact, method: Method[RequestT, DhtReplyT], request: RequestT
+    ) -> DhtReplyT | None:
+        """One call; None when it failed, which the table then knows."""
+        sent_us, started_s = self.raw_us, self.clock.monotonic_s()
+        try:
+            reply = await self._caller.call(contact, method, request, timeout_s=self.config.call_timeout_s)
+        except SwarmError:
+            self.failed(contact.peer_id)
+            return None
+        self.offset.add(
+            contact.peer_id, sent_s=sent_us / 1e6, received_s=self.raw_us / 1e6, peer_s=reply.time_us / 1e6
+        )
+        self.met(contact, self.clock.monotonic_s() - started_s)
+        return reply
+
+    def lookup(self, target: int, *, wanted: int, parallel: int) -> Lookup:
+        """A search that starts from the table. This peer itself is a candidate if others can reach it."""
+        own = self.own()
+        seeds = self.table.nearest(target, self.config.routing.bucket_max)
+        self.table.touch(target, self.clock.monotonic_s())
+        config = _lookup_config(wanted, parallel, self.config.stall_s)
+        return Lookup(
+            target, seeds, own=self.own_id, own_contact=own if own.addresses else None, config=config
+        )
+
+    @property
+    def known(self) -> bytes:
+        """For a request: whom this peer knows anyway. Empty in a swarm so large that most of what others name
+        is news.
+        """
+        if not self.knows_all:
+            return b""
+        if self.table.changes != self._known[0]:
+            self._known = self.table.changes, known_to_wire(self.table)
+        return self._known[1]
+
+    def heard_of(self, messages: Iterable[WireContact]) -> list[Contact]:
+        """Contacts out of an answer, without those that just failed. An address that this peer has seen work
+        beats hearsay.
+        """
+        contacts = contacts_from_wire(messages)
+        return [
+            self.table.contact(contact.peer_id) or contact
+            for contact in contacts
+            if not self.is_suspect(contact.peer_id)
+        ]
+
+    async def search(self, lookup: Lookup, ask: Ask, until_s: float = math.inf) -> tuple[Contact, ...]:
+        """Perform a lookup. `ask` returns the closer contacts that a peer named, or None when it failed;
+        PeerError counts as failed. TimeoutError when it has not ended at `until_s` of the clock.
+        """
+        inbox = _Inbox(self.clock)
+
+        async def run(contact: Contact) -> None:
+            try:
+                closer = await ask(contact)
+            except PeerError:
+                self.failed(contact.peer_id, broke_protocol=True)
+                closer = None
+            inbox.put(contact.peer_id, closer)
+
+        async with asyncio.TaskGroup() as group:
+            tasks: list[asyncio.Task[None]] = []
+            try:
+                while (now_s := self.clock.monotonic_s()) < until_s:
+                    for effect in lookup.poll(now_s):
+                        if isinstance(effect, LookupDone):
+                            return effect.nearest
+                        tasks.append(group.create_task(run(effect.contact)))
+                    for peer_id, closer in await inbox.take(_earlier(lookup.deadline_s(), until_s)):
+                        if closer is None:
+                            lookup.on_failure(peer_id)
+                        else:
+                            lookup.on_reply(peer_id, closer)
+            finally:
+                inbox.close()
+                # A call that is cut off reports nothing: whoever kept the search waiting is noted here, or it
+                # would do so every time.
+                for peer_id in lookup.stalled:
+                    self.failed(peer_id)
+                for task in tasks:
+                    task.cancel()
+        raise TimeoutError
+
+
+@functools.lru_cache(maxsize=64)
+def _lookup_config(wanted: int, parallel: int, stall_s: float) -> LookupConfig:
+    return LookupConfig(wanted=wanted, parallel=parallel, stall_s=stall_s)
+
+
+def _earlier(deadline_s: float | None, until_s: float) -> float:
+    return until_s if deadline_s is None else min(deadline_s, until_s)
+
+
+class _Inbox:
+    """Answers on their way to one search. One timer and a future: a queue and `asyncio.timeout` would cost a
+    tenth of a read.
+    """
+
+    def __init__(self, clock: DhtClock) -> None:
+        self._clock = clock
+        self._arrived: list[tuple[PeerId, Sequence[Contact] | None]] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_s = math.inf  # when the timer goes off
+
+    def put(self, peer_id: PeerId, closer: Sequence[Contact] | None) -> None:
+        self._arrived.append((peer_id, closer))
+        self._wake()
+
+    async def take(self, deadline_s: float) -> list[tuple[PeerId, Sequence[Contact] | None]]:
+        """What has come in, at least one answer; nothing when the deadline comes first, or an earlier one
+        that was set before it.
+        """
+        if not self._arrived:
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            if deadline_s < self._due_s:
+                self.close()
+                self._due_s = deadline_s
+                self._timer = loop.call_later(max(deadline_s - self._clock.monotonic_s(), 0.001), self._ring)
+            await self._waiter
+            self._waiter = None
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def close(self) -> None:
+        """No timer is left behind."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _ring(self) -> None:
+        self._timer, self._due_s = None, math.inf
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,322 @@
+"""Keeping as many copies as there should be while peers come and go: hand-over to newcomers, repair after
+departures, comparison now and then, and what a peer that leaves hands on.
+
+Nothing is sent before the other side has said that it lacks it (`summary`): what two peers both hold costs 16
+bytes a record. Of a key's holders the nearest acts first and the second nearest `backup_s` later, in case the
+first did not know or is gone itself; the others only if nobody has compared the key for long. One task does
+all of it, a call at a time, so that the death of half a swarm is no storm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+from swarm.core.ids import Contact, Key, PeerId
+from swarm.dht.logic.records import Record
+from swarm.dht.logic.storage import Storage
+from swarm.dht.logic.summary import ENTRY_BYTES, summary, wanted
+from swarm.dht.service.overlay import HOLDS, PING, STORE, Overlay
+from swarm.dht.service.wire import key_to_wire, record_to_wire
+from swarm.wire.dht_pb2 import DhtHeldKey, DhtHoldsRequest, DhtPingRequest, DhtStoreRequest
+
+_HOLDERS_ACTING = 2  # of a key's holders the nearest this many act at once when somebody comes or goes
+_RECENT_S = 60.0  # a peer met later than this may itself be waiting for the key
+_KEYS_AT_ONCE = 64  # looked at before others get their turn
+_CHECK_S = 15.0
+_MISPLACED_S = 120.0  # who holds a record but is no replica of its key offers it to those who are this often
+# a record with less left to live, or issued later than this, is renewed by its writer soon or not at all
+_LIFE_S_MIN = 60.0
+_DEBTS_MAX = 64
+_PAID_MAX = 2048
+_PAID_S = 60.0
+_FAREWELLS_MAX = 20
+_CALLS_AT_LEAVING_MAX = 8
+
+
+class Replication:
+    """One peer's share of the work."""
+
+    def __init__(self, overlay: Overlay, storage: Storage, rng: random.Random) -> None:
+        self._overlay = overlay
+        self._storage = storage
+        self._rng = rng
+        # (contact, due, whose turn: the nearest's first)
+        self._came: OrderedDict[PeerId, tuple[Contact, float, int]] = OrderedDict()
+        self._went: OrderedDict[PeerId, tuple[Contact, float, int]] = OrderedDict()
+        self._debts: OrderedDict[PeerId, tuple[Contact, list[Record]]] = OrderedDict()
+        self._paid: OrderedDict[tuple[PeerId, Key], float] = OrderedDict()
+        self._compared_s: dict[Key, float] = {}
+        self._wake = asyncio.Event()
+        self._check_s = 0.0
+
+    def came(self, contact: Contact) -> None:
+        """A peer has entered the table: it may have to hold what this one holds."""
+        self._schedule(self._came, contact)
+
+    def went(self, contact: Contact) -> None:
+        """A peer has left the table: another may have to hold what it held."""
+        self._came.pop(contact.peer_id, None)
+        self._schedule(self._went, contact)
+
+    def lacks(self, contact: Contact, records: Sequence[Record]) -> None:
+        """A read showed that a replica lacks these. Sent in the background, each key to a peer at most once a
+        minute.
+        """
+        now_s = self._overlay.clock.monotonic_s()
+        key = records[0].key
+        if (
+            self._paid.get((contact.peer_id, key), -_PAID_S) > now_s - _PAID_S
+            or len(self._debts) >= _DEBTS_MAX
+        ):
+            return
+        self._paid[contact.peer_id, key] = now_s
+        self._paid.move_to_end((contact.peer_id, key))
+        if len(self._paid) > _PAID_MAX:
+            self._paid.popitem(last=False)
+        self._debts.setdefault(contact.peer_id, (contact, []))[1].extend(records)
+        self._wake.set()
+
+    def on_summary(self, caller: PeerId, key: Key, entries: bytes) -> list[int]:
+        """Another holder says what it has under a key: the numbers of what we want. If it is a replica and we
+        have nothing more, the key was compared: one of its holders goes around for all.
+        """
+        versions = self._storage.versions(key)
+        missing = wanted(key, entries, versions)
+        live = self._storage.records(key, self._overlay.now_us)
+        theirs = {entries[at : at + ENTRY_BYTES] for at in range(0, len(entries), ENTRY_BYTES)}
+        agreed = bool(live) and not missing and all(summary(key, [record]) in theirs for record in live)
+        if agreed and caller in [contact.peer_id for contact in self._overlay.replicas(key.dht_id)]:
+            self._compared_s[key] = self._overlay.clock.monotonic_s()
+        return missing
+
+    async def run(self) -> None:
+        """For ever."""
+        self._check_s = self._overlay.clock.monotonic_s() + _CHECK_S
+        while True:
+            self._wake.clear()
+            await self._pay()
+            now_s = self._overlay.clock.monotonic_s()
+            for waiting, targets in ((self._came, self._for_newcomer), (self._went, self._for_departed)):
+                for peer_id, (contact, due_s, act) in list(waiting.items()):
+                    if due_s <= now_s and waiting.pop(peer_id, None) is not None:
+                        await self._act(contact, act, targets)
+                        if act + 1 < _HOLDERS_ACTING:
+                            waiting[peer_id] = (
+                                contact,
+                                now_s + self._overlay.config.backup_s * self._rng.uniform(0.8, 1.2),
+                                act + 1,
+                            )
+            if now_s >= self._check_s:
+                await self._compare(now_s)
+                self._check_s = self._overlay.clock.monotonic_s() + _CHECK_S * self._rng.uniform(0.8, 1.2)
+            await self._rest()
+
+    async def hand_on(self) -> None:
+        """Offer all that is held here to the next nearest. The caller bounds it in time; whatever is done
+        first helps.
+        """
+        overlay = self._overlay
+        limit = asyncio.Semaphore(_CALLS_AT_LEAVING_MAX)
+
+        async def offer(contact: Contact, keys: Sequence[Key]) -> None:
+            async with limit:
+                await self._offer(contact, keys)
+
+        by_target: dict[PeerId, tuple[Contact, list[Key]]] = {}
+        for key in self._storage.keys():  # noqa: SIM118
+            for contact in overlay.table.nearest(key.dht_id, 1):
+                by_target.setdefault(contact.peer_id, (contact, []))[1].append(key)
+        async with asyncio.TaskGroup() as group:
+            for contact, keys in by_target.values():
+                group.create_task(offer(contact, keys))
+
+    async def say_goodbye(self) -> None:
+        """Tell the neighbours, after everything else: whoever is called later takes it for a sign of life."""
+        overlay = self._overlay
+        if not overlay.own().addresses:
+            return  # a client peer is in nobody's table
+        async with asyncio.TaskGroup() as group:
+            for contact in overlay.table.nearest(overlay.own_id_number, _FAREWELLS_MAX):
+                group.create_task(
+                    overlay.ask(contact, PING, DhtPingRequest(sender=overlay.sender, leaving=True))
+                )
+
+    def _schedule(self, waiting: OrderedDict[PeerId, tuple[Contact, float, int]], contact: Contact) -> None:
+        waiting[contact.peer_id] = (contact, self._overlay.clock.monotonic_s(), 0)
+        if len(waiting) > self._overlay.config.newcomers_max:
+            waiting.popitem(last=False)
+        self._wake.set()
+
+    async def _rest(self) -> None:
+        """Until something is due."""
+        due_s = min(
+            [
+                self._check_s,
+                *(due_s for waiting in (self._came, self._went) for _, due_s, _ in waiting.values()),
+            ]
+        )
+        try:
+            async with asyncio.timeout(max(due_s - self._overlay.clock.monotonic_s(), 0.001)):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+
+    async def _act(
+        self, contact: Contact, act: int, targets: Callable[[Key, Contact, int], Contact | None]
+    ) -> None:
+        """Offer every key to the peer that has to hold it now, if it is this peer's turn."""
+        by_target: dict[PeerId, tuple[Contact, list[Key]]] = {}
+        for number, key in enumerate(self._storage.keys(), 1):
+            if number % _KEYS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            target = targets(key, contact, act)
+            if target is not None:
+                by_target.setdefault(target.peer_id, (target, []))[1].append(key)
+        for target, keys in by_target.values():
+            await self._offer(target, keys)
+
+    def _for_newcomer(self, key: Key, newcomer: Contact, act: int) -> Contact | None:
+        overlay, dht_id = self._overlay, key.dht_id
+        replicas = overlay.replicas(dht_id)
+        if newcomer.peer_id not in [contact.peer_id for contact in replicas]:
+            return None
+        return newcomer if self._rank(dht_id, replicas, newcomer.peer_id) == act else None
+
+    def _for_departed(self, key: Key, departed: Contact, act: int) -> Contact | None:
+        """The peer that has become a replica in its place."""
+        overlay, dht_id = self._overlay, key.dht_id
+        replicas = overlay.replicas(dht_id)
+        last = replicas[-1] if replicas else None
+        if last is None or last.peer_id == overlay.own_id or departed.peer_id in overlay.table:
+            return None
+        if departed.peer_id.dht_id ^ dht_id > last.peer_id.dht_id ^ dht_id:
+            return None  # it was none of this key's replicas
+        return last if self._rank(dht_id, replicas, last.peer_id) == act else None
+
+    def _rank(self, dht_id: int, replicas: Iterable[Contact], receiver: PeerId) -> int:
+        """How many of the key's replicas are nearer than this peer and have been there long enough to hold
+        it.
+        """
+        overlay = self._overlay
+        own_distance, recent_s = overlay.own_id_number ^ dht_id, overlay.clock.monotonic_s() - _RECENT_S
+        return sum(
+            contact.peer_id not in (receiver, overlay.own_id)
+            and contact.peer_id.dht_id ^ dht_id < own_distance
+            and (overlay.table.since_s(contact.peer_id) or 0.0) < recent_s
+            for contact in replicas
+        )
+
+    async def _compare(self, now_s: float) -> None:
+        """Offer what nobody has compared for long to all of its replicas. The nearest holder is the first to
+        find it long enough.
+        """
+        overlay, period_s = self._overlay, self._overlay.config.replicate_s
+        by_target: dict[PeerId, tuple[Contact, list[Key]]] = {}
+        held = self._storage.keys()
+        for number, key in enumerate(held, 1):
+            if number % _KEYS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            compared_s = self._compared_s.setdefault(key, now_s - period_s * self._rng.uniform(0.0, 0.5))
+            if now_s - compared_s < min(period_s, _MISPLACED_S) or not self._lasting(key):
+                continue
+            replicas = overlay.replicas(key.dht_id)
+            rank = sum(
+                contact.peer_id.dht_id ^ key.dht_id < overlay.own_id_number ^ key.dht_id
+                for contact in replicas
+            )
+            # whoever stored it here could not reach the replicas then
+            misplaced = rank >= overlay.config.replicas
+            if now_s - compared_s < (_MISPLACED_S if misplaced else period_s * (1.0 + 0.25 * rank)):
+                continue
+            self._compared_s[key] = now_s
+            for contact in replicas:
+                if contact.peer_id != overlay.own_id:
+                    by_target.setdefault(contact.peer_id, (contact, []))[1].append(key)
+        if len(self._compared_s) > len(held):
+            kept = set(held)
+            self._compared_s = {
+                key: compared_s for key, compared_s in self._compared_s.items() if key in kept
+            }
+        for contact, keys in by_target.values():
+            await self._offer(contact, keys, self._lasting)
+
+    def _lasting(self, key: Key) -> list[Record]:
+        """What of a key is neither about to expire nor just being written."""
+        now_us = self._overlay.now_us
+        margin_us = int(_LIFE_S_MIN * 1e6)
+        return [
+            record
+            for record in self._storage.records(key, now_us)
+            if record.expiration_us > now_us + margin_us
+            and (record.lasting or record.issued_at_us < now_us - margin_us)
+        ]
+
+    def _all(self, key: Key) -> list[Record]:
+        return self._storage.records(key, self._overlay.now_us)
+
+    async def _offer(
+        self, contact: Contact, keys: Sequence[Key], records_of: Callable[[Key], list[Record]] | None = None
+    ) -> None:
+        """Say what we hold, and send what the other wants of it; in as many calls as it takes, while it
+        answers.
+        """
+        overlay, config = self._overlay, self._overlay.config
+        part: list[tuple[Key, list[Record]]] = []
+        entries = 0
+        for key in keys:
+            records = (records_of or self._all)(key)
+            for start in range(0, len(records), config.entries_per_summary_max):
+                piece = records[start : start + config.entries_per_summary_max]
+                if part and (
+                    entries + len(piece) > config.entries_per_summary_max
+                    or len(part) >= config.keys_per_summary_max
+                ):
+                    if not await self._offer_part(contact, part):
+                        return
+                    part, entries = [], 0
+                part.append((key, piece))
+                entries += len(piece)
+        if part and not overlay.is_suspect(contact.peer_id):
+            await self._offer_part(contact, part)
+
+    async def _offer_part(self, contact: Contact, part: Sequence[tuple[Key, list[Record]]]) -> bool:
+        overlay = self._overlay
+        held = [DhtHeldKey(key=key_to_wire(key), entries=summary(key, records)) for key, records in part]
+        reply = await overlay.ask(contact, HOLDS, DhtHoldsRequest(sender=overlay.sender, keys=held))
+        if reply is None:
+            return False
+        offered = [record for _, records in part for record in records]
+        numbers = sorted({number for number in reply.wanted if number < len(offered)})
+        return await self._push(contact, [offered[number] for number in numbers])
+
+    async def _pay(self) -> None:
+        while self._debts:
+            _, (contact, records) = self._debts.popitem(last=False)
+            await self._push(contact, records)
+
+    async def _push(self, contact: Contact, records: Sequence[Record]) -> bool:
+        """Send records, in calls of bounded size. False when the peer does not answer."""
+        for batch in batches(
+            records, self._overlay.config.records_per_call_max, self._overlay.config.record_bytes_per_call_max
+        ):
+            request = DhtStoreRequest(sender=self._overlay.sender, records=map(record_to_wire, batch))
+            if await self._overlay.ask(contact, STORE, request) is None:
+                return False
+        return True
+
+
+def batches(records: Iterable[Record], count_max: int, bytes_max: int) -> list[list[Record]]:
+    """Cut into runs of at most so many records and bytes (or one record)."""
+    found: list[list[Record]] = []
+    sizes: defaultdict[int, int] = defaultdict(int)
+    for record in records:
+        last = len(found) - 1
+        if not found or len(found[last]) >= count_max or sizes[last] + record.size_bytes > bytes_max:
+            found.append([])
+            last += 1
+        found[last].append(record)
+        sizes[last] += record.size_bytes
+    return found

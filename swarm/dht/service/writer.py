@@ -1,0 +1,107 @@
+"""Writing: one record on its way to its replicas."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarm.core.errors import PeerError
+from swarm.core.ids import Contact, PeerId
+from swarm.dht.logic.records import Record
+from swarm.dht.service.overlay import FIND, STORE, Overlay
+from swarm.dht.service.wire import id_to_wire, record_to_wire
+from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtStoreRequest
+
+_REFUSALS_MAX = 8
+_REFUSAL_CHARACTERS_MAX = 200
+
+
+@dataclass(frozen=True, slots=True)
+class StoreResult:
+    """Whether at least one replica holds the record, and how many do. `refusals`: what replicas that do not
+    hold it said.
+    """
+
+    ok: bool
+    replicas: int
+    refusals: tuple[str, ...] = ()
+
+
+class Verdicts:
+    """What the replicas of one record said."""
+
+    def __init__(self) -> None:
+        self.held: set[PeerId] = set()
+        self.refusals: dict[PeerId, str] = {}
+
+    def note(self, peer: PeerId, refusal: str) -> None:
+        """A replica holds the record, or says why not."""
+        if refusal:
+            self.refusals[peer] = refusal[:_REFUSAL_CHARACTERS_MAX]
+        else:
+            self.held.add(peer)
+
+    def __contains__(self, peer: PeerId) -> bool:
+        return peer in self.held or peer in self.refusals
+
+    @property
+    def result(self) -> StoreResult:
+        return StoreResult(
+            bool(self.held), len(self.held), tuple(dict.fromkeys(self.refusals.values()))[:_REFUSALS_MAX]
+        )
+
+
+class PendingWrite:
+    """Of a single record: one round of calls in a swarm that this peer knows whole, a search and one round in
+    a larger one.
+    """
+
+    def __init__(self, overlay: Overlay, record: Record) -> None:
+        self._overlay = overlay
+        self._record = record
+        self.verdicts = Verdicts()
+        self.own_holds = False
+
+    async def run(self) -> None:
+        """Until every replica has answered or is given up."""
+        overlay, config, target = self._overlay, self._overlay.config, self._record.key.dht_id
+        # Whom one who knows everybody asks first are the replicas, and asking is storing.
+        lookup = overlay.lookup(target, wanted=config.replicas, parallel=config.replicas)
+        nearest = await overlay.search(lookup, self._store_at if overlay.knows_all else self._find_at)
+        self.own_holds = any(contact.peer_id == overlay.own_id for contact in nearest)
+        async with asyncio.TaskGroup() as group:
+            for contact in nearest:
+                if contact.peer_id != overlay.own_id and contact.peer_id not in self.verdicts:
+                    group.create_task(self._place(contact))
+
+    async def _place(self, contact: Contact) -> None:
+        try:
+            await self._store_at(contact)
+        except PeerError:
+            self._overlay.failed(contact.peer_id, broke_protocol=True)
+
+    async def _store_at(self, contact: Contact) -> Sequence[Contact] | None:
+        overlay, record = self._overlay, self._record
+        request = DhtStoreRequest(
+            sender=overlay.sender,
+            records=[record_to_wire(record)],
+            target=id_to_wire(record.key.dht_id),
+            nearest_max=overlay.config.replicas,
+            known=overlay.known,
+        )
+        reply = await overlay.ask(contact, STORE, request)
+        if reply is None or len(reply.refusals) != 1:
+            return None
+        self.verdicts.note(contact.peer_id, reply.refusals[0])
+        return overlay.heard_of(reply.nearest)
+
+    async def _find_at(self, contact: Contact) -> Sequence[Contact] | None:
+        overlay = self._overlay
+        query = DhtFindQuery(target=id_to_wire(self._record.key.dht_id))
+        reply = await overlay.ask(contact, FIND, DhtFindRequest(sender=overlay.sender, queries=[query]))
+        return (
+            overlay.heard_of(reply.results[0].nearest)
+            if reply is not None and len(reply.results) == 1
+            else None
+        )

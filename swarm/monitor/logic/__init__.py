@@ -1,0 +1,1 @@
+"""What a monitor makes of the records it reads, without I/O or clock."""

@@ -1,0 +1,54 @@
+"""What happened, as sentences: bounded, and no peer fills it alone."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from swarm.monitor.logic.view import MonitorEvent
+
+_PER_PEER_MAX = 6  # events about one peer within a minute
+_MINUTE_S = 60.0
+_TEXT_CHARACTERS_MAX = 300
+
+
+class EventLog:
+    """The latest events; `taken` yields each once to whoever writes them down."""
+
+    def __init__(self, events_max: int = 300, first_number: int = 1) -> None:
+        self._events: deque[MonitorEvent] = deque(maxlen=events_max)
+        self._next = first_number
+        self._recent: deque[tuple[float, str]] = deque(maxlen=4096)
+        self._new: list[MonitorEvent] = []
+
+    def add(self, at_s: float, kind: str, level: str, text: str, peer_id: str = "") -> None:
+        """`at_s`: swarm time."""
+        while self._recent and self._recent[0][0] < at_s - _MINUTE_S:
+            self._recent.popleft()
+        if peer_id and sum(1 for _, peer in self._recent if peer == peer_id) >= _PER_PEER_MAX:
+            return
+        self._recent.append((at_s, peer_id))
+        event = MonitorEvent(
+            number=self._next,
+            at_s=at_s,
+            kind=kind,
+            level=level,
+            text=text[:_TEXT_CHARACTERS_MAX],
+            peer_id=peer_id,
+        )
+        self._next += 1
+        self._events.append(event)
+        self._new.append(event)
+
+    def restore(self, events: list[MonitorEvent]) -> None:
+        """Those of an earlier start come first."""
+        self._events.extendleft(reversed(events))
+        self._next = max([self._next, *(event.number + 1 for event in events)])
+
+    @property
+    def latest(self) -> tuple[MonitorEvent, ...]:
+        return tuple(self._events)
+
+    def take(self) -> list[MonitorEvent]:
+        """Those since the last call."""
+        new, self._new = self._new, []
+        return new

@@ -1,0 +1,200 @@
+"""What a node knows about other peers: where they are reached, when they were last seen, how far away they
+are. Bounded, with a copy on disk.
+
+The copy is what lets a peer rejoin when every bootstrap address is dead. What is in it are hints: whoever
+answers at an address proves its PeerID in the handshake, so a wrong entry costs one failed attempt.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from swarm.core.errors import UsageError
+from swarm.core.identity import write_private
+from swarm.core.ids import Address, Contact, PeerId
+
+_logger = logging.getLogger(__name__)
+
+ADDRESSES_MAX = 8
+_FILE_BYTES_MAX = 4 << 20
+_FORMAT = 1
+_ROUND_TRIP_WEIGHT = 0.3  # of a new measurement in the running mean
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPeer:
+    """One entry. `last_seen_s` is Unix time, None for a peer that is known by hearsay only; `round_trip_s` is
+    a running mean, None when never measured.
+    """
+
+    contact: Contact
+    last_seen_s: float | None = None
+    round_trip_s: float | None = None
+    agent: str = ""
+
+    @property
+    def peer_id(self) -> PeerId:
+        return self.contact.peer_id
+
+
+class PeerBook:
+    """May be used from any thread. Of more than `entries_max` peers, those seen longest ago are forgotten,
+    hearsay first.
+    """
+
+    def __init__(
+        self, own: PeerId, now_s: Callable[[], float], path: Path | None = None, entries_max: int = 1000
+    ) -> None:
+        self._own = own
+        self._now_s = now_s  # Unix time
+        self._path = path
+        self._entries_max = entries_max
+        self._peers: dict[PeerId, KnownPeer] = {}
+        self._lock = threading.Lock()
+        self._changed = False
+        if path is not None:
+            self._load(path)
+
+    def learn(self, contact: Contact) -> None:
+        """Somebody says that this peer is reached there. New addresses come after those that are known
+        already.
+        """
+        self._update(
+            contact.peer_id, lambda old: replace(old, contact=_merged(old.contact.addresses, contact))
+        )
+
+    def seen(self, contact: Contact, *, round_trip_s: float | None = None, agent: str = "") -> None:
+        """The peer itself, authenticated, says that it is reached there: this replaces what was known."""
+
+        def update(old: KnownPeer) -> KnownPeer:
+            mean_s = old.round_trip_s if round_trip_s is None else round_trip_s
+            if round_trip_s is not None and old.round_trip_s is not None:
+                mean_s = old.round_trip_s + _ROUND_TRIP_WEIGHT * (round_trip_s - old.round_trip_s)
+            trimmed = Contact(contact.peer_id, contact.addresses[:ADDRESSES_MAX])
+            return KnownPeer(trimmed, self._now_s(), mean_s, agent or old.agent)
+
+        self._update(contact.peer_id, update)
+
+    def reached(self, peer_id: PeerId, address: Address) -> None:
+        """A connection to the peer was made at this address: it goes first."""
+
+        def update(old: KnownPeer) -> KnownPeer:
+            return replace(old, contact=_merged((address,), old.contact), last_seen_s=self._now_s())
+
+        self._update(peer_id, update)
+
+    def forget(self, peer_id: PeerId) -> None:
+        """Drop the entry."""
+        with self._lock:
+            self._changed |= self._peers.pop(peer_id, None) is not None
+
+    def contact(self, peer_id: PeerId) -> Contact | None:
+        """Where this peer is reached, as far as is known."""
+        with self._lock:
+            known = self._peers.get(peer_id)
+        return known.contact if known is not None else None
+
+    def known(self) -> list[KnownPeer]:
+        """Every entry, the peer seen last first, hearsay at the end."""
+        with self._lock:
+            peers = list(self._peers.values())
+        return sorted(peers, key=_freshness, reverse=True)
+
+    def save(self) -> None:
+        """Write the copy on disk, if there is one and something changed; blocks. OSError is logged: a full
+        disk must not stop a node.
+        """
+        with self._lock:
+            if self._path is None or not self._changed:
+                return
+            self._changed = False
+            peers = list(self._peers.values())
+        document = {
+            "format": _FORMAT,
+            "peers": [
+                _to_json(peer)
+                for peer in sorted(peers, key=_freshness, reverse=True)
+                if peer.contact.addresses
+            ],
+        }
+        try:
+            write_private(self._path, json.dumps(document, indent=1).encode())
+        except OSError as error:
+            _logger.warning("the peer book %s cannot be written: %s", self._path, error)
+
+    def _update(self, peer_id: PeerId, change: Callable[[KnownPeer], KnownPeer]) -> None:
+        if peer_id == self._own:
+            return
+        with self._lock:
+            old = self._peers.get(peer_id) or KnownPeer(Contact(peer_id))
+            new = change(old)
+            self._changed |= new != self._peers.get(peer_id)
+            self._peers[peer_id] = new
+            if len(self._peers) > self._entries_max:
+                # the newcomer stays even when it is hearsay, or a full book would learn of nobody any more
+                del self._peers[
+                    min(
+                        (peer for peer in self._peers.values() if peer.peer_id != peer_id), key=_freshness
+                    ).peer_id
+                ]
+
+    def _load(self, path: Path) -> None:
+        """A copy that cannot be read is no reason not to start."""
+        try:
+            with path.open("rb") as stream:
+                document = json.loads(stream.read(_FILE_BYTES_MAX))
+            peers = [_from_json(item) for item in _checked(document)]
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            _logger.warning("the peer book %s cannot be read and is made anew: %s", path, error)
+            return
+        for peer in peers[: self._entries_max]:
+            if peer.peer_id != self._own:
+                self._peers[peer.peer_id] = peer
+
+
+def _freshness(peer: KnownPeer) -> float:
+    return peer.last_seen_s if peer.last_seen_s is not None else float("-inf")
+
+
+def _merged(first: Iterable[Address], contact: Contact) -> Contact:
+    return Contact(contact.peer_id, tuple(dict.fromkeys((*first, *contact.addresses)))[:ADDRESSES_MAX])
+
+
+def _checked(document: Any) -> list[Any]:
+    if (
+        not isinstance(document, dict)
+        or document.get("format") != _FORMAT
+        or not isinstance(document.get("peers"), list)
+    ):
+        raise UsageError(f"not a peer book of format {_FORMAT}")
+    peers: list[Any] = document["peers"]
+    return peers
+
+
+def _to_json(peer: KnownPeer) -> dict[str, Any]:
+    return {
+        "peer_id": str(peer.peer_id),
+        "addresses": [address.multiaddr for address in peer.contact.addresses],
+        "last_seen_s": peer.last_seen_s,
+        "round_trip_s": peer.round_trip_s,
+        "agent": peer.agent,
+    }
+
+
+def _from_json(item: dict[str, Any]) -> KnownPeer:
+    addresses = tuple(Address.parse(text) for text in item["addresses"][:ADDRESSES_MAX])
+    last_seen_s, round_trip_s = item.get("last_seen_s"), item.get("round_trip_s")
+    return KnownPeer(
+        Contact(PeerId.parse(item["peer_id"]), addresses),
+        float(last_seen_s) if last_seen_s is not None else None,
+        float(round_trip_s) if round_trip_s is not None else None,
+        str(item.get("agent", "")),
+    )

@@ -1,0 +1,284 @@
+"""What is done about a lost reducer's span, and how long work is waited for: the machines alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from averaging.allreduce.commit import Version
+from averaging.allreduce.pacing import UNDER_WAY_BYTES, PacingConfig, StragglerDetector, TransferEta
+from averaging.allreduce.repair import (
+    FAILURES_MAX,
+    FETCHES_MAX,
+    REDUCTIONS_MAX,
+    Ask,
+    Redo,
+    Repair,
+    Take,
+    attempt,
+    successor,
+)
+from swarm.core.errors import UsageError
+
+EVERYBODY = b"\x0f"
+
+
+def version(attempt: int = 0, digest: bytes = b"d" * 32, contributors: bytes = EVERYBODY) -> Version:
+    return Version(attempt, contributors, digest)
+
+
+def repair(
+    own: int,
+    *,
+    reducer: int = 1,
+    dialable: tuple[int, ...] = (0, 1, 2, 3),
+    trusted: bool = False,
+    parts: int = 2,
+) -> Repair:
+    made = Repair(reducer, own=own, dialable=dialable, members=4, trusted=trusted)
+    made.lack(range(parts))
+    return made
+
+
+def test_the_first_after_it_that_lives_and_can_be_dialed_takes_over() -> None:
+    assert successor(1, {0, 2, 3}, {0, 2, 3}, 4) == 2
+    assert successor(1, {0, 2, 3}, {0, 3}, 4) == 3
+    assert successor(1, {0, 3}, {0, 2, 3}, 4) == 3
+    assert successor(3, {0, 1, 2}, {1, 2}, 4) == 1
+    assert successor(1, {2}, {0}, 4) is None
+    assert [attempt(1, place, 4) for place in (1, 2, 3, 0)] == [0, 1, 2, 3]
+
+
+def test_everybody_is_asked_once_and_the_successor_again() -> None:
+    one = repair(0)
+    assert not one.owned
+    assert one.poll() == [Ask(2, wait=False), Ask(3, wait=False)]
+    assert one.poll() == []
+    one.on_report(2, {}, False)
+    one.on_report(3, {}, True)
+    assert one.poll() == [Ask(2, wait=True)]
+    assert one.known(2) == (0, False)
+    one.on_silence(2)
+    assert one.poll() == [Ask(2, wait=True)]
+    one.bury(2)  # now peer 3 takes over
+    assert one.poll() == [Ask(3, wait=True)]
+    one.bury(3)
+    assert one.owned
+
+
+def test_what_somebody_holds_is_fetched_from_the_lowest_attempt() -> None:
+    one = repair(0, parts=1)
+    one.poll()
+    one.on_report(2, {0: version(1, b"x" * 32)}, True)
+    one.on_report(3, {0: version(0)}, True)
+    take = Take(0, 3, version(0))
+    assert take in one.poll()
+    one.on_failed(take)
+    again = Take(0, 2, version(1, b"x" * 32))
+    assert again in one.poll()
+    one.on_held(0)
+    assert not one.lacking
+    assert one.poll() == []
+
+
+def test_the_successor_reduces_what_nobody_can_get_any_more() -> None:
+    one = repair(2, parts=5)
+    assert one.owned
+    one.poll()
+    one.on_report(0, {3: version()}, True)
+    assert [action for action in one.poll() if isinstance(action, Redo)] == []  # peer 3 has not answered
+    one.on_report(3, {}, False)
+    assert [action for action in one.poll() if isinstance(action, Redo)] == []  # it may still get some
+    one.on_report(3, {4: version()}, True)
+    assert one.poll() == [Redo(0), Redo(1), Take(4, 3, version())]
+    assert REDUCTIONS_MAX == 2
+    one.on_held(0)
+    assert one.poll() == [Redo(2)]
+
+
+def test_who_gives_nothing_of_what_it_says_it_holds_is_not_believed() -> None:
+    one = repair(2, parts=1)
+    one.poll()
+    one.on_report(0, {}, True)
+    for nth in range(1000):
+        one.on_report(3, {0: version(0, nth.to_bytes(32, "little"))}, False)
+        found = [action for action in one.poll() if not isinstance(action, Ask)]
+        if found == [Redo(0)]:
+            break
+        (take,) = found
+        assert isinstance(take, Take)
+        one.on_failed(take)
+    assert nth == FAILURES_MAX
+
+
+def test_a_reducer_to_which_only_the_way_broke_is_asked_too() -> None:
+    one = repair(2, trusted=True, parts=1)
+    assert [action.place for action in one.poll() if isinstance(action, Ask)] == [0, 1, 3]
+    for place in (0, 3):
+        one.on_report(place, {}, True)
+    one.on_report(1, {}, False)
+    assert one.poll() == [Ask(1, wait=True)]
+    one.distrust()
+    assert one.poll() == [Redo(0)]
+
+
+def test_that_nobody_contributes_is_believed_of_who_found_it_out() -> None:
+    nobody = bytes(1)
+    one = repair(0, parts=1)
+    one.poll()
+    one.on_report(2, {}, True)
+    one.on_report(3, {0: version(0, contributors=nobody)}, True)
+    assert not [action for action in one.poll() if isinstance(action, Take)]
+    one.on_report(2, {0: version(1, contributors=nobody)}, True)
+    assert Take(0, 2, version(1, contributors=nobody)) in one.poll()
+
+
+def test_a_client_helps_the_successor_without_lacking_anything() -> None:
+    client = repair(3, dialable=(0, 1, 2), parts=0)
+    assert client.poll() == [Ask(2, wait=False)]
+    client.on_report(2, {}, False)
+    assert client.poll() == [Ask(2, wait=True)]
+    assert repair(0, parts=0).poll() == []
+
+
+def test_a_hundred_swarms_of_repairs_end() -> None:
+    """Members that hold some parts and lose others on the way: all come to hold everything, or die."""
+    for seed in range(100):
+        rng = random.Random(seed)
+        parts = rng.randint(1, 20)
+        members = {place: repair(place, parts=0) for place in (0, 2, 3)}
+        held = {place: {part: version() for part in range(parts) if rng.random() < 0.4} for place in members}
+        for place, one in members.items():
+            one.lack(part for part in range(parts) if part not in held[place])
+        for step in range(1000):
+            if step == 5 and seed % 3 == 0:
+                dead = rng.choice(sorted(members))
+                members.pop(dead)
+                for one in members.values():
+                    one.bury(dead)
+            busy = False
+            for place, one in members.items():
+                actions = one.poll()
+                assert sum(isinstance(action, Take) for action in actions) <= FETCHES_MAX
+                for action in actions:
+                    busy = True
+                    if isinstance(action, Ask):
+                        one.on_report(
+                            action.place, held[action.place], True
+                        ) if action.place in members else one.on_silence(action.place)
+                    elif isinstance(action, Take) and (action.place not in members or rng.random() < 0.1):
+                        one.on_failed(action)
+                        # it can again, next time
+                        if action.place in members and action.part not in held[place]:
+                            held[place][action.part] = action.version
+                            one.on_held(action.part)
+                    else:
+                        made = (
+                            action.version
+                            if isinstance(action, Take)
+                            else version(attempt(1, place, 4), bytes([place]) * 32)
+                        )
+                        held[place][action.part] = made
+                        one.on_held(action.part)
+            if not busy:
+                break
+        assert all(len(held[place]) == parts for place in members), seed
+
+
+# ---- patience
+
+CONFIG = PacingConfig()
+
+
+def ticks(
+    pacing: StragglerDetector, start_s: float, seconds: float, waited_for: list[int]
+) -> list[tuple[float, int]]:
+    """Who is given up, and when."""
+    over = []
+    for nth in range(1, int(seconds / CONFIG.tick_s) + 1):
+        now_s = start_s + nth * CONFIG.tick_s
+        found = pacing.tick(
+            [place for place in waited_for if place not in {place for _, place in over}], now_s
+        )
+        over += [(now_s, place) for place, _ in found]
+    return over
+
+
+def test_who_is_not_waited_for_has_all_the_time() -> None:
+    assert ticks(StragglerDetector(4.0, CONFIG, 0.0), 0.0, 100.0, []) == []
+
+
+def test_a_member_that_stops_working_is_given_up_after_the_floor() -> None:
+    pacing = StragglerDetector(4.0, CONFIG, 0.0)
+    pacing.worked(1)
+    assert ticks(pacing, 0.0, 20.0, [1, 2]) == [(4.5, 1), (9.5, 2)]  # the second may not have begun yet
+
+
+def test_slow_and_steady_is_waited_for() -> None:
+    pacing = StragglerDetector(4.0, CONFIG, 0.0)
+    pacing.worked(1)
+    for nth in range(50):
+        assert ticks(pacing, nth * 3.5, 3.5, [1]) == []
+        pacing.worked(1)
+    assert pacing.patience_s(1) == pytest.approx(14.0)
+    for nth in range(50, 60):
+        assert ticks(pacing, nth * 13.0, 13.0, [1]) == []
+        pacing.worked(1)
+
+
+def forecast(floor_s: float = 4.0, senders: int = 3) -> TransferEta:
+    found = TransferEta(dict.fromkeys(range(senders), 1 << 20), floor_s, 0.0)
+    found.due_s = 60.0
+    return found
+
+
+def test_who_cannot_be_through_in_time_is_found_by_its_pace() -> None:
+    """Once its pace has been watched for a while, and not before; one that can make it is left alone."""
+    given, found = forecast(), []
+    for nth in range(1, 41):
+        given.came(0, 2_000)
+        given.came(1, 10_000)
+        found.append(given.late([0, 1, 2], nth * 0.25))
+    assert found[:15] == [[]] * 15
+    assert [place for place, _ in found[15]] == [0]
+    assert found[15][0][1] == pytest.approx((1048576 - 32_000) * 4.0 / (32_000 + UNDER_WAY_BYTES))
+    assert [place for place, _ in found[-1]] == [0]
+
+
+def test_where_most_are_late_it_is_we_who_are_slow() -> None:
+    given = forecast()
+    for place in range(3):
+        given.came(place, 2_000)
+    assert given.late([0, 1, 2], 10.0) == []
+    assert [place for place, _ in given.late([2], 10.0)] == [2]
+    lone = forecast(senders=1)
+    lone.came(0, 2_000)
+    assert [place for place, _ in lone.late([0], 10.0)] == [0]
+
+
+def test_who_is_held_up_by_another_is_judged_by_its_pace_afterwards() -> None:
+    given = forecast()
+    given.came(0, 100)
+    given.excused(0, 20.0)
+    given.came(0, 30)  # a sign of life
+    assert given.late([0], 40.0) == []
+    given.came(0, 600_000)
+    assert given.late([0], 41.0) == []
+    given.excused(7, 1.0)  # nobody we know
+    assert given.late([1, 7], 59.0) == []
+    assert [place for place, _ in given.late([1], 61.0)] == [1]  # nothing came, and it is too late
+
+
+def test_our_own_absence_is_not_their_idleness() -> None:
+    pacing = StragglerDetector(4.0, CONFIG, 0.0)
+    pacing.worked(1)
+    assert pacing.tick([1], 0.25) == []
+    assert pacing.tick([1], 3600.0) == []
+
+
+def test_pacing_config() -> None:
+    with pytest.raises(UsageError):
+        PacingConfig(sender_s=11.0)
+    with pytest.raises(UsageError):
+        PacingConfig(sender_share=0.8)

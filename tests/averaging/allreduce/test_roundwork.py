@@ -1,0 +1,95 @@
+"""The tensor work of a round: the same bytes whether a part is one block or many, and what cannot be sent or
+averaged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from averaging.allreduce.commit import digest_payload
+from averaging.allreduce.work import Arrived, Averaged, ReductionKernels, Spoiled
+from averaging.reduction.averages import Averages, ResultBuffer
+from averaging.reduction.chunks import unpack
+from averaging.reduction.partition import Plan, plan_parts
+from averaging.reduction.reduce import Contribution
+from averaging.reduction.vector import FlatVector
+from swarm.compression import find
+from swarm.compression.plain import PlainCodec
+
+NUMEL = 20_000
+
+
+def bench(codec_name: str, vector: torch.Tensor, block: int = 1 << 15, cut: int = NUMEL) -> ReductionKernels:
+    """`cut`: the vector lies in tensors of so many elements."""
+    found = find(codec_name)
+    assert isinstance(found, PlainCodec)
+    codec = replace(found, block=block)
+    plan: Plan = plan_parts(NUMEL, [1.0, 1.0], codec, 1 << 20)
+    return ReductionKernels(
+        plan, codec, 0, FlatVector(vector.split(cut)), Averages(plan, codec, ResultBuffer())
+    )
+
+
+@pytest.mark.parametrize("codec", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("block", [1024, 4096, 1 << 18])
+@pytest.mark.parametrize("cut", [77, 3000, NUMEL])
+def test_blocks_and_borders_of_tensors_do_not_show(codec: str, block: int, cut: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    ours, theirs = (torch.randn(NUMEL, generator=generator) for _ in range(2))
+    one, other = bench(codec, ours, block, cut), bench(codec, theirs, block, cut)
+    mine, _ = one.plan.parts
+    (message,) = other.encode([mine])
+    assert isinstance(message, bytes)
+    header, payload = unpack(message)
+    assert header.chunk.part == mine.index
+    dtype = getattr(torch, codec)
+    sent = theirs[mine.start : mine.stop].to(dtype)
+    assert bytes(payload) == sent.view(torch.uint8).numpy().tobytes()
+
+    (done,) = one.reduce(
+        [(mine, [Contribution(0, 0.5, one.own_values(mine)), Contribution(1, 1.0, payload)])]
+    )
+    assert isinstance(done, Averaged)
+    expected = ((ours[mine.start : mine.stop] * 0.5 + sent.float()) / 1.5).to(dtype)
+    assert bytes(one.averages.payload(mine).numpy()) == expected.view(torch.uint8).numpy().tobytes()
+    header, payload = unpack(done.message)
+    assert header.average.contributors == done.contributors == b"\x03"
+    assert bytes(payload) == bytes(one.averages.payload(mine).numpy())
+    assert digest_payload(payload) == done.digest
+    assert other.settle([Arrived(mine, payload, done.contributors)]) == [done.digest]
+    assert torch.equal(other.averages.decoded()[mine.start : mine.stop], expected.float())
+
+
+@pytest.mark.parametrize("codec", ["float32", "float16"])
+def test_what_cannot_be_sent_ends_the_batch(codec: str) -> None:
+    vector = torch.zeros(NUMEL)
+    work = bench(codec, vector)
+    first, second = work.plan.parts
+    vector[second.start + 3] = float("nan")
+    assert work.first_bad(second) == second.start + 3
+    messages = work.encode([first, second, first])
+    assert len(messages) == 2
+    assert isinstance(messages[0], bytes)
+    assert messages[1] == second.start + 3
+
+
+def test_spoiled() -> None:
+    vector = torch.zeros(NUMEL)
+    work = bench("float32", vector)
+    part = work.plan.parts[0]
+    fine = bytes(4 * part.numel)
+    nan = torch.full((part.numel,), float("nan")).numpy().tobytes()
+    own = vector[part.start : part.stop]
+    (done,) = work.reduce([(part, [Contribution(0, 1.0, own), Contribution(1, 1.0, nan)])])
+    assert done == Spoiled(part, (1,))
+    assert (
+        work.flaw(part, [Contribution(0, 1.0, own), Contribution(1, 1.0, nan)], 1)
+        == "element 0 is NaN or infinity"
+    )
+    own[-1] = float("inf")
+    (done,) = work.reduce([(part, [Contribution(0, 1.0, own), Contribution(1, 1.0, fine)])])
+    assert done == Spoiled(part, (0,))
+    assert work.settle([Arrived(part, memoryview(nan), b"\x03")]) == [None]

@@ -1,0 +1,159 @@
+"""Checkpoints: what is read is what was written, or a word about why not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from averaging.optim.state import checkpoint
+from averaging.optim.state.checkpoint import Checkpoints, names_of, public_names
+from averaging.optim.state.training_state import TrainingState
+from swarm.core.errors import PeerError, SwarmError, UsageError
+
+
+def made(seed: int) -> tuple[torch.nn.Module, TrainingState, list[str]]:
+    torch.manual_seed(seed)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+    inner = torch.optim.AdamW(
+        [{"params": list(net[2].parameters()), "lr": 0.05}, {"params": list(net[:2].parameters())}], lr=0.1
+    )
+    state = TrainingState(inner, list(net.buffers()), torch.optim.lr_scheduler.StepLR(inner, 2, 0.5))
+    return net, state, names_of(net, inner)
+
+
+def train(net: torch.nn.Module, state: TrainingState, steps: int) -> list[float]:
+    generator, losses = torch.Generator().manual_seed(state.epoch), []
+    for _ in range(steps):
+        state.inner.zero_grad()
+        loss = net(torch.randn(16, 4, generator=generator)).square().mean()
+        loss.backward()
+        with state.lock:
+            state.inner.step()
+            assert state.scheduler is not None
+            state.scheduler.step()
+            state.agree_extras()
+            state.moved(state.epoch + 1)
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_resuming_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    net, state, names = made(1)
+    train(net, state, 5)
+    kept = Checkpoints(tmp_path / "run")
+    path = kept.save(state.view(), names, {"run": "x"})
+    expected = train(net, state, 5)
+    other, resumed, _ = made(2)
+    found, wrong = kept.newest_good()
+    assert found is not None
+    assert (found.path, found.epoch, wrong) == (path, 5, [])
+    resumed.load(found.blob)
+    assert resumed.epoch == 5
+    assert train(other, resumed, 5) == expected
+
+
+def test_a_file_is_plain_safetensors_under_the_models_names(tmp_path: Path) -> None:
+    net, state, names = made(1)
+    train(net, state, 2)
+    path = Checkpoints(tmp_path).save(state.view(), names)
+    tensors = safetensors.torch.load_file(path)
+    parameters = {
+        key.removeprefix("model."): value for key, value in tensors.items() if key.startswith("model.")
+    }
+    assert parameters.keys() == dict(net.named_parameters()).keys()
+    assert all(torch.equal(value, dict(net.named_parameters())[key]) for key, value in parameters.items())
+    assert torch.equal(tensors["optimizer.0.weight.exp_avg"], state.inner.state[net[0].weight]["exp_avg"])  # type: ignore[index]
+
+
+def test_a_damaged_one_is_passed_over_with_a_word(tmp_path: Path) -> None:
+    net, state, names = made(1)
+    kept = Checkpoints(tmp_path)
+    paths = []
+    for _ in range(3):
+        train(net, state, 1)
+        paths.append(kept.save(state.view(), names))
+    raw = bytearray(paths[2].read_bytes())
+    raw[-3] ^= 1
+    paths[2].write_bytes(raw)  # one bit of the last tensor
+    paths[1].write_bytes(paths[1].read_bytes()[:-5])
+    found, wrong = kept.newest_good()
+    assert found is not None
+    assert found.path == paths[0]
+    assert "is damaged: its contents are not what was written" in wrong[0]
+    assert "cannot be read" in wrong[1]
+    paths[0].write_bytes(b"")
+    assert kept.newest_good()[0] is None
+
+
+def test_no_damage_goes_unnoticed_or_raises_anything_but_a_word(tmp_path: Path) -> None:
+    net, state, names = made(1)
+    train(net, state, 1)
+    path = Checkpoints(tmp_path).save(state.view(), names, {"run": "a name"})
+    whole = path.read_bytes()
+    described = 8 + int.from_bytes(whole[:8], "little")
+    for at in [*range(described), *range(described, len(whole), 97)]:
+        raw = bytearray(whole)
+        raw[at] ^= 0x55
+        path.write_bytes(raw)
+        try:
+            checkpoint.read(path)
+        except PeerError:
+            continue
+        pytest.fail(
+            f"byte {at} of {len(whole)} was changed, and nobody noticed: {whole[max(at - 20, 0) : at + 20]!r}"
+        )
+
+
+def test_only_the_newest_few_are_kept_and_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, state, names = made(1)
+    kept = Checkpoints(tmp_path, kept_max=2)
+    for _ in range(4):
+        train(net, state, 1)
+        kept.save(state.view(), names)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "epoch-0000000003.safetensors",
+        "epoch-0000000004.safetensors",
+    ]
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    train(net, state, 1)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(SwarmError, match="No space left"):
+        kept.save(state.view(), names)
+    monkeypatch.undo()
+    assert len(list(tmp_path.iterdir())) == 2, "the temporary file is gone, the others are there"
+
+
+def test_another_course_leaves_the_earlier_one_where_it_can_be_found(tmp_path: Path) -> None:
+    net, state, names = made(1)
+    kept = Checkpoints(tmp_path / "run")
+    assert kept.set_aside() is None
+    train(net, state, 1)
+    kept.save(state.view(), names)
+    aside = kept.set_aside()
+    assert aside is not None
+    assert len(Checkpoints(aside).newest_first()) == 1
+    assert kept.newest_first() == []
+
+
+def test_two_tensors_under_one_name_are_refused() -> None:
+    assert public_names(["p.0", "p.1", "x.0"], ["weight"]) == ["model.weight", "model.1", "extra.0"]
+    with pytest.raises(UsageError, match="one name"):
+        public_names(["p.0", "p.1"], ["weight", "weight"])
+
+
+def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> None:
+    net, state, names = made(1)
+    train(net, state, 1)
+    left = tmp_path / ".epoch-0000000009.safetensors.77.tmp"
+    left.write_bytes(b"half")
+    path = Checkpoints(tmp_path).save(state.view(), names)
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,163 @@
+"""Chunks that are checked beside the receiving: what counts, what does not, and how soon a lie is found out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor, Future
+from typing import Any
+
+import pytest
+
+from averaging.optim.state.exchange import chunk_head
+from averaging.optim.state.intake import Intake, PartialState
+from averaging.optim.state.snapshot import CHUNK_BYTES, chunk_digest
+from swarm.core.errors import NetworkError, PeerError
+from swarm.core.ids import PeerId
+from swarm.testing.network import SimulatedNetwork
+
+CHUNKS = 4
+
+
+def chunk(index: int) -> bytes:
+    return bytes([index + 1]) * CHUNK_BYTES
+
+
+class HeldPool(Executor):
+    """Work is done when the test says so."""
+
+    def __init__(self) -> None:
+        self.held: list[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.held.append((future, fn, args))
+        return future
+
+    def work(self) -> None:
+        future, function, arguments = self.held.pop(0)
+        future.set_result(function(*arguments))
+
+
+class Sent:
+    """A stream on which these messages come, and then nothing."""
+
+    def __init__(self, peer_id: PeerId, messages: list[bytes]) -> None:
+        self.peer_id, self._messages = peer_id, messages
+        self.waited_for = asyncio.Event()
+
+    async def receive(self) -> bytes | None:
+        if not self._messages:
+            self.waited_for.set()
+            await asyncio.Event().wait()
+        return self._messages.pop(0)
+
+    async def send(self, message: bytes) -> None:
+        raise AssertionError
+
+    finish = None  # type: ignore[assignment]
+    cancel = None  # type: ignore[assignment]
+
+
+def play(
+    messages: list[bytes], scenario: Callable[[Intake, HeldPool, Sent, list[int]], Awaitable[None]]
+) -> PartialState:
+    digests = tuple(chunk_digest(chunk(index)) for index in range(CHUNKS))
+    part = PartialState.begin(digests, CHUNKS * CHUNK_BYTES, None)
+
+    async def main() -> None:
+        peer = SimulatedNetwork(1).peer().peer_id
+        pool, stream, new = HeldPool(), Sent(peer, messages), list[int]()
+        intake = Intake(part, peer, stream, digests, pool, 60.0, new.append)
+        intake.asked.extend(part.take(CHUNKS))
+        await asyncio.wait_for(scenario(intake, pool, stream, new), 20)
+
+    asyncio.run(main())
+    return part
+
+
+def message(index: int, payload: bytes | None = None) -> bytes:
+    return chunk_head(index) + (chunk(index) if payload is None else payload)
+
+
+def test_a_lie_ends_the_wait_for_a_chunk_that_never_comes() -> None:
+    async def scenario(intake: Intake, pool: HeldPool, stream: Sent, new: list[int]) -> None:
+        await intake.receive()
+        async with asyncio.TaskGroup() as group:
+            waiting = group.create_task(_fails(intake.receive(), PeerError, "chunk 0 whose digest"))
+            await stream.waited_for.wait()
+            pool.work()
+            await waiting
+        assert intake.lie
+        assert intake.close() == [1, 2, 3, 0]
+        assert not new
+
+    part = play([message(0, bytes(CHUNK_BYTES))], scenario)
+    assert bytes(part.chunk(0)) == bytes(CHUNK_BYTES)
+    assert not part.have
+
+
+def test_what_is_short_is_a_lie_too() -> None:
+    async def scenario(intake: Intake, pool: HeldPool, stream: Sent, new: list[int]) -> None:
+        await intake.receive()
+        pool.work()
+        await _fails(intake.settle(), PeerError, "chunk 0 whose digest")
+
+    assert not play([message(0, chunk(0)[:-1])], scenario).have
+
+
+def test_two_chunks_are_checked_at_once_and_a_third_waits() -> None:
+    async def scenario(intake: Intake, pool: HeldPool, stream: Sent, new: list[int]) -> None:
+        await intake.receive()
+        await intake.receive()
+        assert intake.checking
+        assert not new
+        async with asyncio.TaskGroup() as group:
+            third = group.create_task(intake.receive())
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert not third.done()
+            assert len(pool.held) == 2, "it has been received, and no more than that"
+            pool.held.reverse()
+            pool.work()
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert not third.done(), "the second one's check does not make room for it, the first one's does"
+            pool.work()
+            await third
+        assert new == [CHUNK_BYTES] * 2
+        pool.work()
+        await intake.settle()
+        assert not intake.checking
+        assert intake.close() == [3]
+
+    part = play([message(index) for index in range(3)], scenario)
+    assert part.have == {0, 1, 2}
+    assert all(bytes(part.chunk(index)) == chunk(index) for index in part.have)
+
+
+def test_after_the_end_a_check_counts_for_nothing() -> None:
+    async def scenario(intake: Intake, pool: HeldPool, stream: Sent, new: list[int]) -> None:
+        await intake.receive()
+        intake.part.give_back(intake.close())
+        pool.work()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not new
+        assert list(intake.part.missing) == [1, 2, 3, 0]
+
+    assert not play([message(0)], scenario).have
+
+
+def test_a_node_that_closes_meanwhile_says_so() -> None:
+    async def scenario(intake: Intake, pool: HeldPool, stream: Sent, new: list[int]) -> None:
+        await intake.receive()
+        pool.held[0][0].cancel()
+        await _fails(intake.settle(), NetworkError, "this node closes")
+
+    play([message(0)], scenario)
+
+
+async def _fails(doing: Awaitable[None], kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        await doing

@@ -1,0 +1,185 @@
+"""What modes keep beside the model: of what type and where, how it is saved, served, and kept clean."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from averaging.optim.modes import ModeSettings
+from averaging.optim.modes.outer import OuterSGD
+from averaging.optim.modes.settings import MODES, Diloco, Gossip, Gradients, Local, settings_of
+from swarm.core.errors import UsageError
+from tests.averaging.matchmaking.table import Seat, hold, model, prepare, seat
+
+ODD = {
+    "bfloat16": lambda net: net.to(torch.bfloat16),
+    "frozen": lambda net: net[0].requires_grad_(False) and net,
+    "strided": lambda net: setattr(net[0], "weight", torch.nn.Parameter(torch.randn(5, 7).t())) or net,
+}
+
+
+@pytest.mark.parametrize(
+    "settings", [Local(), Diloco(), Diloco(streaming=3), Gossip()], ids=lambda one: f"{one.name}-{one!r:.40}"
+)
+@pytest.mark.parametrize("odd", ODD)
+def test_odd_parameters_and_offloading(settings: ModeSettings, odd: str) -> None:
+    def made(offload: bool) -> Seat:
+        net: Any = ODD[odd](model())
+        return seat(settings, net, inner=torch.optim.AdamW(net.parameters(), lr=0.02), offload=offload)
+
+    def train(one: Seat, seed: int) -> None:
+        one.net.zero_grad()
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed)).to(
+            next(one.net.parameters()).dtype
+        )
+        one.net(x).square().mean().backward()
+        assert one.mode.learner.accumulate(4) is None
+
+    seats = [made(False), made(True)]
+    frozen = [p.clone() for p in seats[0].net.parameters() if not p.requires_grad]
+    for epoch in range(4):
+        start = [one.theta for one in seats]
+        for one in seats:
+            train(one, epoch)
+        hold(seats)
+        assert all(not torch.equal(one.theta, before) for one, before in zip(seats, start, strict=True))
+    assert torch.equal(seats[0].theta, seats[1].theta)
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(frozen, [p for p in seats[0].net.parameters() if not p.requires_grad], strict=True)
+    )
+    assert all(base.dtype == torch.float32 and base.is_contiguous() for base in seats[0].mode.learner.base)
+
+
+def test_without_a_step_nothing_moves_in_low_precision() -> None:
+    net = model().to(torch.bfloat16)
+    one = seat(Diloco(), net)
+    for base in one.mode.learner.base:
+        base.data.mul_(1.0001)  # between two bfloat16 numbers
+    one.mode.prepare(0)
+    assert not any(tensor.any() for tensor in one.mode.tensors())
+
+
+@pytest.mark.parametrize(
+    "settings", [Diloco(), Diloco(streaming=2), Gossip()], ids=lambda one: f"{one!r:.40}"
+)
+def test_steps_that_run_into_nan_are_dropped_and_never_sent(settings: ModeSettings) -> None:
+    one = seat(settings)
+    before = one.theta
+    one.step(1, 4)
+    with torch.no_grad():
+        for p in one.net.parameters():
+            p.fill_(float("inf"))
+    weight, _ = one.mode.prepare(0)
+    assert weight == 0.0 or settings.name == "gossip"
+    assert all(bool(tensor.isfinite().all()) for tensor in one.mode.tensors())
+    one.mode.failed("round")
+    assert torch.equal(one.theta, before)
+    assert one.mode.learner.samples == 0
+    one.step(2, 4)
+    assert prepare([one])[0][0] in (4.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [*(mode() for mode in MODES.values()), Gradients(delayed=True), Diloco(streaming=3)],
+    ids=lambda one: f"{one!r:.40}",
+)
+def test_resuming_goes_on_bit_for_bit(settings: ModeSettings) -> None:
+    one, resumed = seat(settings), seat(settings, model(9))
+    rng = random.Random(0)
+
+    def go(table: Seat, spans: range) -> None:
+        for span in spans:
+            for nth in range(rng.randint(1, 3)):
+                table.step(10 * span + nth, 4)
+            if span % 3 == 2:
+                table.mode.prepare(table.mode.state.epoch)
+                table.mode.failed("round")
+            else:
+                hold([table])
+
+    go(one, range(5))
+    one.step(77, 4)
+    saved = copy.deepcopy((one.net.state_dict(), one.mode.state_dict()))
+    resumed.net.load_state_dict(saved[0])
+    inner_of(resumed).load_state_dict(copy.deepcopy(inner_of(one).state_dict()))
+    resumed.mode.load_state_dict(saved[1])
+    resumed.mode.state.moved(one.mode.state.epoch)
+    for table in (one, resumed):
+        rng = random.Random(1)
+        go(table, range(5, 9))
+    assert torch.equal(one.theta, resumed.theta)
+    assert one.mode.learner.samples == resumed.mode.learner.samples
+
+
+def inner_of(one: Seat) -> torch.optim.Optimizer:
+    return getattr(one.mode.learner, "inner", None) or one.mode.state.inner
+
+
+def test_parameters_that_were_set_before_the_first_step_are_where_it_begins() -> None:
+    one, other = seat(Diloco()), seat(Diloco(), model(3))
+    other.net.load_state_dict(one.net.state_dict())  # a checkpoint, loaded after the optimizer was made
+    for table in (one, other):
+        table.step(1, 4)
+        hold([table])
+    assert torch.equal(one.theta, other.theta)
+
+
+def test_the_state_that_is_served_has_base_and_momentum_and_no_statistics_of_the_donor() -> None:
+    one = seat(Diloco())
+    one.step(1, 4)
+    hold([one])
+    served = one.mode.state.snapshot()
+    one.step(2, 4)
+    assert one.mode.state.snapshot().digest == served.digest, "local steps do not show"
+    other = seat(Diloco(), model(4))
+    other.mode.state.load(served.blob)
+    assert isinstance(other.mode.state.inner, OuterSGD)
+    assert not other.mode.learner.inner.state
+    assert other.mode.state.snapshot().digest == served.digest
+
+
+@pytest.mark.parametrize(
+    "settings", [Gradients(), Diloco(), Diloco(streaming=2)], ids=lambda one: f"{one!r:.40}"
+)
+def test_a_checkpoint_of_the_state_is_where_it_goes_on(settings: ModeSettings) -> None:
+    donor, restored = seat(settings), seat(settings, model(8))
+    for seed in range(2):
+        donor.step(seed, 4)
+        hold([donor])
+    restored.step(7, 4)
+    restored.mode.state.load(donor.mode.state.snapshot().blob)
+    restored.mode.learner.loaded()
+    assert restored.mode.learner.samples == 0
+    if settings.name == "gradients" or settings == Diloco():
+        assert torch.equal(restored.theta, donor.theta)
+    restored.step(9, 5)
+    assert prepare([restored])[0][0] == 5.0, "no newcomer: it is the run itself that goes on"
+
+
+def test_settings_are_checked() -> None:
+    assert settings_of("diloco") == Diloco()
+    assert settings_of(Diloco(streaming=4)).build is not None
+    for wrong, said in [
+        (lambda: settings_of("hogwild"), "gradients, local, diloco, gossip"),
+        (lambda: settings_of(7), "mode is a name"),  # type: ignore[arg-type]
+        (lambda: Diloco(outer_lr=0.0), "outer_lr above 0"),
+        (lambda: Diloco(streaming=0), "at least 1"),
+        (lambda: Diloco(delay_steps=2), "for streaming only"),
+        (lambda: Gossip(consensus=2.0), "consensus"),
+        (lambda: Local(carried_epochs_max=-1), "carried_epochs_max"),
+        (lambda: seat(Diloco(), torch.nn.Linear(1, 1).requires_grad_(False)), "nothing to train"),
+    ]:
+        with pytest.raises(UsageError, match=said):
+            wrong()
+    with pytest.raises(UsageError, match="other shapes"):
+        seat(Diloco()).mode.load_state_dict(
+            seat(Diloco(), torch.nn.Sequential(torch.nn.Linear(2, 2))).mode.state_dict()
+        )
+    with pytest.raises(UsageError, match="local steps"):
+        seat(Diloco()).mode.load_state_dict(seat(Gradients()).mode.state_dict())

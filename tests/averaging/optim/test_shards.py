@@ -1,0 +1,241 @@
+"""Sums of shards: who adds up, what counts, and how far liars get. Everything here is arithmetic on claims."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from averaging.optim.progress.logic.reports import EpochProgress, ProgressConfig, ProgressReport
+from averaging.optim.progress.logic.shards import (
+    AGGREGATORS,
+    FANOUT_BITS,
+    PERIOD_S,
+    ProgressTotal,
+    TreeNode,
+    aggregators,
+    bits_for,
+    children_of,
+    epoch_of,
+    median_of,
+    place_of,
+    shard_of,
+    sum_of_children,
+    sum_of_claims,
+)
+from swarm.core.errors import PeerError
+from swarm.core.identity import Identity
+from swarm.core.ids import PeerId
+
+RUN, NOW_S = "a" * 20, 1_000.0
+CONFIG = ProgressConfig()
+PEERS = [Identity.generate().peer_id for _ in range(300)]
+
+
+def claim(
+    samples: int = 100, rate: float = 10.0, epoch: int = 3, since_s: float = NOW_S - 10, at_s: float = NOW_S
+) -> ProgressReport:
+    return ProgressReport(epoch=epoch, samples=samples, rate=rate, at_s=at_s, since_s=since_s)
+
+
+def test_the_tree_of_a_thousand_and_of_a_hundred_thousand() -> None:
+    leaf = TreeNode(5, 0, 17)
+    assert (leaf.parent, leaf.parent.is_root, leaf.parent.parent) == (
+        TreeNode(5, 1, 0),
+        True,
+        TreeNode(5, 1, 0),
+    )
+    deep = TreeNode(12, 0, 0b1010_1010_1010)
+    assert deep.parent == TreeNode(12, 1, 0b1010_101)
+    assert deep.parent.parent == TreeNode(12, 2, 0b10)
+    assert deep.parent.parent.parent == TreeNode(12, 3, 0)
+    assert deep.parent.parent.parent.is_root
+    assert TreeNode(0, 0, 0).name == "progress", "a small run has the one dictionary that it always had"
+    for peer in PEERS[:50]:
+        node = shard_of(RUN, peer, 12)
+        while True:
+            assert node.holds(place_of(RUN, peer))
+            if node.is_root:
+                break
+            assert not replace(node, prefix=node.prefix ^ 1).holds(place_of(RUN, peer))
+            node = node.parent
+    assert len({TreeNode(12, 0, number).name for number in range(1 << 12)}) == 1 << 12
+
+
+def test_shards_have_about_thirty_members_and_change_rarely() -> None:
+    assert [bits_for(peers, 0) for peers in (1, 64, 65, 100, 1000, 100_000)] == [0, 0, 2, 2, 5, 12]
+    for peers in range(65, 5000, 7):
+        bits = bits_for(peers, 0)
+        assert 16 <= peers / (1 << bits) <= 48
+        assert bits_for(int(peers * 1.3), bits) == bits or peers * 1.3 / (1 << bits) > 48, (
+            "a fifth more or less changes nothing"
+        )
+        assert bits_for(peers, bits) == bits
+    assert bits_for(30, 2) == 0
+    assert bits_for(60, 2) == 2, "no to and fro about the limit"
+
+
+def test_three_of_those_who_write_add_up_others_in_the_next_period() -> None:
+    node = shard_of(RUN, PEERS[0], 2)
+    first = aggregators(node, RUN, PEERS, NOW_S)
+    assert len(first) == AGGREGATORS
+    assert aggregators(node, RUN, reversed(PEERS), NOW_S) == first
+    assert aggregators(node, RUN, PEERS, NOW_S + PERIOD_S) != first
+    rest = [peer for peer in PEERS if peer != first[0]]
+    assert aggregators(node, RUN, rest, NOW_S)[:2] == first[1:], "when one is gone the next steps in"
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 40), st.randoms(use_true_random=False))
+def test_a_shard_counts_as_a_small_run_does(count: int, rng: random.Random) -> None:
+    """The same rule as `EpochProgress`, seen from a member that has nothing itself and began with the others."""
+    claims = {
+        peer: claim(rng.randint(0, 400), rng.choice([5.0, 10.0, 40.0]), at_s=NOW_S - rng.random())
+        for peer in PEERS[:count]
+    }
+    total = sum_of_claims(claims, NOW_S, CONFIG)
+    own = PEERS[299]
+    progress = EpochProgress(own, 10**9, CONFIG, NOW_S - 10)
+    progress.begin_epoch(3, NOW_S - 10)
+    for peer, one in claims.items():
+        progress.on_claim(peer, one, NOW_S)
+    assert total.samples == pytest.approx(sum(progress.counted(NOW_S).values()), rel=1e-9)
+    assert (total.epoch, total.peers, total.since_s) == (3, count, NOW_S - 10)
+
+
+def test_a_lying_member_counts_three_times_an_honest_one() -> None:
+    claims = {peer: claim() for peer in PEERS[:31]}
+    honest = sum_of_claims(claims, NOW_S, CONFIG)
+    for lie in (claim(samples=10**9, rate=1e9), claim(samples=10**9, rate=10.0, since_s=0.0)):
+        total = sum_of_claims({**claims, PEERS[31]: lie}, NOW_S, CONFIG)
+        assert total.samples - honest.samples <= 3 * 10.0 * (10 + CONFIG.slack_s) + 1e-6
+    ahead = sum_of_claims({**claims, PEERS[31]: claim(epoch=10**6)}, NOW_S, CONFIG)
+    assert ahead.epoch == 3
+
+
+def total(
+    samples: float = 3200.0,
+    peers: int = 32,
+    epoch: int = 3,
+    rate: float = 320.0,
+    median_rate: float = 10.0,
+    **other: float,
+) -> ProgressTotal:
+    values = {"at_s": NOW_S, "since_s": NOW_S - 10, **other}
+    return ProgressTotal(
+        epoch=epoch, samples=samples, rate=rate, peers=peers, median_rate=median_rate, **values
+    )  # type: ignore[arg-type]
+
+
+LIES = [
+    total(samples=1e12, rate=1e12, median_rate=1e12, peers=10**9),
+    total(epoch=10**6, samples=0.0),
+    total(epoch=4, samples=1e12),
+    total(samples=0.0, rate=0.0, peers=0, median_rate=0.0),
+    total(epoch=0, since_s=0.0, at_s=1.0),
+    total(bits=24),
+]
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("place", range(3))
+def test_one_lying_aggregator_of_three_changes_nothing(lie: ProgressTotal, place: int) -> None:
+    honest = [total(), total(samples=3190.0), total(samples=3210.0)]
+    told = [lie if number == place else one for number, one in enumerate(honest)]
+    middle = median_of(told)
+    assert middle is not None
+    assert (middle.epoch, middle.peers, middle.bits) == (3, 32, 0)
+    assert 3190.0 <= middle.samples <= 3210.0
+    assert 3190.0 <= middle.samples_at(NOW_S, CONFIG) <= 3210.0
+
+
+def test_of_two_the_lower_counts_and_one_alone_hardly() -> None:
+    assert median_of([total(), LIES[0]]) == total()
+    alone = median_of([LIES[0]])
+    assert alone is not None
+    assert alone.peers == 2
+    assert median_of([]) is None
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_whole_shard_of_liars_does_not_close_the_epoch(lie: ProgressTotal) -> None:
+    """All three aggregators of one shard of thirty-two lie: the others' rates bound what it can claim, and
+    its epoch is one voice.
+    """
+    children = {prefix: [total()] * 3 for prefix in range(31)}
+    honest = sum_of_children(children, 1, NOW_S, CONFIG)
+    assert honest.samples == 31 * 3200.0
+    lied = sum_of_children({**children, 31: [lie] * 3}, 1, NOW_S, CONFIG)
+    assert lied.epoch == 3
+    # 128 members at most, three times the median rate each, since the epoch began
+    assert lied.samples - honest.samples <= 128 * 3 * 10.0 * (10 + CONFIG.slack_s) + 1e-6
+
+
+def test_a_third_of_all_moves_the_epoch() -> None:
+    assert epoch_of([(5, 1), (3, 1)]) == 5, "of two, one"
+    assert epoch_of([(9, 10), (3, 21)]) == 3
+    assert epoch_of([(9, 11), (3, 21)]) == 9
+    assert epoch_of([(9, 1), (8, 10), (3, 20)]) == 8
+    assert epoch_of([]) == 0
+
+
+def test_only_sums_of_those_below_a_child_count() -> None:
+    root = TreeNode(2, 1, 0)
+    written = {peer: (shard_of(RUN, peer, 2).prefix, total()) for peer in PEERS}
+    children = children_of(root, RUN, written, NOW_S)
+    assert {prefix: len(sums) for prefix, sums in children.items()} == dict.fromkeys(range(4), AGGREGATORS)
+    strangers = {peer: (shard_of(RUN, peer, 2).prefix ^ 1, LIES[0]) for peer in PEERS}
+    assert children_of(root, RUN, strangers, NOW_S) == {}
+    assert children_of(root, RUN, {PEERS[0]: (10**9, total())}, NOW_S) == {}
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(70, 300), st.randoms(use_true_random=False))
+def test_a_tree_adds_up_what_one_dictionary_would(count: int, rng: random.Random) -> None:
+    claims = {peer: claim(rng.randint(50, 150), rng.uniform(8, 12)) for peer in PEERS[:count]}
+    bits = bits_for(count, 0)
+    shards: dict[int, dict[PeerId, ProgressReport]] = {}
+    for peer, one in claims.items():
+        shards.setdefault(shard_of(RUN, peer, bits).prefix, {})[peer] = one
+    children = {prefix: [sum_of_claims(members, NOW_S, CONFIG)] * 3 for prefix, members in shards.items()}
+    added = sum_of_children(children, 1, NOW_S, CONFIG)
+    assert added.samples == pytest.approx(sum(one.samples for one in claims.values()))
+    assert added.peers == count
+    assert FANOUT_BITS == 5
+
+
+def test_a_sum_survives_the_wire_and_nonsense_is_refused() -> None:
+    assert ProgressTotal.decode(total().encode(), NOW_S, CONFIG) == total()
+    good = total().encode()
+    for place, wrong in [
+        (0, -1),
+        (0, 1.5),
+        (1, float("nan")),
+        (2, float("inf")),
+        (3, 1 << 40),
+        (5, NOW_S + 100),
+        (6, NOW_S + 1),
+        (7, 99),
+    ]:
+        with pytest.raises(PeerError):
+            ProgressTotal.decode([*good[:place], wrong, *good[place + 1 :]], NOW_S, CONFIG)
+    for nonsense in (None, "12345678", b"12345678", good[:7], 5):
+        with pytest.raises(PeerError):
+            ProgressTotal.decode(nonsense, NOW_S, CONFIG)
+
+
+def test_the_machine_goes_by_the_total_when_there_is_one() -> None:
+    progress = EpochProgress(PEERS[0], 100_000, CONFIG, NOW_S - 10)
+    progress.begin_epoch(3, NOW_S - 10)
+    progress.report(100, 10.0, NOW_S)
+    assert not progress.is_full(NOW_S)
+    progress.total = total(samples=100_000.0, peers=1000, rate=10_000.0)
+    assert progress.is_full(NOW_S)
+    assert (progress.swarm_epoch(NOW_S), progress.view(NOW_S).peers_total) == (3, 1000)
+    progress.begin_epoch(4, NOW_S)
+    assert not progress.is_full(NOW_S), "what the epoch before it gathered does not count"
+    progress.total = total(epoch=6)
+    assert progress.swarm_epoch(NOW_S) == 6

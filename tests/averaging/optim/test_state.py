@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from averaging.optim.state.snapshot import CHUNK_BYTES, chunk_digest, is_finite, merge, plain, snapshot_digest
+from averaging.optim.state.training_state import TrainingState, _probe, _probe_shapes
+from swarm.core.errors import PeerError, UsageError
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, weight_decay=0.1),
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.1, weight_decay=0.1, amsgrad=True),
+    "adam-fused": lambda ps: torch.optim.Adam(ps, lr=0.1, fused=True),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.1),
+    "rprop": torch.optim.Rprop,
+    "adadelta": torch.optim.Adadelta,
+    "radam": torch.optim.RAdam,
+    "adafactor": torch.optim.Adafactor,
+}
+
+
+def model(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+
+
+def made(seed: int, optimizer: str = "adamw", schedule: bool = True) -> tuple[torch.nn.Module, TrainingState]:
+    net = model(seed)
+    first, second = list(net[0].parameters()), list(net[1:].parameters())  # type: ignore[index]
+    inner = OPTIMIZERS[optimizer]([{"params": first}, {"params": second, "lr": 0.05}])
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(inner, [3, 5]) if schedule else None
+    return net, TrainingState(inner, list(net.buffers()), scheduler)
+
+
+def train(net: torch.nn.Module, state: TrainingState, steps: int, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        state.inner.zero_grad()
+        net(torch.randn(16, 4, generator=generator)).square().mean().backward()
+        state.inner.step()
+        if state.scheduler is not None:
+            state.scheduler.step()
+        state.epoch += 1
+
+
+def weights(net: torch.nn.Module) -> list[torch.Tensor]:
+    return [t.clone() for t in net.state_dict().values()]
+
+
+def same(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_loaded_state_trains_on_exactly_as_its_donor(optimizer: str) -> None:
+    donor_net, donor = made(1, optimizer)
+    train(donor_net, donor, 4)
+    donor.agree_extras()
+    snapshot = donor.snapshot()
+    net, state = made(2, optimizer)
+    before = weights(net)
+    assert state.bytes_max() >= len(snapshot.blob)
+    assert same(before, weights(net)), "looking at the structure must not move weights"
+    state.load(snapshot.blob)
+    assert state.epoch == 4
+    assert state.snapshot().digest == snapshot.digest
+    assert state.counters_digest() == donor.counters_digest()
+    train(donor_net, donor, 3, seed=7)
+    train(net, state, 3, seed=7)
+    assert same(weights(net), weights(donor_net))
+    donor.agree_extras()
+    state.agree_extras()
+    assert state.snapshot().digest == donor.snapshot().digest
+
+
+def test_a_state_before_the_first_step_can_be_loaded() -> None:
+    _, donor = made(1)
+    net, state = made(2)
+    train(net, state, 2)
+    state.load(donor.snapshot().blob)
+    assert not any(state.inner.state.values())
+    assert state.snapshot().digest == donor.snapshot().digest
+
+
+def test_buffers_are_served_as_last_agreed() -> None:
+    net, state = made(1)
+    before = state.snapshot().digest
+    net(torch.randn(16, 4))
+    assert state.snapshot().digest == before, "a forward pass moves this peer's own BatchNorm statistics only"
+    state.agree_extras([[7], [3], [1, 2]])
+    assert state.extra_counts() == [7]
+    assert state.snapshot().digest != before
+
+
+def test_what_is_averaged_has_the_same_layout_on_all() -> None:
+    one, two = made(1), made(2)
+    train(*one, 1)
+    train(*two, 3)
+    shapes = [tuple(t.shape) for t in one[1].averaged()]
+    assert shapes == [tuple(t.shape) for t in two[1].averaged()]
+    # 6 parameters, three statistics of each (amsgrad), two floating buffers; no step counters
+    assert len(shapes) == 6 * 4 + 2
+    assert all(t.is_floating_point() and not t.requires_grad for t in one[1].averaged())
+
+
+def test_every_chunk_is_committed_to() -> None:
+    p = torch.nn.Parameter(torch.randn(900_000))
+    snapshot = TrainingState(torch.optim.SGD([p], lr=0.1)).snapshot()
+    assert len(snapshot.chunk_digests) == 4
+    assert b"".join(bytes(snapshot.chunk(i)) for i in range(4)) == bytes(snapshot.blob)
+    assert [chunk_digest(snapshot.chunk(i)) for i in range(4)] == list(snapshot.chunk_digests)
+    assert len(snapshot.chunk(0)) == CHUNK_BYTES
+    other = (*snapshot.chunk_digests[:3], bytes(32))
+    assert snapshot_digest(len(snapshot.blob), other) != snapshot.digest
+
+
+def rewritten(blob: bytearray, change: Callable[[dict[str, Any]], None]) -> bytearray:
+    (length,) = struct.unpack_from("<I", blob)
+    header = msgpack.unpackb(blob[4 : 4 + length], strict_map_key=False)
+    change(header)
+    packed = msgpack.packb(header)
+    tensors_at = -(-(4 + length) // 64) * 64
+    padded = -(-(4 + len(packed)) // 64) * 64
+    out = bytearray(padded)
+    out[: 4 + len(packed)] = struct.pack("<I", len(packed)) + packed
+    return out + blob[tensors_at:]
+
+
+LIES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "lacks": lambda h: h["tensors"].pop(0),
+    "has a tensor": lambda h: h["tensors"][-1].__setitem__(0, "x.99"),
+    "describes a tensor wrongly": lambda h: h["tensors"][0].__setitem__(1, "complex64"),
+    "impossible shape": lambda h: h["tensors"][0].__setitem__(2, [-1, 4]),
+    "ends before": lambda h: h["tensors"][0].__setitem__(2, [1 << 20, 4]),
+    "is torch": lambda h: h["tensors"][0].__setitem__(2, [4, 8]),
+    "another format": lambda h: h.__setitem__("epoch", -1),
+    "describes no tensors": lambda h: h.__setitem__("tensors", {}),
+    "number of parameter groups": lambda h: h["groups"].pop(),
+}
+
+
+@pytest.mark.parametrize("complaint", LIES)
+def test_what_does_not_fit_is_refused_and_changes_nothing(complaint: str) -> None:
+    donor = made(1)
+    train(*donor, 2)
+    net, state = made(2)
+    train(net, state, 1, seed=3)
+    before, digest = weights(net), state.snapshot().digest
+    with pytest.raises(PeerError, match="the state"):
+        state.load(rewritten(donor[1].snapshot().blob, LIES[complaint]))
+    assert same(before, weights(net))
+    assert state.snapshot().digest == digest
+
+
+def test_non_finite_numbers_are_refused() -> None:
+    donor_net, donor = made(1)
+    with torch.no_grad():
+        donor_net[0].weight[0, 0] = float("nan")  # type: ignore[index, union-attr]
+    with pytest.raises(PeerError, match="not finite"):
+        made(2)[1].load(donor.snapshot().blob)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_a_damaged_blob_ends_in_nothing_but_a_peer_error_and_an_untouched_state(data: st.DataObject) -> None:
+    _, donor = made(1)
+    blob = donor.snapshot().blob
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, min(len(blob), 900) - 1))
+        blob[at] = data.draw(st.integers(0, 255))
+    blob = blob[: data.draw(st.sampled_from([len(blob), len(blob) - 1, 100, 3, 0]))]
+    _, state = made(2)
+    before = state.snapshot().digest
+    try:
+        state.load(blob)
+    except PeerError:
+        assert state.snapshot().digest == before
+    else:
+        state.snapshot()  # what was damaged was a number, and it is a finite one
+
+
+def test_hyperparameters_take_over_numbers_only() -> None:
+    donor_net, donor = made(1)
+    train(donor_net, donor, 4)
+
+    def lie(header: dict[str, Any]) -> None:
+        header["groups"][0] |= {"lr": "much", "betas": [0.5], "eps": float("inf"), "maximize": True, "new": 1}
+        header["schedule"] = {"last_epoch": 3, "milestones": 5, "__class__": 1}
+
+    net, state = made(2)
+    state.load(rewritten(donor.snapshot().blob, lie))
+    group = state.inner.param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"], group["maximize"]) == (0.1, (0.9, 0.999), 1e-8, False)
+    assert "new" not in group
+    assert state.scheduler is not None
+    assert state.scheduler.state_dict()["last_epoch"] == 3
+    train(net, state, 4)
+
+
+def test_merging_keeps_our_structure() -> None:
+    own = {"a": 1, "b": (1.0, 2.0), "c": {"d": torch.tensor(1.0)}, "e": None, "f": [1, 2]}
+    assert merge(own, {"a": 2, "b": [3.0, "x"], "c": {"d": 4.0, "z": 1}, "e": 1, "f": [1, 2, 3]}, 0) == {
+        "a": 2,
+        "b": (3.0, 2.0),
+        "c": {"d": torch.tensor(4.0)},
+        "e": None,
+        "f": [1, 2],
+    }
+    assert plain({"f": print, "t": torch.ones(2), "n": [1, (2.5, None)]}, 0) == {
+        "f": None,
+        "t": None,
+        "n": [1, [2.5, None]],
+    }
+
+
+def test_bfloat16_frozen_and_scalar_parameters() -> None:
+    def build(seed: int) -> TrainingState:
+        torch.manual_seed(seed)
+        ps = [
+            torch.nn.Parameter(torch.randn(3).bfloat16()),
+            torch.nn.Parameter(torch.randn(2), requires_grad=False),
+            torch.nn.Parameter(torch.randn(())),
+        ]
+        return TrainingState(torch.optim.Adam(ps, lr=0.1))
+
+    donor, state = build(1), build(2)
+    for p in donor.parameters:
+        p.grad = torch.ones_like(p) if p.requires_grad else None
+    donor.inner.step()
+    assert [tuple(t.shape) for t in donor.averaged()] == [(3,), (), (3,), (3,), (), ()]
+    state.load(donor.snapshot().blob)
+    assert state.snapshot().digest == donor.snapshot().digest
+
+
+def test_an_optimizer_whose_state_is_not_tensors_is_refused() -> None:
+    p = torch.nn.Parameter(torch.ones(2))
+    inner = torch.optim.LBFGS([p])
+    inner.state[p]["old_dirs"] = []
+    with pytest.raises(UsageError, match="only tensors and numbers"):
+        TrainingState(inner).snapshot()
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_the_probe_without_memory_finds_what_a_step_makes(optimizer: str) -> None:
+    _, state = made(1, optimizer)
+    shapes = _probe_shapes(state.inner, state.parameters)
+    assert (shapes is None) == (optimizer in ("adam-fused", "adafactor")), (
+        "only what is fused or looks at values needs memory"
+    )
+    stepped = _probe(state.inner, state.parameters, shapes_only=False)
+    for one, other in zip(shapes or stepped, stepped, strict=True):
+        assert one.keys() == other.keys()
+        for key, value in other.items():
+            if isinstance(value, torch.Tensor):
+                assert (one[key].shape, one[key].dtype, one[key].stride()) == (
+                    value.shape,
+                    value.dtype,
+                    value.stride(),
+                )
+            else:
+                assert one[key] == value
+
+
+def test_counters_without_statistics_leave_none_without_memory() -> None:
+    donor, state = made(1)[1], made(2)[1]
+    for p in donor.parameters:
+        donor.inner.state[p] = {"step": torch.tensor(3.0)}
+    state.load(bytearray(donor.snapshot().blob))
+    statistics = [value for held in state.inner.state.values() for value in held.values()]
+    assert len(statistics) == 4 * len(state.parameters)
+    assert not any(value.is_meta for value in statistics)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_one_number_that_is_not_finite_is_found(dtype: torch.dtype, bad: float) -> None:
+    for at in (0, 517, 998):
+        values = torch.zeros(999, dtype=dtype)
+        assert is_finite(values)
+        values[at] = bad
+        assert not is_finite(values)
+    assert is_finite(torch.zeros(0, dtype=dtype))
+    assert is_finite(torch.zeros(3, dtype=torch.int32))

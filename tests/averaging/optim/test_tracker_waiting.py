@@ -1,0 +1,46 @@
+"""Whoever waits for an epoch's round on the trainer's thread, and for something of its own as well, is woken
+by either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+from averaging.optim.progress.logic.reports import ProgressConfig
+from averaging.optim.progress.tracker import Tracker, TrackerServices
+from swarm.core.clock import SystemClock
+from swarm.core.ids import Contact
+from swarm.testing.network import SimulatedNetwork
+
+UNUSED: Any = SimpleNamespace()
+
+
+def test_who_waits_for_a_round_or_its_own_affair_is_woken_by_the_latter() -> None:
+    done, asked = threading.Event(), threading.Event()
+    begun: list[bool] = []
+
+    def until() -> bool:
+        asked.set()
+        return done.is_set()
+
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        own = Contact(SimulatedNetwork(1).peer().peer_id)
+        services = TrackerServices(own=lambda: own, dht=UNUSED, caller=UNUSED, clock=SystemClock(), loop=loop)
+        tracker = Tracker(services, "run", 100, ProgressConfig())
+        waiting = threading.Thread(
+            target=lambda: begun.append(tracker.wait_begun(0, 60.0, until)), daemon=True
+        )
+        waiting.start()
+        assert asked.wait(20)
+        asked.clear()
+        tracker.nudge()
+        assert asked.wait(20), "it looks again"
+        assert not begun
+        done.set()
+        tracker.nudge()
+        waiting.join(20)
+        assert begun == [False], "the epoch has not begun"

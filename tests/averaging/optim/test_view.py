@@ -1,0 +1,149 @@
+"""Views of a state: of one moment whatever the trainer does meanwhile, and copied only if it does something."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from averaging.optim.state.snapshot import CHUNK_BYTES
+from averaging.optim.state.training_state import TrainingState
+from swarm.core.errors import PeerError
+
+
+def made(elements: int = 3 * CHUNK_BYTES // 4 + 777) -> TrainingState:
+    torch.manual_seed(1)
+    sizes = (elements, 5, 0, 1)
+    parameters = [torch.nn.Parameter(torch.randn(size)) for size in sizes] + [
+        torch.nn.Parameter(torch.randn(3, 4).t())
+    ]
+    return TrainingState(torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+
+
+def move(state: TrainingState) -> None:
+    with state.lock, torch.no_grad():
+        for parameter in state.parameters:
+            parameter.add_(1.0)
+        state.moved(state.epoch + 1)
+
+
+def test_an_undisturbed_view_is_never_copied() -> None:
+    state = made()
+    expected = bytes(state.snapshot().blob)
+    view = state.view()
+    view.hash()
+    assert b"".join(bytes(view.chunk(index)) for index in range(view.chunks)) == expected
+    assert view.digest == state.snapshot().digest
+    assert view._blob is None
+    view.close()
+    move(state)
+    assert view._blob is None, "who has closed it costs the trainer nothing"
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 100])
+def test_a_view_is_of_its_moment_whenever_the_write_comes(ahead: int) -> None:
+    state = made()
+    expected, digest = bytes(state.snapshot().blob), state.snapshot().digest
+    view = state.view()
+    first = bytes(view.chunk(0))
+    with state._reading:
+        view.settle_now(ahead)
+    move(state)
+    move(state)
+    assert view.settled
+    assert first + b"".join(bytes(view.chunk(index)) for index in range(1, view.chunks)) == expected
+    view.hash()
+    assert view.digest == digest
+    assert view.epoch == 0
+    assert state.snapshot().digest != digest
+
+
+def test_the_tensors_of_a_view_are_copies() -> None:
+    state = made()
+    view = state.view()
+    before = [view.tensor(place) for place in range(len(view.names))]
+    wanted = [parameter.detach().clone() for parameter in state.parameters]
+    move(state)
+    after = [view.tensor(place) for place in range(len(view.names))]
+    for one, two, three in zip(before, after, wanted, strict=True):
+        assert torch.equal(one, three)
+        assert torch.equal(two, three)
+
+
+def test_readers_and_a_trainer_at_the_same_time() -> None:
+    state = made()
+    stop = threading.Event()
+
+    def train() -> None:
+        while not stop.is_set():
+            move(state)
+
+    trainer = threading.Thread(target=train, daemon=True)
+    trainer.start()
+    try:
+        for _ in range(30):
+            view = state.view()
+            helper = threading.Thread(target=view.settle, daemon=True)
+            helper.start()
+            view.hash()
+            view.settle()
+            helper.join(10)
+            digest, view._digests = view.digest, ()
+            view.hash()
+            assert view.digest == digest, "what was read live is what was copied"
+            view.close()
+    finally:
+        stop.set()
+        trainer.join(10)
+
+
+def test_without_memory_for_the_copy_readers_are_told_and_the_trainer_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = made()
+    view = state.view()
+
+    def full(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(view, "_gather", full)
+    move(state)
+    assert state.epoch == 1
+    with pytest.raises(PeerError, match="open the state again"):
+        view.chunk(0)
+
+
+def test_who_may_not_wait_reads_live_memory_unless_a_writer_has_it() -> None:
+    state = made()
+    expected = bytes(state.snapshot().blob)
+    view = state.view()
+    at_once = [view.chunk_at_once(index) for index in range(view.chunks)]
+    assert b"".join(bytes(chunk) for chunk in at_once if chunk is not None) == expected
+    held, done = threading.Event(), threading.Event()
+
+    def write() -> None:
+        with state._reading:
+            held.set()
+            done.wait(10)
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    assert held.wait(10)
+    assert view.chunk_at_once(0) is None
+    done.set()
+    writer.join(10)
+    view.close()
+    assert view.chunk_at_once(0) is None, "what is closed may have changed"
+
+
+@pytest.mark.parametrize("copied", [0, 2, 100])
+def test_what_stands_before_a_chunk_comes_with_it(copied: int) -> None:
+    state = made()
+    view = state.view()
+    with state._reading:
+        view.settle_now(copied)
+    for index in range(view.chunks):
+        wanted = b"head" + view.chunk(index)
+        assert len(view.chunk(index)) == min(CHUNK_BYTES, view.total_bytes - index * CHUNK_BYTES)
+        assert view.chunk(index, b"head") == view.chunk_at_once(index, b"head") == wanted

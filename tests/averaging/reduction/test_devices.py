@@ -1,0 +1,299 @@
+"""Rounds over tensors on accelerators: what is asked of the streams, and that nobody reads what may not be
+there yet.
+
+Where there is no GPU, `LateQueue` is one: its copies come when they are waited for. Tests with a GPU are in
+`tests/averaging/optim/test_cuda.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from averaging.allreduce.assembly import encode_places
+from averaging.allreduce.commit import Version
+from averaging.allreduce.work import Averaged, ReductionKernels
+from averaging.reduction.averages import Averages, ResultBuffer
+from averaging.reduction.chunks import unpack
+from averaging.reduction.devices import CudaQueue, PlainQueue, Queues, queue_of
+from averaging.reduction.feedback import Feedback
+from averaging.reduction.partition import Part, plan_parts
+from averaging.reduction.reduce import Contribution
+from averaging.reduction.staging import Staging
+from averaging.reduction.vector import HOST, FlatVector
+from swarm.compression import find, names
+from swarm.testing.devices import LateQueue
+
+SHAPES = [(3000,), (40, 50), (), (0,), (70, 100), (9000,)]
+NUMEL = sum(torch.Size(shape).numel() for shape in SHAPES)
+
+
+class FakeCuda:
+    """`torch.cuda` as far as queues use it: each stream knows which calls are over before its next one."""
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.device, self.known = device, set[str]()
+            self.synchronized = 0
+
+        def wait_event(self, event: FakeCuda.Event) -> None:
+            self.known |= event.known
+
+        def synchronize(self) -> None:
+            self.synchronized += 1
+
+    class Event:
+        def __init__(self, blocking: bool) -> None:
+            assert blocking, "a thread that spins takes a core from the trainer"
+            self.known: set[str] = set()
+            self.synchronized = False
+
+        def record(self, stream: FakeCuda.Stream) -> None:
+            self.known = set(stream.known)
+
+        def synchronize(self) -> None:
+            self.synchronized = True
+
+    def __init__(self) -> None:
+        self.default = self.Stream(torch.device("cpu"))
+        self._now = self.default
+        self.entered: list[FakeCuda.Stream] = []
+
+    def current_stream(self, device: torch.device) -> FakeCuda.Stream:
+        return self._now
+
+    @contextlib.contextmanager
+    def stream(self, stream: FakeCuda.Stream) -> Iterator[None]:
+        before, self._now = self._now, stream
+        self.entered.append(stream)
+        yield
+        self._now = before
+
+    def call(self, name: str) -> None:
+        self._now.known = {*self._now.known, name}
+
+
+def test_a_queue_orders_what_streams_are_asked() -> None:
+    cuda = FakeCuda()
+    queue = CudaQueue(torch.device("cpu"), cuda)
+    cuda.call("backward")
+    queue.fork()
+    cuda.call("next forward")
+    with queue.working():
+        working = cuda.current_stream(torch.device("cpu"))
+        assert working is not cuda.default
+        assert "backward" in working.known
+        assert "next forward" not in working.known  # the trainer goes on beside the round
+        cuda.call("encode 1")
+    source, target = torch.arange(4), torch.zeros(4, dtype=torch.int64)
+    fetch: Any = queue.fetch(source, target)
+    copies = cuda.entered[-1]
+    assert copies not in (working, cuda.default)
+    assert "encode 1" in copies.known
+    with queue.working():
+        cuda.call("encode 2")
+    assert "encode 2" not in copies.known  # beside the copy
+    fetch.wait()
+    assert fetch._done.synchronized
+    assert fetch._done.known >= {"backward", "encode 1"}
+    assert fetch._source is source  # alive until the copy is over
+    assert torch.equal(target, source)
+    with cuda.stream(copies):
+        cuda.call("copy in")
+    there = queue.bring(source)
+    assert torch.equal(there, source)
+    assert there.data_ptr() != source.data_ptr()
+    assert "copy in" in cuda.default.known  # decoding, on the trainer's stream, comes after it
+    queue.finish()
+    assert working.synchronized
+    assert copies.synchronized
+    assert cuda.default.synchronized
+
+
+def test_the_host_needs_no_queue_and_other_devices_get_a_plain_one() -> None:
+    assert queue_of(HOST) is None
+    assert not Queues([HOST])
+    assert isinstance(queue_of(torch.device("meta")), PlainQueue)
+    queue = PlainQueue(HOST)
+    target = torch.zeros(3)
+    queue.fetch(torch.ones(3), target).wait()
+    assert target.tolist() == [1, 1, 1]
+    with queue.working():
+        assert queue.bring(target) is target
+    queue.fork()
+    queue.finish()
+
+
+class HalfThere(FlatVector):
+    """As if every other part lay on the host, or on both sides of a border between devices."""
+
+    def device_of(self, start: int, stop: int) -> torch.device:
+        return torch.device("meta") if start // 4096 % 2 else HOST
+
+
+def late() -> tuple[Queues, LateQueue]:
+    queues = Queues([HOST], LateQueue)
+    queue = queues.of(HOST)
+    assert isinstance(queue, LateQueue)
+    return queues, queue
+
+
+def tensors(seed: int) -> list[torch.Tensor]:
+    chance = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=chance) for shape in SHAPES]
+
+
+def bench(
+    vector: FlatVector, codec: str, feedback: Feedback | None, landing: ResultBuffer
+) -> ReductionKernels:
+    plan = plan_parts(NUMEL, [1.0, 1.0], find(codec), 4096)
+    found = ReductionKernels(
+        plan, find(codec), 0, vector, Averages(plan, find(codec), landing), weights=(1.0, 1.0)
+    )
+    found.feedback = feedback.begin() if feedback is not None else None
+    return found
+
+
+def everything(work: ReductionKernels) -> dict[str, Any]:
+    """All that a round makes of a vector: our messages, the average of our span with another's values, what
+    error feedback keeps.
+    """
+    mine, theirs = (work.plan.of_reducer(place) for place in (0, 1))
+    sent = [message for at in range(0, len(theirs), 2) for message in work.encode(theirs[at : at + 2])]
+    assert all(isinstance(message, bytes) for message in sent)
+    other = work.codec
+    chance = torch.Generator().manual_seed(99)
+    done = []
+    for part in mine:
+        values = torch.randn(part.numel, generator=chance)
+        payload = bytes(other.encode(values, torch.empty(other.encoded_bytes(part.numel), dtype=torch.uint8)))
+        contributions = [Contribution(0, 1.0, work.own_values(part)), Contribution(1, 1.0, payload)]
+        (averaged,) = work.reduce([(part, contributions)])
+        assert isinstance(averaged, Averaged)
+        done.append(averaged.digest)
+    for part, message in zip(theirs, sent, strict=True):
+        assert isinstance(message, bytes)
+        work.averages.keep(part, unpack(message)[1])
+    return {"sent": sent, "digests": done, "again": work.encoded(theirs[0])}
+
+
+@pytest.mark.parametrize("codec", sorted(set(names())))
+@pytest.mark.parametrize("fed", [False, True])
+def test_a_round_makes_the_same_bytes_with_copies_that_come_late(codec: str, fed: bool) -> None:
+    queues, queue = late()
+    here, there = Staging(tensors(1)), Staging(tensors(1), queues)
+    cut = there.cut
+    feedback = (
+        [Feedback(NUMEL, find(codec)), Feedback(NUMEL, find(codec), cut=cut, queues=queues)]
+        if fed
+        else [None, None]
+    )
+    landings = [ResultBuffer(), ResultBuffer(queues)]
+    for _ in range(2):
+        works = [
+            bench(staging.take(lent=True), codec, fed_back, landing)
+            for staging, fed_back, landing in zip((here, there), feedback, landings, strict=True)
+        ]
+        assert everything(works[0]) == everything(works[1])
+        assert queue.under_way == 0
+        states = []
+        for work, staging, fed_back in zip(works, (here, there), feedback, strict=True):
+            if fed_back is not None:
+                everybody = encode_places((0, 1), 2)
+                # the last one was made without us
+                held = {part.index: Version(0, everybody, b"") for part in work.plan.parts[:-1]}
+                work.conclude(held, committed=True)
+                states.append(fed_back.state_dict()["sender"])
+            staging.put(work.averages)
+        assert all(torch.equal(one, other) for one, other in zip(here.tensors, there.tensors, strict=True))
+        assert all(torch.equal(state, states[0]) for state in states)
+    assert queue.forks >= 2
+    assert not queue.brought
+
+
+def test_parts_of_several_devices_are_put_together_on_the_host() -> None:
+    queues = Queues([torch.device("meta")], LateQueue)
+    pieces = [tensor.view(-1) for tensor in tensors(3)]
+    queues.fork()
+    mixed, plain = HalfThere(pieces, queues), FlatVector(pieces)
+    found = everything(bench(mixed, "int8", None, ResultBuffer()))
+    work = bench(plain, "int8", None, ResultBuffer())
+    assert found == everything(work)
+    targets = [torch.zeros(NUMEL) for _ in range(2)]
+    work.averages.write(HalfThere([targets[0]], queues))
+    work.averages.write(FlatVector([targets[1]]))
+    assert torch.equal(targets[0], targets[1])
+    work.averages.subtract(HalfThere([targets[0]], queues))
+    assert float(targets[0].abs().max()) == 0.0
+
+
+def test_what_cannot_be_sent_is_found_there_too() -> None:
+    queues, queue = late()
+    mine = tensors(1)
+    mine[-1][5000] = float("nan")
+    work = bench(Staging(mine, queues).take(lent=True), "int8", None, ResultBuffer(queues))
+    parts = work.plan.of_reducer(1)
+    messages = work.encode(parts)
+    assert messages[-1] == NUMEL - 9000 + 5000
+    assert queue.under_way == 0  # those behind it were waited for: their memory is used again
+    work.withdraw(int(messages[-1]))
+    assert "nan" in str(work.withdrawn)
+
+
+def test_differences_arrive_on_devices() -> None:
+    queues, _ = late()
+    here, there = Staging(tensors(1)), Staging(tensors(1), queues)
+    plan = plan_parts(NUMEL, [1.0], find("float16"), 4096)
+    for staging in (here, there):
+        staging.take(lent=False)
+        averages = Averages(plan, find("float16"), ResultBuffer(staging.queues))
+        for part in plan.parts:
+            values = torch.linspace(-1, 1, part.numel)
+            averages.keep(
+                part, find("float16").encode(values, torch.empty(2 * part.numel, dtype=torch.uint8))
+            )
+        averages.keep_nothing(plan.parts[1])
+        for tensor in staging.tensors:
+            tensor.mul_(3.0)
+        staging.add_difference(averages)
+        staging.put(averages)  # parts without an average stay as they are
+    assert all(torch.equal(one, other) for one, other in zip(here.tensors, there.tensors, strict=True))
+
+
+def test_the_copies_of_a_staging_lie_by_device() -> None:
+    mine = [torch.randn(4), torch.randn(3, 5).t(), torch.randn(6).to(torch.float16), torch.randn(7)]
+    staging = Staging(mine)
+    assert staging.cut == [(32, HOST)]
+    lent = staging.take(lent=True)
+    # flat ones are read where they are
+    assert [piece.numel() for _, piece in lent.pieces(0, 32)] == [4, 21, 7]
+    assert len(list(staging.take(lent=False).pieces(0, 32))) == 1
+    assert torch.equal(lent.read(0, 32), staging.take(lent=False).read(0, 32))
+
+
+def test_a_part_knows_its_device() -> None:
+    vector = FlatVector([torch.zeros(5), torch.zeros(5)])
+    assert vector.device_of(0, 10) == vector.device_of(0, 0) == HOST
+    assert Part(0, 0, 0, 10).numel == vector.numel
+
+
+def test_working_before_a_fork_is_noticed() -> None:
+    """The stand-in itself must be able to fail."""
+    queues, queue = late()
+    with pytest.raises(AssertionError, match="after a fork"), queues.working():
+        pass
+    queue.fork()
+    target = torch.zeros(2)
+    fetch = queue.fetch(torch.ones(2), target)
+    assert target.tolist() != [1, 1]
+    fetch.wait()
+    assert target.tolist() == [1, 1]
+    source = torch.ones(2)
+    queue.bring(source)
+    source.zero_()
+    with pytest.raises(AssertionError, match="changed while"):
+        queue.finish()

@@ -1,0 +1,149 @@
+"""From a user's tensors to the flat vector and back, in place where that can be done, and what cannot be
+averaged.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from averaging.reduction.averages import Averages, ResultBuffer
+from averaging.reduction.partition import plan_parts
+from averaging.reduction.staging import Staging
+from averaging.reduction.vector import FlatVector
+from swarm.compression import Codec, find
+from swarm.core.errors import UsageError
+
+FLOAT32 = find("float32")
+
+
+def averages_of(vector: torch.Tensor, codec: Codec = FLOAT32, part_bytes: int = 4096) -> Averages:
+    """As a round would leave them, had its average been `vector`."""
+    plan = plan_parts(vector.numel(), [1.0, 2.0], codec, part_bytes)
+    averages = Averages(plan, codec, ResultBuffer())
+    for part in plan.parts:
+        scratch = torch.empty(codec.encoded_bytes(part.numel), dtype=torch.uint8)
+        averages.keep(part, codec.encode(vector[part.start : part.stop], scratch))
+    return averages
+
+
+def whole(vector: FlatVector) -> torch.Tensor:
+    return (
+        torch.cat([piece for _, piece in vector.pieces(0, vector.numel)]) if vector.numel else torch.empty(0)
+    )
+
+
+def every_kind() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [
+        torch.randn(3, 4),
+        torch.randn(6, 4).t(),
+        torch.randn(8, 8)[::2, 1::3],
+        torch.randn(5, dtype=torch.float64),
+        torch.randn(5, dtype=torch.float16),
+        torch.randn(5, dtype=torch.bfloat16),
+        torch.empty(0, 7),
+        torch.tensor(2.5),
+        torch.nn.Parameter(torch.randn(4)),
+    ]
+
+
+@pytest.mark.parametrize("lent", [True, False])
+def test_every_float_type_stride_and_shape_goes_in_and_comes_back(lent: bool) -> None:
+    tensors = every_kind()
+    before = [tensor.detach().clone() for tensor in tensors]
+    staging = Staging(tensors)
+    vector = whole(staging.take(lent=lent))
+    assert torch.equal(vector, torch.cat([tensor.float().reshape(-1) for tensor in before]))
+    staging.put(averages_of(vector * 2))
+    for tensor, was in zip(tensors, before, strict=True):
+        assert torch.equal(tensor.detach(), (was.float() * 2).to(was.dtype))
+
+
+@pytest.mark.parametrize("codec", ["float32", "float16"])
+def test_tensors_that_are_lent_are_read_in_place_and_written_without_a_buffer(codec: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tensors = [torch.randn(shape, generator=generator) for shape in [(7,), (40, 50), (), (0,), (3000,), (1,)]]
+    staging = Staging(tensors)
+    vector = staging.take(lent=True)
+    assert vector.numel == staging.layout.numel
+    assert {piece.data_ptr() for _, piece in vector.pieces(0, vector.numel)} == {
+        t.data_ptr() for t in tensors if t.numel()
+    }
+    average = torch.randn(vector.numel, generator=generator)
+    found = averages_of(average, find(codec))
+    staging.put(found)
+    expected = average.to(getattr(torch, codec)).float()
+    assert torch.equal(torch.cat([tensor.reshape(-1) for tensor in tensors]), expected)
+    assert torch.equal(found.decoded(), expected)
+    for start, stop in [(0, 7), (3, 9), (0, vector.numel), (2007, 2008), (2006, 2009), (5008, 5008)]:
+        assert torch.equal(vector.read(start, stop), expected[start:stop])
+    assert vector.element(2007) == tensors[2].item()
+
+
+def test_a_copy_does_not_follow_the_tensors_and_what_is_lent_does() -> None:
+    tensor = torch.zeros(3)
+    staging = Staging([tensor])
+    copied, lent = staging.take(lent=False), staging.take(lent=True)
+    tensor += 1.0
+    assert whole(copied).tolist() == [0.0] * 3
+    assert whole(lent).tolist() == [1.0] * 3
+    assert staging.nothing().numel == 3
+    assert Staging([]).nothing().numel == 0
+
+
+def test_a_difference_is_added_to_what_the_tensors_have_become() -> None:
+    tensor, other = torch.tensor([1.0, 2.0]), torch.tensor([5.0], dtype=torch.float64)
+    staging = Staging([tensor, other])
+    staging.take(lent=False)
+    tensor += 10.0  # training went on
+    other += 1.0
+    staging.add_difference(averages_of(torch.tensor([3.0, 3.0, 6.0])))
+    assert torch.equal(tensor, torch.tensor([13.0, 13.0]))
+    assert other.item() == 7.0
+
+
+def test_the_buffer_is_made_once() -> None:
+    staging = Staging([torch.zeros(4)])
+    one, other = (staging.take(lent=False).read(0, 4).data_ptr() for _ in range(2))
+    assert one == other
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ([torch.zeros(3, dtype=torch.int64)], "tensor 0 is of torch.int64"),
+        ([torch.zeros(3), torch.zeros(3, dtype=torch.complex64)], "tensor 1 is of torch.complex64"),
+        ([torch.zeros(3, device="meta")], "meta device"),
+        ([torch.zeros(1).expand(4)], "tensor 0 is expanded"),
+        ([torch.zeros(3).to_sparse()], "only dense"),
+        (["no tensor"], "tensor 0 is a str"),
+    ],
+)
+def test_what_cannot_be_averaged_is_named(tensors: list[torch.Tensor], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Staging(tensors)
+
+
+def test_memory_shared_between_tensors_is_refused_and_neighbours_are_not() -> None:
+    whole = torch.zeros(6, 6)
+    Staging([whole[:, :3], whole[:, 3:]])  # interleaved columns have no element in common
+    Staging([whole.view(-1)[:10], whole.view(-1)[10:]])
+    for tensors in (
+        [whole, whole],
+        [whole[:, :3], whole[:, 2:]],
+        [whole[0], whole],
+        [whole[:2], whole[5], whole.view(-1)[3:8]],
+    ):
+        with pytest.raises(UsageError, match="share memory"):
+            Staging(tensors)
+
+
+def test_a_tensor_that_changed_its_shape_is_named() -> None:
+    tensor = torch.zeros(3)
+    staging = Staging([tensor])
+    tensor.resize_(4)
+    with pytest.raises(UsageError, match="tensor 0"):
+        staging.take(lent=True)
+    with pytest.raises(UsageError, match="tensor 0"):
+        staging.put(averages_of(torch.zeros(3)))

@@ -1,0 +1,85 @@
+"""Names of devices, and what their errors mean, on a machine that stands in for one with GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from swarm.core.device import check_device_name, is_device_failure, is_out_of_memory, resolve_device
+from swarm.core.errors import UsageError
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpu", "cuda:", "cuda:-1", "cuda:x", "CUDA", "cuda:01", "", "cpu:0", "cuda:99999"]
+)
+def test_a_name_that_is_no_device_is_refused_without_torch(name: str) -> None:
+    with pytest.raises(UsageError, match="a device is auto, cpu, cuda, cuda:N or mps"):
+        check_device_name(name)
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(("name", "index"), [("auto", 1), ("cuda", 1), ("cuda:0", 0), ("cuda:1", 1)])
+def test_cuda_devices_always_have_an_index(name: str, index: int) -> None:
+    assert resolve_device(name) == torch.device("cuda", index)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_an_index_beyond_the_last_device_is_refused() -> None:
+    with pytest.raises(UsageError, match="--device cuda:7 was given, but this machine has cuda:0 to cuda:1"):
+        resolve_device("cuda:7")
+
+
+def test_cuda_and_mps_are_refused_where_torch_sees_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert resolve_device("auto") == torch.device("cpu")
+    for name in ("cuda", "cuda:0", "mps"):
+        with pytest.raises(UsageError, match=f"--device {name} was given, but .* use --device cpu, or auto"):
+            resolve_device(name)
+
+
+def test_mps_is_taken_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert resolve_device("mps") == torch.device("mps")
+    assert resolve_device("auto") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("error", "memory", "failure"),
+    [
+        (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True, False),
+        (RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"), True, False),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried"
+            ),
+            True,
+            False,
+        ),
+        (RuntimeError("CUDA error: out of memory"), True, False),
+        (MemoryError(), True, False),
+        (RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be"), False, True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False, True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False, False),
+        (ValueError("out of memory"), False, False),
+    ],
+)
+def test_errors_of_devices_are_told_apart(error: BaseException, memory: bool, failure: bool) -> None:
+    assert is_out_of_memory(error) is memory
+    assert is_device_failure(error) is failure
+
+
+def test_torchs_accelerator_error_is_a_device_failure() -> None:
+    kind = getattr(torch, "AcceleratorError", None)
+    if kind is None:
+        pytest.skip("this torch has no AcceleratorError")
+    error = kind.__new__(kind)
+    assert is_device_failure(error)

@@ -1,0 +1,136 @@
+"""The peer book: whom to believe, whom to forget, and its copy on disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+import stat
+from pathlib import Path
+
+import pytest
+
+from swarm.core.ids import Address, Contact, PeerId
+from swarm.net.peerbook import ADDRESSES_MAX, PeerBook
+
+
+class Time:
+    """Unix time that moves when told."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        self.now_s += 1
+        return self.now_s
+
+
+def peer(number: int) -> PeerId:
+    return PeerId(number.to_bytes(32, "big"))
+
+
+def contact(number: int, *ports: int) -> Contact:
+    return Contact(peer(number), tuple(Address("203.0.113.7", port) for port in ports))
+
+
+OWN = peer(0)
+
+
+def test_hearsay_comes_after_what_the_peer_says_itself() -> None:
+    book = PeerBook(OWN, Time())
+    book.learn(contact(1, 10))
+    assert book.known()[0].last_seen_s is None
+    book.seen(contact(1, 20), round_trip_s=0.1, agent="swarm/1")
+    assert book.contact(peer(1)) == contact(1, 20)
+    book.learn(contact(1, 30, 20))
+    assert book.contact(peer(1)) == contact(1, 20, 30)
+    book.reached(peer(1), Address("203.0.113.7", 30))
+    assert book.contact(peer(1)) == contact(1, 30, 20)
+    known = book.known()[0]
+    assert (known.round_trip_s, known.agent) == (0.1, "swarm/1")
+    assert book.contact(peer(9)) is None
+
+
+def test_round_trips_are_smoothed() -> None:
+    book = PeerBook(OWN, Time())
+    book.seen(contact(1, 10), round_trip_s=0.1)
+    book.seen(contact(1, 10), round_trip_s=0.2)
+    book.seen(contact(1, 10))
+    assert book.known()[0].round_trip_s == pytest.approx(0.13)
+
+
+def test_a_peer_does_not_know_itself() -> None:
+    book = PeerBook(OWN, Time())
+    book.seen(contact(0, 10))
+    book.learn(contact(0, 10))
+    assert book.known() == []
+
+
+def test_the_book_is_bounded_and_keeps_who_was_seen_last() -> None:
+    book = PeerBook(OWN, Time(), entries_max=10)
+    for number in range(1, 11):
+        book.seen(contact(number, 10))
+    book.reached(peer(1), Address("203.0.113.7", 11))
+    for number in range(11, 16):
+        book.seen(contact(number, 10))
+    assert [known.peer_id for known in book.known()] == [
+        peer(n) for n in (15, 14, 13, 12, 11, 1, 10, 9, 8, 7)
+    ]
+    book.learn(contact(99, 10))
+    assert book.contact(peer(99)) is not None, "a full book must still learn"
+    book.learn(contact(98, 10))
+    assert (book.contact(peer(99)), len(book.known())) == (None, 10), "hearsay makes room first"
+    book.learn(contact(1, *range(100, 200)))
+    stored = book.contact(peer(1))
+    assert stored is not None
+    assert len(stored.addresses) == ADDRESSES_MAX
+
+
+def test_the_copy_on_disk_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "identity.peers"
+    book = PeerBook(OWN, Time(), path)
+    book.seen(contact(1, 10), round_trip_s=0.5, agent="swarm/1")
+    book.learn(contact(2, 20, 21))
+    book.learn(contact(3))
+    book.save()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    again = PeerBook(OWN, Time(), path)
+    assert again.known() == [known for known in book.known() if known.contact.addresses]
+    assert PeerBook(peer(1), Time(), path).contact(peer(1)) is None
+    path.unlink()
+    again.save()
+    assert not path.exists(), "nothing changed, nothing is written"
+    again.forget(peer(1))
+    again.save()
+    assert [known.peer_id for known in PeerBook(OWN, Time(), path).known()] == [peer(2)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"format": 2, "peers": []}',
+        '{"format": 1, "peers": [{}]}',
+        '{"format": 1, "peers": [3]}',
+        "\udcff",
+    ],
+)
+def test_a_damaged_copy_is_made_anew(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "identity.peers"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with caplog.at_level(logging.WARNING):
+        book = PeerBook(OWN, Time(), path)
+    assert "cannot be read" in caplog.text
+    assert book.known() == []
+    book.learn(contact(1, 10))
+    book.save()
+    assert json.loads(path.read_text())["peers"][0]["peer_id"] == str(peer(1))
+
+
+def test_a_disk_that_cannot_be_written_stops_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    book = PeerBook(OWN, Time(), tmp_path / "gone" / "identity.peers")
+    book.learn(contact(1, 10))
+    book.save()
+    assert "cannot be written" in caplog.text
