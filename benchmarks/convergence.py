@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import tempfile
@@ -176,9 +177,8 @@ class Section:
                     ]
             if seeds_max == 1:
                 for name in _ALONE:
-                    found, _ = self._measured(
-                        name, SEEDS[:1], self._scale.settings, lambda seed, n=name: self._alone(n, seed)
-                    )  # type: ignore[misc]
+                    alone = functools.partial(self._alone, name)
+                    found, _ = self._measured(name, SEEDS[:1], self._scale.settings, alone)
                     yield [self._loss_row(name, found, reference, ())]
 
     def _from(self, seed: int) -> Begun:

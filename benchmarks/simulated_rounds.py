@@ -48,8 +48,12 @@ def measure(peers: int, *, lost: int = 0, seed: int = 1) -> RoundFigures:
         members = [network.peer() for _ in range(peers)]
         services = {
             peer.peer_id: AllReduce(
-                handlers=peer.handlers, channels=peer.caller, own=peer.peer_id, pool=None, clock=peer.clock
-            )  # type: ignore[arg-type]
+                handlers=peer.handlers,
+                channels=peer.caller,
+                own=peer.peer_id,
+                pool=None,  # type: ignore[arg-type]  # the virtual loop runs what a pool would
+                clock=peer.clock,
+            )
             for peer in members
         }
         values = {peer.peer_id: torch.full((ELEMENTS,), float(place)) for place, peer in enumerate(members)}

@@ -15,7 +15,12 @@ PACKAGES = ("swarm", "averaging", "moe")
 FUNCTION_LINES_MAX = 70
 MODULE_LINES_MAX = 500
 # path or path:function -> lines it may have; take an entry out as soon as it fits
-ALLOWED_LONGER: dict[str, int] = {}
+ALLOWED_LONGER: dict[str, int] = {
+    "benchmarks/__main__.py:main": 80,
+    "benchmarks/bare_transport.py:_rows": 80,
+    "benchmarks/trainers.py:_rows": 80,
+    "swarm/cli/commands.py": 600,
+}
 PARAMETERS_MAX = 6
 # the public contract (swarm.Averager, swarm.Optimizer, swarm.Expert, the command line), and services that are
 # handed neighbours by name
@@ -26,7 +31,7 @@ WIDE = {
     "averaging/optim/optimizer.py:__init__": 17,
     "averaging/matchmaking/service/matchmaking_service.py:__init__": 10,
     "moe/server/expert.py:__init__": 7,
-    "averaging/optim/state/catchup.py:__init__": 7,
+    "averaging/optim/catchup.py:__init__": 7,
     "averaging/matchmaking/logic/matchmaking.py:__init__": 7,
     "averaging/matchmaking/service/presence.py:__init__": 7,
     "moe/client/mixture/layer.py:__init__": 11,

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from averaging.optim.catchup import CatchUp
 from averaging.optim.config import OptimizerConfig
 from averaging.optim.epoch_averager import BackgroundRound, EpochAverager, Synchronised
 from averaging.optim.modes import Mode
 from averaging.optim.progress.tracker import Tracker
 from averaging.optim.reports import LoadResult, StepReport
-from averaging.optim.state.catchup import CatchUp
 from averaging.optim.state.donor import Donor
 from averaging.optim.state.training_state import TrainingState
 from averaging.result import RoundResult

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from averaging.optim.admission import Blocklist
+from averaging.optim.catchup import CatchUp
 from averaging.optim.config import OptimizerConfig
 from averaging.optim.epoch_averager import AveragingOptions, EpochAverager, check_codec, check_extras
 from averaging.optim.epochs import EpochLoop
+from averaging.optim.exchange import exchange_of
 from averaging.optim.metering import Meter, Pace
 from averaging.optim.modes import ModeParts, ModeSettings
 from averaging.optim.modes.settings import MODES, Diloco, Gossip, Gradients, Local, settings_of
 from averaging.optim.progress.logic.reports import SAMPLES_MAX, ProgressView
 from averaging.optim.progress.tracker import Tracker, TrackerServices
 from averaging.optim.reports import LoadResult, StepReport
-from averaging.optim.state.admission import Blocklist
-from averaging.optim.state.catchup import CatchUp
 from averaging.optim.state.donor import Donor, DonorServices
-from averaging.optim.state.exchange import exchange_of
 from averaging.optim.state.training_state import Scheduler
 from averaging.optim.state.view import StateView
 from averaging.reduction.lowrank import PowerSgd

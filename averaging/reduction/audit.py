@@ -11,12 +11,14 @@ sender has nothing to say in an audit, so it cannot frame the reducer by telling
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from averaging.reduction.partition import Part, Plan
+
+if TYPE_CHECKING:
+    import random
 
 SIGNATURE_BYTES = 64
 _CONTEXT = b"swarm averaging chunk\0"  # a signature of anything else never passes for one of a chunk

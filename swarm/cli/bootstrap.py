@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from swarm.cli.identity import open_identity
 from swarm.cli.paths import bootstrap_identity
-from swarm.cli.render.output import make_output
+from swarm.cli.render import make_output
 from swarm.cli.shutdown import Leaving
 from swarm.run.events import Listening, Notice
 

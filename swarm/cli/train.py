@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from swarm.cli.control import Control
 from swarm.cli.identity import open_identity
 from swarm.cli.paths import control_folder, default_identity, kept_runs, saved_states
-from swarm.cli.render.output import Output, make_output
+from swarm.cli.render import make_output
+from swarm.cli.render.output import Output
 from swarm.cli.shutdown import Leaving
 from swarm.core.errors import DeadlineExceeded, NetworkError, UsageError
 from swarm.core.identity import Identity

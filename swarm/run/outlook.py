@@ -6,8 +6,8 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from averaging.optim.contacts import contact_of
 from averaging.optim.progress.logic.reports import ProgressConfig, ProgressReport
-from averaging.optim.state.contacts import contact_of
 from averaging.reduction.lowrank import Factoring
 from swarm.compression import resolve
 from swarm.core.clock import Clock

@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from swarm.core.errors import SwarmError
 from swarm.core.ids import Address, Contact, PeerId
 from swarm.dht.service.overlay import FIND, PING, STORE
-from swarm.dht.service.wire import contact_to_wire, id_from_wire, key_from_wire
+from swarm.dht.service.wire import id_from_wire, key_from_wire
+from swarm.net.contacts import contact_to_wire
 from swarm.testing.chance import Chance
 from swarm.testing.identities import SeededIdentity
 from swarm.testing.network import SimulatedPeer

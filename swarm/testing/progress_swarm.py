@@ -16,10 +16,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from averaging.optim.exchange import REPORT
 from averaging.optim.progress.logic.reports import ProgressConfig
 from averaging.optim.progress.logic.shards import bits_for
 from averaging.optim.progress.tracker import Tracker, TrackerServices
-from averaging.optim.state.exchange import REPORT
 from swarm.core.ids import Key, PeerId
 from swarm.dht.service.dht_service import Entry
 from swarm.testing.chance import Chance

@@ -85,9 +85,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def time(self) -> float:
         return self._now_s
 
-    def call_at(
+    def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
-    ) -> asyncio.TimerHandle:  # type: ignore[override]
+    ) -> asyncio.TimerHandle:
         # As asyncio's, on a heap of plain tuples: it compares timers in Python, a fifth of the time that a
         # simulated message costs.
         self._check_closed()  # type: ignore[attr-defined]
@@ -137,9 +137,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
         return self.create_task(run())
 
-    def call_soon_threadsafe(
+    def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Any = None
-    ) -> asyncio.Handle:  # type: ignore[override]
+    ) -> asyncio.Handle:
         return self.call_soon(callback, *args, context=context)
 
     def _process_events(self, event_list: list[Any]) -> None:

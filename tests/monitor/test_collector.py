@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from averaging.optim.progress.logic.shards import ProgressTotal
+from averaging.optim.progress.logic.reports import ProgressTotal
 from swarm.core.errors import DeadlineExceeded
 from swarm.core.ids import Address, Contact, Key
 from swarm.dht.logic.records import Entry

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from averaging.optim.exchange import RunExchange
 from averaging.optim.state.donor import Donor, DonorConfig, DonorServices
 from averaging.optim.state.download import Download, DownloadConfig
-from averaging.optim.state.exchange import RunExchange
 from averaging.optim.state.snapshot import CHUNK_BYTES
 from averaging.optim.state.training_state import TrainingState
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer

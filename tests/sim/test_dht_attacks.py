@@ -21,7 +21,8 @@ from swarm.dht.logic.storage import StorageConfig
 from swarm.dht.logic.summary import ENTRY_BYTES, summary
 from swarm.dht.service.dht_service import DhtService, Entry, StoreItem
 from swarm.dht.service.overlay import FIND, HOLDS, PING, STORE
-from swarm.dht.service.wire import contact_to_wire, key_to_wire, record_to_wire
+from swarm.dht.service.wire import key_to_wire, record_to_wire
+from swarm.net.contacts import contact_to_wire
 from swarm.run.directory import RunDirectory
 from swarm.run.specification import RunSpecification, SignedSpecification, sign, specification_key
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer

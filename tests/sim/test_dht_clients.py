@@ -13,7 +13,8 @@ from swarm.core.ids import Address, Contact, Key
 from swarm.dht.logic.config import DhtConfig
 from swarm.dht.logic.routing import RoutingConfig
 from swarm.dht.service.overlay import FIND, HOLDS, STORE
-from swarm.dht.service.wire import contact_to_wire, id_to_wire, key_to_wire, record_to_wire
+from swarm.dht.service.wire import id_to_wire, key_to_wire, record_to_wire
+from swarm.net.contacts import contact_to_wire
 from swarm.testing.network import SimulatedNetwork
 from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtHeldKey, DhtHoldsRequest, DhtStoreRequest
 from tests.sim.dht_scenarios import holders, peer_of, play, record_by, service_of, swarm_of, value_at

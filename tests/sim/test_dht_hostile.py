@@ -14,7 +14,8 @@ from swarm.dht.logic.records import encode_value
 from swarm.dht.logic.storage import StorageConfig
 from swarm.dht.service.dht_service import DhtService, Entry
 from swarm.dht.service.overlay import FIND, PING, STORE
-from swarm.dht.service.wire import contact_to_wire, record_to_wire
+from swarm.dht.service.wire import record_to_wire
+from swarm.net.contacts import contact_to_wire
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import run_virtual
 from swarm.wire.dht_pb2 import (

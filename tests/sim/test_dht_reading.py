@@ -11,7 +11,8 @@ from swarm.core.ids import Key
 from swarm.dht.logic.config import DhtConfig
 from swarm.dht.logic.routing import RoutingConfig
 from swarm.dht.service.overlay import FIND, STORE
-from swarm.dht.service.wire import KNOWN_MAX, contacts_from_wire, id_to_wire, key_to_wire, known_to_wire
+from swarm.dht.service.wire import KNOWN_MAX, id_to_wire, key_to_wire, known_to_wire
+from swarm.net.contacts import contacts_from_wire
 from swarm.testing.network import SimulatedNetwork
 from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtStoreRequest
 from tests.sim.dht_scenarios import nearest, peer_of, play, record_by, service_of, swarm_of, value_at

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from averaging.optim.progress.logic.shards import AGGREGATORS, ProgressTotal, aggregators
+from averaging.optim.progress.logic.reports import ProgressTotal
+from averaging.optim.progress.logic.shards import AGGREGATORS, aggregators
 from averaging.optim.progress.tree import Tree
 from swarm.testing.network import SimulatedNetwork
 from swarm.testing.progress_swarm import LINK, ProgressRun, Trainer, measure

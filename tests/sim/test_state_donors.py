@@ -50,7 +50,7 @@ def test_a_donor_that_trains_keeps_the_leased_state_and_limits_its_copies() -> N
 
 def test_a_lease_is_its_openers_and_requests_are_checked() -> None:
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
-        from averaging.optim.state import exchange as runexchange
+        from averaging.optim import exchange as runexchange
 
         made = donor(peers[0], state_of(1))
         reply = await made.on_open(joiner.peer_id, state_pb2.OpenRequest(run=RUN))

@@ -9,9 +9,9 @@ import asyncio
 import pytest
 import torch
 
+from averaging.optim.exchange import chunk_head, parse_chunks_request
 from averaging.optim.state.donor import Donor
 from averaging.optim.state.download import Download, DownloadConfig, Fetched
-from averaging.optim.state.exchange import chunk_head, parse_chunks_request
 from averaging.optim.state.snapshot import CHUNK_BYTES
 from averaging.optim.state.training_state import TrainingState
 from averaging.optim.state.view import StateView

@@ -16,9 +16,9 @@ latest.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from averaging.matchmaking.logic.grace_period import GracePeriod, PatienceConfig
 from averaging.matchmaking.logic.group import GATHERED_BYTES_MAX, GROUP_MEMBERS_MAX, Group, Member, mismatch
@@ -45,6 +45,9 @@ from averaging.matchmaking.logic.peer_table import PeerState, PeerTable, PeerTab
 from averaging.matchmaking.logic.search import GroupFollower, Search
 from swarm.core.errors import UsageError
 from swarm.core.ids import PeerId
+
+if TYPE_CHECKING:
+    import random
 
 _LOOK_SOON_S = 0.25  # between two looks when nobody is known
 _LONELY_S = 1.0  # in one cell of several where nobody is known to be: then it is taken to be empty

@@ -7,13 +7,16 @@ State of `averaging.matchmaking.logic.matchmaking`, which decides; time is a par
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from averaging.matchmaking.logic.group import GROUP_ID_BYTES, Group, Member
 from averaging.matchmaking.logic.messages import LookForGroup, SearchRequest
 from averaging.matchmaking.logic.peer_table import PeerTable
 from swarm.core.ids import PeerId
+
+if TYPE_CHECKING:
+    import random
 
 
 @dataclass(slots=True)

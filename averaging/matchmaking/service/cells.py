@@ -9,6 +9,7 @@ swarm that fits into one group none of this happens.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import math
 from collections.abc import Awaitable, Callable, Mapping
@@ -229,9 +230,8 @@ class Cells:
         gone = [place for place in self._entered if place != self.grid.home.text]
         for place in gone:
             told = self._entered.pop(place)
-            self._around.background.spawn(
-                "out of a cell", lambda place=place, told=told: self._tell(place, told, leaves=True)
-            )  # type: ignore[misc]
+            leave = functools.partial(self._tell, place, told, leaves=True)
+            self._around.background.spawn("out of a cell", leave)
 
     # --- a host
 

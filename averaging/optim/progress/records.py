@@ -10,10 +10,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
+from averaging.optim.admission import Blocklist
+from averaging.optim.contacts import ADDRESSES_MAX, contact_of
 from averaging.optim.progress.logic.reports import ProgressConfig, ProgressReport
 from averaging.optim.progress.tree import Tree
-from averaging.optim.state.admission import Blocklist
-from averaging.optim.state.contacts import ADDRESSES_MAX, contact_of
 from swarm.core.clock import Clock
 from swarm.core.errors import PeerError, SwarmError, UsageError
 from swarm.core.ids import Contact, PeerId

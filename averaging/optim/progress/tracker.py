@@ -15,11 +15,11 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from averaging.optim.admission import Blocklist
+from averaging.optim.exchange import REPORT
 from averaging.optim.progress.logic.reports import EpochProgress, ProgressConfig, ProgressReport, ProgressView
 from averaging.optim.progress.records import ClaimRecords
 from averaging.optim.progress.tree import Tree
-from averaging.optim.state.admission import Blocklist
-from averaging.optim.state.exchange import REPORT
 from swarm.core.clock import Clock
 from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import Contact, PeerId

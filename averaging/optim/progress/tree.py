@@ -13,10 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from averaging.optim.progress.logic.reports import ProgressConfig, ProgressReport
+from averaging.optim.progress.logic.reports import ProgressConfig, ProgressReport, ProgressTotal
 from averaging.optim.progress.logic.shards import (
     FLAT_MAX,
-    ProgressTotal,
     TreeNode,
     aggregators,
     bits_for,

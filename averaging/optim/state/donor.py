@@ -15,9 +15,9 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from averaging.optim.state.admission import Blocklist
-from averaging.optim.state.contacts import ADDRESSES_MAX
-from averaging.optim.state.exchange import chunk_head, parse_chunks_request
+from averaging.optim.admission import Blocklist
+from averaging.optim.contacts import ADDRESSES_MAX
+from averaging.optim.exchange import chunk_head, parse_chunks_request
 from averaging.optim.state.training_state import TrainingState
 from averaging.optim.state.view import StateView
 from swarm.core.clock import Clock

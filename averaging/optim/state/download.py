@@ -20,7 +20,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from averaging.optim.state.exchange import CHUNKS, CLOSE, OPEN
+from averaging.optim.exchange import CHUNKS, CLOSE, OPEN
 from averaging.optim.state.intake import Intake, PartialState
 from averaging.optim.state.snapshot import CHUNK_BYTES, Blob, snapshot_digest
 from swarm.core.errors import DeadlineExceeded, NetworkError, NotEnoughPeers, PeerError, SwarmError

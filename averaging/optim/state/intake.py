@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
-from averaging.optim.state.exchange import unpack_chunk
+from averaging.optim.exchange import unpack_chunk
 from averaging.optim.state.snapshot import CHUNK_BYTES, Blob, chunk_digest, copy_bytes, room
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError
 from swarm.core.ids import PeerId

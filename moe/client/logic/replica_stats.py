@@ -8,15 +8,18 @@ the replica's own.
 
 from __future__ import annotations
 
-import random
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from moe.client.logic.avoidance import Avoidance, AvoidanceConfig
 from moe.client.logic.hedging import HedgeBudget, HedgingConfig
 from swarm.core.errors import UsageError
 from swarm.core.ids import PeerId
+
+if TYPE_CHECKING:
+    import random
 
 _Place = tuple[str, PeerId]  # (the expert's name, who holds it)
 _SLOW = ""  # in the place of an expert's name: the peer as a whole dawdles

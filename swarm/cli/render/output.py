@@ -59,19 +59,6 @@ def is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def make_output(*, as_json: bool) -> Output:
-    """JSON when asked for, a live view on a terminal, plain lines otherwise."""
-    if as_json:
-        return JsonOutput(sys.stdout)
-    if is_terminal(sys.stdout):
-        from swarm.cli.render.live import LiveOutput
-
-        return LiveOutput()
-    from swarm.cli.render.plain import PlainOutput
-
-    return PlainOutput(sys.stdout)
-
-
 class JsonOutput:
     """A line per event, flushed at once, since a program waits for it."""
 

@@ -9,12 +9,14 @@ forgotten.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from swarm.core.ids import Contact, PeerId
+
+if TYPE_CHECKING:
+    import random
 
 TOLD_MAX = 64
 LOST_MAX = 24

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import bisect
 import operator
-import random
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from swarm.core.ids import Contact, PeerId
+
+if TYPE_CHECKING:
+    import random
 
 ID_BITS = 256
 _DISTANCE = operator.itemgetter(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 
 from swarm.core.errors import PeerError
@@ -234,9 +235,7 @@ class ManyWrites:
         if overlay.knows_all:
             everybody = [*overlay.table, *([own] if own.addresses else [])]
             for key in keys:
-                found[key] = sorted(
-                    everybody, key=lambda contact, key=key: contact.peer_id.dht_id ^ key.dht_id
-                )  # type: ignore[misc]
+                found[key] = sorted(everybody, key=functools.partial(_distance, key))
             return found
 
         async def absorb(key: Key, contact: Contact, result: DhtFindResult) -> Sequence[Contact]:
@@ -271,3 +270,8 @@ class ManyWrites:
 
     def _note(self, peer: PeerId, record: Record, refusal: str) -> None:
         self.verdicts[self._numbers[id(record)]].note(peer, refusal)
+
+
+def _distance(key: Key, contact: Contact) -> int:
+    """Return the XOR distance between a peer and a key."""
+    return contact.peer_id.dht_id ^ key.dht_id

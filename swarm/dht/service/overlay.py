@@ -18,7 +18,8 @@ from swarm.dht.logic.clock_offset import ClockOffset
 from swarm.dht.logic.config import DhtConfig
 from swarm.dht.logic.lookup import Lookup, LookupConfig, LookupDone
 from swarm.dht.logic.routing import RoutingTable
-from swarm.dht.service.wire import contact_to_wire, contacts_from_wire, known_to_wire
+from swarm.dht.service.wire import known_to_wire
+from swarm.net.contacts import contact_to_wire, contacts_from_wire
 from swarm.net.peerbook import PeerBook
 from swarm.net.rpc import Caller, Method, RequestT
 from swarm.wire.dht_pb2 import (

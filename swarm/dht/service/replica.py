@@ -14,15 +14,8 @@ from swarm.dht.logic.storage import Storage
 from swarm.dht.logic.summary import ENTRY_BYTES
 from swarm.dht.service.overlay import FIND, HOLDS, PING, STORE, Overlay
 from swarm.dht.service.replication import Replication
-from swarm.dht.service.wire import (
-    contact_to_wire,
-    id_from_wire,
-    key_from_wire,
-    record_from_wire,
-    record_to_wire,
-    sender_from_wire,
-    unknown_of,
-)
+from swarm.dht.service.wire import id_from_wire, key_from_wire, record_from_wire, record_to_wire, unknown_of
+from swarm.net.contacts import contact_to_wire, sender_from_wire
 from swarm.net.rpc import Handlers
 from swarm.wire.dht_pb2 import (
     DhtFindQuery,

@@ -19,7 +19,8 @@ from swarm.core.ids import Contact, PeerId
 from swarm.dht.logic.rejoin import RejoinCandidates
 from swarm.dht.service.overlay import FIND, PING, Overlay
 from swarm.dht.service.replication import Replication
-from swarm.dht.service.wire import contact_from_wire, id_to_wire
+from swarm.dht.service.wire import id_to_wire
+from swarm.net.contacts import contact_from_wire
 from swarm.net.peerbook import ADDRESSES_MAX
 from swarm.runtime.supervise import Supervisor
 from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtPingRequest

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from averaging.optim.progress.logic.reports import ProgressConfig
-from averaging.optim.progress.logic.shards import ProgressTotal
+from averaging.optim.progress.logic.reports import ProgressConfig, ProgressTotal
 from swarm.core.ids import PeerId
 from swarm.metrics.record import Metrics
 from swarm.monitor.logic.eventlog import EventLog

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from averaging.optim.progress.logic.reports import ProgressConfig, ProgressReport
-from averaging.optim.progress.logic.shards import ProgressTotal, median_of
+from averaging.optim.progress.logic.reports import ProgressConfig, ProgressReport, ProgressTotal
+from averaging.optim.progress.logic.shards import median_of
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import Address, Contact, Key, PeerId
 from swarm.dht.logic.records import Entry

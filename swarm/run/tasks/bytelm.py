@@ -17,13 +17,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from swarm.core.errors import UsageError
 from swarm.run.specification import explain
 from swarm.run.task import TaskDescription
+from swarm.run.tasks.corpus import VOCABULARY
 
 if TYPE_CHECKING:
     import torch
 
     from swarm.run.task import TaskData
 
-VOCABULARY = 256
 _DATA_BYTES_MAX = 32 << 20
 
 

@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from swarm.run.task import Draw
-from swarm.run.tasks.bytelm import VOCABULARY
-from swarm.run.tasks.corpus import Corpus
+from swarm.run.tasks.corpus import VOCABULARY, Corpus
 
 _VALIDATION_SAMPLES = 64
 _DEVIATION = 0.02  # of freshly drawn weights: small enough that the first loss is ln(256)

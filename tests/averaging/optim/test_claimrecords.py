@@ -6,10 +6,10 @@ import asyncio
 from dataclasses import replace
 from typing import Any, cast
 
+from averaging.optim.admission import Blocklist
 from averaging.optim.progress.logic.reports import ProgressConfig, ProgressReport
 from averaging.optim.progress.records import ClaimRecords
 from averaging.optim.progress.tree import Tree
-from averaging.optim.state.admission import Blocklist
 from swarm.core.errors import NetworkError
 from swarm.core.ids import Address, Contact, Key, PeerId
 from swarm.dht.logic.records import Entry

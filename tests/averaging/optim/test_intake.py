@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from averaging.optim.state.exchange import chunk_head
+from averaging.optim.exchange import chunk_head
 from averaging.optim.state.intake import Intake, PartialState
 from averaging.optim.state.snapshot import CHUNK_BYTES, chunk_digest
 from swarm.core.errors import NetworkError, PeerError

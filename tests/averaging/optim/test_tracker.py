@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import pytest
 
+from averaging.optim.admission import Blocklist
 from averaging.optim.progress.logic.reports import ProgressConfig, ProgressReport
 from averaging.optim.progress.tracker import Tracker, TrackerServices
-from averaging.optim.state.admission import Blocklist
 from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import Contact, PeerId
 from swarm.net.rpc import Caller

@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import PeerId
 
-if TYPE_CHECKING:
-    from averaging.optim.progress.logic.shards import ProgressTotal
-
 EPOCH_MAX = 1 << 40
 SAMPLES_MAX = 1 << 40
 RATE_MAX = 1e12  # samples/s
+BITS_MAX = 24  # of the number of shards that a run is divided into
+_PEERS_MAX = 1 << 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +146,67 @@ class _Entry:
     moved_s: float  # when its epoch or samples changed last
     suspect: bool = False  # did not answer; counts again when it says something newer
     floor: int = 0  # it completed a round that began this epoch, whatever it said before it noticed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgressTotal:
+    """What a part of the run, or all of it, adds up to."""
+
+    epoch: int
+    samples: float  # accumulated in that epoch
+    rate: float  # samples/s of all
+    peers: int
+    median_rate: float  # of a peer; 0: nobody has one yet
+    at_s: float
+    since_s: float  # when the epoch began
+    bits: int = 0  # of a total: how finely the run is to be divided from now on
+
+    def encode(self) -> list[Any]:
+        return [
+            self.epoch,
+            self.samples,
+            self.rate,
+            self.peers,
+            self.median_rate,
+            self.at_s,
+            self.since_s,
+            self.bits,
+        ]
+
+    @classmethod
+    def decode(cls, value: Any, now_s: float, config: ProgressConfig) -> ProgressTotal:
+        """Check what a peer wrote; PeerError says what is wrong with it."""
+        if not isinstance(value, Sequence) or isinstance(value, str | bytes) or len(value) != 8:
+            raise PeerError("a sum is a list of eight numbers")
+        epoch, samples, rate, peers, median_rate, at_s, since_s, bits = value
+        whole = is_count(epoch, EPOCH_MAX) and is_count(peers, _PEERS_MAX) and is_count(bits, BITS_MAX)
+        amounts = (
+            is_number(samples, 0.0, float(SAMPLES_MAX))
+            and is_number(rate, 0.0, RATE_MAX * 1e3)
+            and is_number(median_rate, 0.0, RATE_MAX)
+        )
+        if (
+            not whole
+            or not amounts
+            or not is_number(at_s, 0.0, now_s + config.clock_ahead_s_max)
+            or not is_number(since_s, 0.0, at_s)
+        ):
+            raise PeerError("a sum is of numbers within bounds, since <= at <= now")
+        return cls(
+            epoch=epoch,
+            samples=float(samples),
+            rate=float(rate),
+            peers=peers,
+            median_rate=float(median_rate),
+            at_s=float(at_s),
+            since_s=float(since_s),
+            bits=bits,
+        )
+
+    def samples_at(self, now_s: float, config: ProgressConfig) -> float:
+        """Carried on at its rate for a while, at most to twice itself, as a single peer's claim is."""
+        silent_s = min(max(0.0, now_s - self.at_s), config.extrapolation_s_max)
+        return self.samples + min(self.rate * silent_s, self.samples)
 
 
 class EpochProgress:

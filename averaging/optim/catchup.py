@@ -18,13 +18,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from averaging.optim.admission import Blocklist
 from averaging.optim.config import OptimizerConfig
+from averaging.optim.contacts import contact_of
 from averaging.optim.epoch_averager import EpochAverager
 from averaging.optim.modes import Captured, Mode
 from averaging.optim.progress.tracker import Tracker
 from averaging.optim.reports import LoadResult
-from averaging.optim.state.admission import Blocklist
-from averaging.optim.state.contacts import contact_of
 from averaging.optim.state.download import Download, Fetched
 from averaging.optim.state.intake import PartialState
 from averaging.optim.state.training_state import TrainingState

@@ -1,0 +1,60 @@
+"""Contacts as protobuf messages. A peer's message is checked here; PeerError says what is malformed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+from swarm.core.errors import PeerError, UsageError
+from swarm.core.ids import Address, Contact, PeerId
+from swarm.wire.peer_pb2 import Contact as WireContact
+
+_ADDRESSES_MAX = 8
+_ADDRESS_CHARACTERS_MAX = 300
+
+
+# The same few contacts travel in every answer. The caches are bounded, and so is what a stranger can put into
+# them.
+@functools.lru_cache(maxsize=2048)
+def contact_to_wire(contact: Contact) -> WireContact:
+    """A message to be copied into another one, not to be changed."""
+    addresses = [address.multiaddr for address in contact.addresses[:_ADDRESSES_MAX]]
+    return WireContact(peer_id=contact.peer_id.to_bytes(), addresses=addresses)
+
+
+def contact_from_wire(message: WireContact) -> Contact:
+    """PeerError when the PeerID is malformed. An address of a kind that this version does not know is passed
+    over.
+    """
+    return _contact(
+        message.peer_id, tuple(text[:_ADDRESS_CHARACTERS_MAX] for text in message.addresses[:_ADDRESSES_MAX])
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _contact(raw: bytes, addresses: tuple[str, ...]) -> Contact:
+    try:
+        peer_id = PeerId.from_bytes(raw)
+    except UsageError as error:
+        raise PeerError(f"a contact with a malformed PeerID: {error}") from error
+    return Contact(peer_id, tuple(address for text in addresses if (address := _address(text)) is not None))
+
+
+@functools.lru_cache(maxsize=4096)
+def _address(text: str) -> Address | None:
+    try:
+        return Address.parse(text)
+    except UsageError:
+        return None
+
+
+def contacts_from_wire(messages: Iterable[WireContact]) -> list[Contact]:
+    return [contact_from_wire(message) for message in messages]
+
+
+def sender_from_wire(message: WireContact, caller: PeerId) -> Contact:
+    """The contact that a request came with; PeerError when it names another peer than the one that called."""
+    contact = contact_from_wire(message)
+    if contact.peer_id != caller:
+        raise PeerError(f"the request's sender says it is {contact.peer_id.short}, but {caller.short} called")
+    return contact

@@ -1,0 +1,76 @@
+"""Where modules may stand: every module has a place in the import contract, and no two files import each other."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("swarm", "averaging", "moe")
+# loads the public names when they are used, and stands above everything
+PUBLIC = {"swarm", "averaging", "moe"}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the three packages, by its dotted name."""
+    found = {}
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(path: Path, known: set[str]) -> set[str]:
+    """The project's modules that a file imports when it runs; not those that only type checking needs."""
+    found: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+                for other in child.orelse:
+                    visit(other)
+                continue
+            if isinstance(child, ast.Import):
+                found.update(alias.name for alias in child.names)
+            elif isinstance(child, ast.ImportFrom) and child.module:
+                names = {f"{child.module}.{alias.name}" for alias in child.names}
+                found.update(names & known or {child.module})
+            visit(child)
+
+    visit(ast.parse(path.read_text(encoding="utf-8")))
+    return found & known
+
+
+MODULES = modules()
+GRAPH = {name: imports_of(path, set(MODULES)) - {name} for name, path in MODULES.items()}
+
+
+def test_no_circle_of_files_imports_itself() -> None:
+    try:
+        graphlib.TopologicalSorter(GRAPH).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("name", sorted(set(MODULES) - PUBLIC))
+def test_every_module_has_a_place_in_the_import_contract(name: str) -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    layers = next(
+        one["layers"] for one in settings["contracts"] if one["name"] == "an import points down only"
+    )
+    places = {place.strip() for layer in layers for place in layer.replace("|", ":").split(":")}
+    parts = name.split(".")
+    above = {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
+    packages = {place.rsplit(".", 1)[0] for place in places} | {
+        "swarm.testing",
+        "swarm.metrics",
+        "swarm.monitor",
+    }
+    assert above & (places | {"swarm.testing"}) or name in packages, (
+        f"{name} stands in no layer of the contract"
+    )
