@@ -378,7 +378,7 @@ class Averager:
 
     async def _open(self, matchmaking: MatchmakingConfig) -> None:
         node = self.node
-        self._service = AveragingService.of(node)
+        self._service = node.service(AveragingService)
         self._presence = DhtPresence(
             dht=self.node.dht.service,
             name=self._full_name,

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
-import weakref
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
@@ -18,12 +16,9 @@ from averaging.reduction.audit import Notary
 if TYPE_CHECKING:
     from swarm.node import Node
 
-_lock = threading.Lock()
-_services: weakref.WeakKeyDictionary[Node, AveragingService] = weakref.WeakKeyDictionary()
-
 
 class AveragingService:
-    """Made on the network loop of a node, once; `of` finds it again."""
+    """What the averagers of one node share: `node.service(AveragingService)`, on its network loop."""
 
     def __init__(self, node: Node) -> None:
         self.exchange = GroupExchange(
@@ -54,15 +49,6 @@ class AveragingService:
             for close in list(self._averagers):
                 tasks.create_task(_awaited(close))
         self.all_reduce.close()
-
-    @classmethod
-    def of(cls, node: Node) -> AveragingService:
-        """The one service of this node. To be called on its network loop."""
-        with _lock:
-            service = _services.get(node)
-            if service is None:
-                service = _services[node] = cls(node)
-            return service
 
 
 async def _awaited(close: Callable[[], Awaitable[None]]) -> None:

@@ -17,7 +17,7 @@ MODULE_LINES_MAX = 500
 # path or path:function -> lines it may have; take an entry out as soon as it fits
 ALLOWED_LONGER: dict[str, int] = {
     "benchmarks/__main__.py:main": 80,
-    "benchmarks/bare_transport.py:_rows": 80,
+    "benchmarks/bare_transport.py:_work": 80,
     "benchmarks/trainers.py:_rows": 80,
     "swarm/cli/commands.py": 600,
 }

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import struct
 import threading
-import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -79,6 +78,11 @@ class RunExchange:
         register_unary(CLOSE, self._close)
         register_stream(CHUNKS, self._chunks)
 
+    @classmethod
+    def from_node(cls, node: Node) -> RunExchange:
+        """Make the one of a node: `node.service(RunExchange.from_node)`."""
+        return cls(node.handlers.unary, node.handlers.stream)
+
     def add(self, run: str, progress: ProgressHandler, state: StateHandler) -> None:
         """UsageError when this node has an optimizer for that run already."""
         with self._lock:
@@ -112,19 +116,6 @@ class RunExchange:
         if message is not None:
             first = parse_chunks_request(message)
             await self._find(first.run).state.on_chunks(first, stream)
-
-
-_exchanges: weakref.WeakKeyDictionary[Node, RunExchange] = weakref.WeakKeyDictionary()
-_exchanges_lock = threading.Lock()
-
-
-def exchange_of(node: Node) -> RunExchange:
-    """The node's exchange; made when the first optimizer asks."""
-    with _exchanges_lock:
-        found = _exchanges.get(node)
-        if found is None:
-            found = _exchanges[node] = RunExchange(node.handlers.unary, node.handlers.stream)
-        return found
 
 
 def parse_chunks_request(message: bytes) -> state_pb2.ChunksRequest:

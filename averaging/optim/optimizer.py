@@ -16,7 +16,7 @@ from averaging.optim.catchup import CatchUp
 from averaging.optim.config import OptimizerConfig
 from averaging.optim.epoch_averager import AveragingOptions, EpochAverager, check_codec, check_extras
 from averaging.optim.epochs import EpochLoop
-from averaging.optim.exchange import exchange_of
+from averaging.optim.exchange import RunExchange
 from averaging.optim.metering import Meter, Pace
 from averaging.optim.modes import ModeParts, ModeSettings
 from averaging.optim.modes.settings import MODES, Diloco, Gossip, Gradients, Local, settings_of
@@ -168,7 +168,7 @@ class Optimizer(torch.optim.Optimizer):
         parts = (self._state, self._training, self._tracker, self._donor, self._rounds, self._catch_up)
         self._catch_up.banned = self._banned
         self._loop = EpochLoop(node, parts, state_sync_epochs, config)
-        exchange_of(node).add(self.run_id, self._tracker, self._donor)
+        node.service(RunExchange.from_node).add(self.run_id, self._tracker, self._donor)
         self._meter = Meter(
             node.clock.swarm_s(),
             name=node.config.name,
@@ -419,7 +419,7 @@ class Optimizer(torch.optim.Optimizer):
         if self._closed:
             return
         self._closed = True
-        exchange_of(self.node).remove(self.run_id)
+        self.node.service(RunExchange.from_node).remove(self.run_id)
         for task in self._tasks:
             task.cancel()
         await self._tracker.close()

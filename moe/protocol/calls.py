@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -65,8 +63,6 @@ if TYPE_CHECKING:
 _SCHEMAS_MAX = 1024
 _POOLED_BYTES = 256 << 10  # what takes longer to encode or decode than a change of threads
 _TENSOR_LANE = 1
-_lock = threading.Lock()
-_calls: weakref.WeakKeyDictionary[Node, ExpertCalls] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,20 +161,16 @@ class GradientPass:
 
 
 class ExpertCalls:
-    """The caller's end, one per node: `of` finds it."""
+    """The caller's end of expert calls. A node has one: `node.service(ExpertCalls.from_node)`."""
 
     def __init__(self, channels: Channels, pool: ThreadPoolExecutor) -> None:
         self._channels, self._pool = channels, pool
         self._schemas: OrderedDict[bytes, ExpertSchema] = OrderedDict()  # by digest
 
     @classmethod
-    def of(cls, node: Node) -> ExpertCalls:
-        """The one of this node. To be called on its network loop."""
-        with _lock:
-            calls = _calls.get(node)
-            if calls is None:
-                calls = _calls[node] = cls(node.channels, node.network.pool)
-            return calls
+    def from_node(cls, node: Node) -> ExpertCalls:
+        """Make the one of a node."""
+        return cls(node.channels, node.network.pool)
 
     async def describe(
         self, replica: ExpertReplica, uids: Sequence[ExpertUid], *, timeout_s: float

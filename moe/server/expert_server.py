@@ -174,7 +174,7 @@ class ExpertServer:
     async def _open(self) -> None:
         node = self.node
         self._loop = asyncio.get_running_loop()
-        self._service = HostingService.of(node)
+        self._service = node.service(HostingService)
         self._declarations = Declarations(
             node.dht.service,
             lambda: node.contact,

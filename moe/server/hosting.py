@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
-import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -56,8 +54,6 @@ if TYPE_CHECKING:
 _POOLED_BYTES = 256 << 10
 _RECEIVING_BYTES_MAX = 1 << 30  # of all payloads that are being received
 _RECEIVING_BYTES_PER_CALLER_MAX = 512 << 20
-_lock = threading.Lock()
-_services: weakref.WeakKeyDictionary[Node, HostingService] = weakref.WeakKeyDictionary()
 
 
 class HostingService:
@@ -77,15 +73,6 @@ class HostingService:
         node.handlers.direct(DESCRIBE, self._describe)
         node.handlers.unary(CALL, self._call)
         node.handlers.stream(EXCHANGE, self._exchange)
-
-    @classmethod
-    def of(cls, node: Node) -> HostingService:
-        """The one of this node. To be called on its network loop."""
-        with _lock:
-            service = _services.get(node)
-            if service is None:
-                service = _services[node] = cls(node)
-            return service
 
     def open(self, hosted: Sequence[Hosted]) -> None:
         """Answer for these, too. ValueError names one that is open already."""

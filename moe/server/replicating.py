@@ -61,7 +61,7 @@ class Replicating:
         self._node, self._config = node, config
         self._experts = {uid: expert for uid, expert in experts.items() if not expert.frozen}
         self._directory = Directory(node.dht.service)
-        self._calls = ExpertCalls.of(node)
+        self._calls = node.service(ExpertCalls.from_node)
         self._averaged: dict[ExpertUid, _Averaged] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="swarm-replicas")
         self.rounds = 0  # that succeeded

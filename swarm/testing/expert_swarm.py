@@ -34,6 +34,7 @@ from moe.protocol.tensors import check_headers, decode, encode, joined
 from swarm.core.ids import PeerId
 from swarm.net.channels import Channels
 from swarm.node import Node
+from swarm.runtime.services import Services
 from swarm.testing.dht_swarm import service_of
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import VirtualLoop
@@ -197,7 +198,11 @@ class ExpertSwarm:
             dht=SimpleNamespace(service=service),
         )
         # so that a seed replays whom layers ask
-        ReplicaCalls.of(cast(Node, node), random.Random(self.network.seed))
+        services: Services[Node] = Services(cast(Node, node))
+        node.service = services.get
+        services.put(
+            ReplicaCalls.from_node, ReplicaCalls.from_node(cast(Node, node), random.Random(self.network.seed))
+        )
         return node
 
     def serve(

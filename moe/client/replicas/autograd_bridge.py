@@ -52,7 +52,7 @@ class Remote:
 
 
 async def _calls_of(node: Node) -> ReplicaCalls:
-    return ReplicaCalls.of(node)
+    return node.service(ReplicaCalls.from_node)
 
 
 def crossed(

@@ -10,8 +10,6 @@ import asyncio
 import functools
 import os
 import random
-import threading
-import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
@@ -52,8 +50,6 @@ _REPEAT_FIRST_S = 0.05  # before the first repetition; doubles
 # of the time that is left: an answer that was lost is asked for again while there is time for it
 _WAIT_SHARE = 0.6
 _ATTEMPTS_MAX = 8  # replicas that a call asks for which there is no other expert
-_lock = threading.Lock()
-_of_node: weakref.WeakKeyDictionary[Node, ReplicaCalls] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -83,7 +79,7 @@ class ForwardCall:
 
 
 class ReplicaCalls:
-    """One per node, on its network loop: `of` finds it."""
+    """Calls to any replica of an expert. A node has one (`node.service(ReplicaCalls.from_node)`), on its network loop."""
 
     def __init__(
         self, calls: ExpertClient, fleet: ReplicaStats, atlas: ExpertDirectoryCache, clock: Clock
@@ -91,19 +87,11 @@ class ReplicaCalls:
         self.calls, self.fleet, self.atlas, self.clock = calls, fleet, atlas, clock
 
     @classmethod
-    def of(cls, node: Node, rng: random.Random | None = None) -> ReplicaCalls:
-        """The one of this node. To be called on its network loop. `rng` counts when it is made: it draws whom
-        to ask.
-        """
-        with _lock:
-            found = _of_node.get(node)
-            if found is None:
-                atlas = ExpertDirectoryCache(Directory(node.dht.service), node.clock, node.supervisor)
-                found = cls(
-                    ExpertCalls.of(node), ReplicaStats(rng or random.SystemRandom()), atlas, node.clock
-                )
-                _of_node[node] = found
-            return found
+    def from_node(cls, node: Node, rng: random.Random | None = None) -> ReplicaCalls:
+        """Make the one of a node. `rng` draws which replica is asked; None: the system's randomness."""
+        directory = ExpertDirectoryCache(Directory(node.dht.service), node.clock, node.supervisor)
+        stats = ReplicaStats(rng or random.SystemRandom())
+        return cls(node.service(ExpertCalls.from_node), stats, directory, node.clock)
 
     async def schema(self, uid: ExpertUid, *, deadline_s: float) -> ExpertSchema:
         """The expert's, as the first of its replicas says that answers. Errors as of `forward_of`."""
