@@ -60,7 +60,6 @@ _HOMES = {
     "Address": "swarm.core.ids",
     "Averager": "averaging.averager",
     "AveragerConfig": "averaging.averager",
-    "RoundResult": "averaging.averager",
     "Contact": "swarm.core.ids",
     "DeadlineExceeded": "swarm.core.errors",
     "Diloco": "averaging.optim.optimizer",
@@ -95,18 +94,20 @@ _HOMES = {
     "PendingRound": "averaging.averager",
     "PipelineConfig": "moe.client.pipeline.sequential",
     "PipelineReport": "moe.client.pipeline.sequential",
-    "RemoteExpert": "moe.client.remote",
     "PowerSgd": "averaging.reduction.lowrank",
+    "RemoteExpert": "moe.client.remote",
     "RemoteMixtureOfExperts": "moe.client.mixture.layer",
     "RemoteSequential": "moe.client.pipeline.sequential",
     "RemoteSwitchMixtureOfExperts": "moe.client.mixture.switch",
+    "RoundResult": "averaging.averager",
     "StepReport": "averaging.optim.optimizer",
     "StoreItem": "swarm.dht.service.dht_service",
     "StoreResult": "swarm.dht.service.dht_service",
     "SwarmError": "swarm.core.errors",
     "SwitchConfig": "moe.client.mixture.switch",
-    "WireCodecs": "moe.client.remote",
     "UsageError": "swarm.core.errors",
+    "WireCodecs": "moe.client.remote",
+
 }
 
 __all__ = [
@@ -161,6 +162,7 @@ __all__ = [
     "UsageError",
     "WireCodecs",
     "__version__",
+
 ]
 
 
