@@ -107,7 +107,6 @@ _HOMES = {
     "SwitchConfig": "moe.client.mixture.switch",
     "UsageError": "swarm.core.errors",
     "WireCodecs": "moe.client.remote",
-
 }
 
 __all__ = [
@@ -162,7 +161,6 @@ __all__ = [
     "UsageError",
     "WireCodecs",
     "__version__",
-
 ]
 
 

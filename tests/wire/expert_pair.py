@@ -42,7 +42,7 @@ class Pair:
     @property
     def calls(self) -> ExpertCalls:
         async def find() -> ExpertCalls:
-            return ExpertCalls.of(self.guest)
+            return self.guest.service(ExpertCalls.from_node)
 
         return self.run(find())
 
