@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from moe.protocol.names import COORDINATE_MAX, ExpertUid
-from swarm.core.errors import DeadlineExceeded, NetworkError, SwarmError, UsageError
+from swarm.core.errors import DeadlineExceeded, NetworkError, UsageError
 from swarm.core.ids import Address, Contact, Key, PeerId
+from swarm.dht.keeper import RecordKeeper
 from swarm.dht.logic.records import Entry
 from swarm.dht.logic.rules import NamespaceRules
 from swarm.dht.logic.schema import Binary, Many, Number, Table, Text
@@ -226,7 +227,13 @@ class Declarations:
         self._config = config or DeclaringConfig()
         self._prefixes = _by_prefix(experts)
         self._grids = sorted({prefix.block for prefix in self._prefixes})[:_GRIDS_PER_SERVER_MAX]
-        self.declared = asyncio.Event()  # others can find this server, or the first attempt failed
+        self._keeper = RecordKeeper(
+            self.declare,
+            "the declarations of this server's experts",
+            renew_s=self._config.renew_s,
+            retry_s=self._config.retry_s,
+        )
+        self.declared = self._keeper.attempted  # others can find this server, or the first attempt failed
         _register(dht)
 
     async def declare(self) -> bool:
@@ -242,17 +249,8 @@ class Declarations:
         return all(result.replicas > own_copies for result in results)
 
     async def renew(self) -> None:
-        """Declare again and again, for as long as this runs."""
-        pause_s = self._config.retry_s
-        while True:
-            try:
-                stored = await self.declare()
-            except SwarmError as error:
-                _log.info("the declarations of this server's experts were not renewed: %s", error)
-                stored = False
-            self.declared.set()
-            pause_s = self._config.renew_s if stored else min(2 * pause_s, self._config.renew_s)
-            await asyncio.sleep(pause_s)
+        """Declare again and again, until cancelled."""
+        await self._keeper.run()
 
     async def withdraw(self) -> None:
         """Take the records back: nobody finds these experts here any more."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from swarm.core.backoff import Backoff
 from swarm.core.errors import SwarmError
 from swarm.core.ids import Contact, PeerId
 from swarm.net.hello import Introductions
@@ -59,19 +60,18 @@ class Joining:
 
     async def run(self) -> None:
         """For ever."""
-        retry_s = self._config.retry_first_s
+        backoff = Backoff(self._config.retry_first_s, self._config.retry_max_s, random)
         while True:
             asked, answered = await self._round()
             self.attempted.set()
             if answered:
-                retry_s = self._config.retry_first_s
+                backoff.reset()
             if answered or not asked:
                 await asyncio.sleep(self._config.again_s * random.uniform(0.8, 1.2))
                 continue
-            if retry_s == self._config.retry_first_s:
+            if not backoff.failures:
                 _logger.warning("nobody answers yet, trying on: %s", "; ".join(self.failures.values()))
-            await asyncio.sleep(retry_s * random.uniform(0.8, 1.2))
-            retry_s = min(2 * retry_s, self._config.retry_max_s)
+            await asyncio.sleep(backoff.next_s())
 
     async def _round(self) -> tuple[int, int]:
         """How many peers were asked, and how many answered."""

@@ -10,6 +10,8 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 
+from swarm.core.backoff import Backoff
+
 _logger = logging.getLogger(__name__)
 
 _BACKOFF_FIRST_S = 0.5
@@ -72,7 +74,7 @@ async def _nothing() -> None:
 
 
 async def _watch(name: str, function: Callable[[], Awaitable[None]], restart: bool) -> None:
-    backoff_s = _BACKOFF_FIRST_S
+    backoff = Backoff(_BACKOFF_FIRST_S, _BACKOFF_MAX_S, random)
     while True:
         started_s = time.monotonic()
         try:
@@ -83,6 +85,5 @@ async def _watch(name: str, function: Callable[[], Awaitable[None]], restart: bo
         if not restart:
             return
         if time.monotonic() - started_s > _BACKOFF_MAX_S:
-            backoff_s = _BACKOFF_FIRST_S
-        await asyncio.sleep(backoff_s * random.uniform(0.8, 1.2))
-        backoff_s = min(2 * backoff_s, _BACKOFF_MAX_S)
+            backoff.reset()
+        await asyncio.sleep(backoff.next_s())

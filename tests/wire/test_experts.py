@@ -77,7 +77,9 @@ def test_several_inputs_and_outputs_nested_and_in_bfloat16() -> None:
 
 def test_codecs_for_activations_and_gradients() -> None:
     local = network()
-    travel = swarm.WireCodecs(inputs="float16", outputs="int8", gradients="bfloat16", input_gradients="float16")
+    travel = swarm.WireCodecs(
+        inputs="float16", outputs="int8", gradients="bfloat16", input_gradients="float16"
+    )
     with pair({"ffn.0": expert(copy.deepcopy(local))}) as two:
         x = torch.randn(64, 16, requires_grad=True)
         mirror = x.detach().clone().requires_grad_()

@@ -21,6 +21,7 @@ from averaging.matchmaking.logic.messages import (
     Rank,
     SearchFailed,
 )
+from swarm.core.backoff import backoff_s
 from swarm.core.ids import Contact, PeerId
 
 PEERS_MAX = 1024  # remembered in one search
@@ -165,8 +166,8 @@ class PeerTable:
         it.
         """
         peer = self.peers[peer_id]
-        peer.avoid_until_s = now_s + min(_AVOID_FIRST_S * 2.0**peer.refusals, _AVOID_MAX_S)
-        peer.refusals = min(peer.refusals + 1, 16)
+        peer.refusals += 1
+        peer.avoid_until_s = now_s + backoff_s(peer.refusals, _AVOID_FIRST_S, _AVOID_MAX_S)
         for other in self.peers.values():
             if other.standing in (PeerStatus.SEEKING, PeerStatus.FOLLOWING):
                 other.asked_s = -math.inf

@@ -14,6 +14,7 @@ from averaging.matchmaking.logic.messages import TEXT_MAX, AveragerName, Holder,
 from averaging.matchmaking.service.wire import ADDRESSES_MAX, SCHEMA_BYTES_MAX
 from swarm.core.errors import NetworkError, SwarmError, UsageError
 from swarm.core.ids import Address, Contact, Key, PeerId
+from swarm.dht.keeper import RecordKeeper
 
 if TYPE_CHECKING:
     from swarm.dht.service.dht_service import DhtService
@@ -69,8 +70,12 @@ class DhtPresence:
         self._own = own
         self._schema = schema
         self._config = config
-        self._seen = asyncio.Event()  # others can find our record
-        self._hurry = asyncio.Event()  # it is not where it should be
+        self._keeper = RecordKeeper(
+            self.declare,
+            f"the presence record of {self._key}",
+            renew_s=config.renew_s,
+            retry_s=config.retry_s,
+        )
 
     async def declare(self) -> bool:
         """Store our record once; False when no other peer of the DHT took it."""
@@ -91,29 +96,14 @@ class DhtPresence:
         return bool(result.replicas > (1 if contact.addresses else 0))  # one copy is our own
 
     async def renew(self) -> None:
-        """Declare again and again, for as long as this runs."""
-        pause_s = self._config.retry_s
-        while True:
-            self._hurry.clear()
-            try:
-                stored = await self.declare()
-            except SwarmError as error:
-                _log.info("the presence record of %s was not renewed: %s", self._key, error)
-                stored = False
-            self._seen.set()
-            pause_s = self._config.renew_s if stored else min(2 * pause_s, self._config.renew_s)
-            try:
-                async with asyncio.timeout(pause_s):
-                    await self._hurry.wait()
-            except TimeoutError:
-                continue
-            await asyncio.sleep(self._config.retry_s)  # looks come often, stores need not
+        """Declare again and again, until cancelled."""
+        await self._keeper.run()
 
     async def declared(self, timeout_s: float) -> None:
         """Wait until `renew` has stored the record once, or has failed to."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._seen.wait()
+                await self._keeper.attempted.wait()
         except TimeoutError:
             return
 
@@ -138,7 +128,7 @@ class DhtPresence:
             if holder is not None:
                 holders[entry.writer] = holder
         if self._own().peer_id not in holders:
-            self._hurry.set()
+            self._keeper.renew_soon()
         return holders
 
 

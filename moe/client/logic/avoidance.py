@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 
+from swarm.core.backoff import backoff_s
 from swarm.core.errors import UsageError
 
 
@@ -61,9 +62,8 @@ class Avoidance:
             return
         record.failures += 1
         record.why = why
-        # the exponent is bounded, so that a key that fails for years overflows nothing
-        longer = self._config.growth ** min(record.failures - 1, 64)
-        record.until_s = now_s + min(self._config.first_s * longer, self._config.longest_s)
+        config = self._config
+        record.until_s = now_s + backoff_s(record.failures, config.first_s, config.longest_s, config.growth)
         self._records.move_to_end(key)
 
     def succeeded(self, key: Hashable) -> None:

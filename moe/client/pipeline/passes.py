@@ -19,6 +19,7 @@ from moe.client.replicas.calling import ForwardCall, ForwardResult, ReplicaCalls
 from moe.protocol.calls import UNCOMPRESSED, GradientPass, WireCodecs
 from moe.protocol.errors import ExpertRefused
 from moe.protocol.names import ExpertUid
+from swarm.core.backoff import Backoff
 from swarm.core.errors import NetworkError, NotEnoughPeers, PeerError, SwarmError, UsageError
 
 T = TypeVar("T")
@@ -149,7 +150,8 @@ class PipelinePass:
     async def _ahead(self, uid: ExpertUid, inputs: Sequence[torch.Tensor], keep: bool) -> ForwardResult:
         """One stage of one micro-batch, at whoever can do it."""
         clock, terms = self._calls.clock, self._terms
-        pause_s, error = terms.pause_first_s, SwarmError("there was no time to ask anybody")
+        backoff = Backoff(terms.pause_first_s, terms.pause_s_max)
+        error = SwarmError("there was no time to ask anybody")
         anew, desperate_since_s = False, None
         while (now_s := clock.monotonic_s()) < self._deadline_s:
             limit_s = min(now_s + terms.stage_timeout_s, self._deadline_s)
@@ -161,8 +163,7 @@ class PipelinePass:
                 error = failure
                 self.report.rerouted.append(f"{uid}: {failure}")
             anew, desperate_since_s = True, clock.monotonic_s()
-            await asyncio.sleep(min(pause_s, max(self._deadline_s - desperate_since_s, 0.0)))
-            pause_s = min(2.0 * pause_s, terms.pause_s_max)
+            await asyncio.sleep(min(backoff.next_s(), max(self._deadline_s - desperate_since_s, 0.0)))
         raise NotEnoughPeers(
             f"stage {uid} was not done within {terms.timeout_s:g} s; the last attempt: {error}; "
             "let more servers hold it, or allow more time"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import os
 import random
 from collections.abc import Hashable, Sequence
@@ -31,6 +32,7 @@ from moe.protocol.declarations import Directory, ExpertReplica
 from moe.protocol.errors import ExpertApplied, ExpertMissing, ExpertOverloaded
 from moe.protocol.names import ExpertUid
 from moe.protocol.schema import ExpertSchema, Leaf
+from swarm.core.backoff import Backoff
 from swarm.core.clock import Clock
 from swarm.core.errors import (
     DeadlineExceeded,
@@ -205,7 +207,7 @@ class ReplicaCalls:
         """At the replica that answered forward, again while there is no answer: it is applied once. Its last
         error otherwise.
         """
-        pause_s, peer = _REPEAT_FIRST_S, made.replica.peer_id
+        backoff, peer = Backoff(_REPEAT_FIRST_S, math.inf), made.replica.peer_id
         schema = await self.calls.schema_of(
             made.replica, made.uid, timeout_s=deadline_s - self.clock.monotonic_s()
         )
@@ -223,8 +225,8 @@ class ReplicaCalls:
                 self.fleet.said(peer, answer.wait_s, self.clock.monotonic_s())
                 return answer
             except (NetworkError, ExpertOverloaded) as error:
-                now_s = self.clock.monotonic_s()
-                if not left or now_s + pause_s >= deadline_s:
+                pause_s = backoff.next_s()
+                if not left or self.clock.monotonic_s() + pause_s >= deadline_s:
                     self._blame(made.uid, made.replica, error)
                     raise
             except PeerError as error:
@@ -233,7 +235,6 @@ class ReplicaCalls:
             finally:
                 self.fleet.end(peer)
             await asyncio.sleep(pause_s)
-            pause_s *= 2.0
         raise AssertionError("the last repetition returns or raises")
 
     def available(

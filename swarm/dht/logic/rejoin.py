@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from swarm.core.backoff import backoff_s
 from swarm.core.ids import Contact, PeerId
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class _Stranger:
     contact: Contact
     due_s: float
     since_s: float
-    pause_s: float = PAUSE_FIRST_S
+    calls: int = 0  # in vain
 
 
 class RejoinCandidates:
@@ -89,10 +90,11 @@ class RejoinCandidates:
         has no room in the table is of this swarm, and just as little to be called often.
         """
         for stranger in filter(None, (self._told.get(peer_id), self._lost.get(peer_id))):
-            stranger.due_s = now_s + stranger.pause_s * self._rng.uniform(0.8, 1.2)
-            stranger.pause_s = min(2 * stranger.pause_s, PAUSE_MAX_S)
+            stranger.calls += 1
+            pause_s = backoff_s(stranger.calls, PAUSE_FIRST_S, PAUSE_MAX_S)
+            stranger.due_s = now_s + pause_s * self._rng.uniform(0.8, 1.2)
 
     def hurry(self, now_s: float) -> None:
         """A cut has healed: all of them are worth a call at once."""
         for stranger in (*self._told.values(), *self._lost.values()):
-            stranger.due_s, stranger.pause_s = now_s, PAUSE_FIRST_S
+            stranger.due_s, stranger.calls = now_s, 0

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
+from swarm.core.backoff import backoff_s
 from swarm.core.clock import Clock
 from swarm.core.errors import PeerError, SwarmError
 from swarm.core.ids import Contact, PeerId
@@ -191,7 +192,7 @@ class Overlay:
             self._note_change(peer_id.dht_id)
             self.on_lost(contact, False)
         failures = self._suspects.pop(peer_id, (0.0, 0))[1] + 1
-        pause_s = min(self.config.suspect_s * 2.0 ** min(failures - 1, 16), self.config.suspect_s_max)
+        pause_s = backoff_s(failures, self.config.suspect_s, self.config.suspect_s_max)
         self._suspects[peer_id] = (self.clock.monotonic_s() + pause_s, failures)
         if len(self._suspects) > self.config.suspects_max:
             self._suspects.popitem(last=False)

@@ -14,6 +14,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from swarm.core.backoff import Backoff
 from swarm.core.errors import PeerError
 from swarm.core.ids import Contact, PeerId
 from swarm.dht.logic.rejoin import RejoinCandidates
@@ -166,17 +167,16 @@ class Upkeep:
 
     async def _tend(self) -> None:
         config = self._overlay.config
-        backoff_s = config.rejoin_first_s
+        backoff = Backoff(config.rejoin_first_s, config.rejoin_s_max, self._rng)
         while True:
             if not len(self._overlay.table):
                 await self._attempt(self._everybody())
             if len(self._overlay.table):
-                backoff_s = config.rejoin_first_s
+                backoff.reset()
                 await self._tend_once()
                 await asyncio.sleep(config.tend_s * self._rng.uniform(0.8, 1.2))
             else:
-                await asyncio.sleep(backoff_s * self._rng.uniform(0.8, 1.2))
-                backoff_s = min(2 * backoff_s, config.rejoin_s_max)
+                await asyncio.sleep(backoff.next_s())
 
     async def _tend_once(self) -> None:
         overlay, now_s = self._overlay, self._overlay.clock.monotonic_s()
