@@ -1,7 +1,7 @@
 # make demo    train a model with four peers on this machine, one command from a fresh clone
 # make test    the tests; installs what they need into .venv first
 # make check   format, lint, types, import layers, generated files
-# make bench   the figures in docs/benchmarks.md, against their peers (about an hour and a half; a quiet machine)
+# make bench   the figures in docs/benchmarks, against their peers (about an hour and a half; a quiet machine)
 # make chaos   real processes killed and frozen, the long form
 # make sim     a simulated swarm, hours long, with everything going wrong: make sim SEED=7 [PEERS=200 HOURS=2 SCENARIO=storm]
 # make proto   regenerate swarm/wire from proto/

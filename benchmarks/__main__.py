@@ -1,6 +1,4 @@
-"""The command: runs the workloads, prints the table, keeps docs/benchmarks.json and writes
-docs/benchmarks.md.
-"""
+"""The command: runs the workloads, prints the table, keeps benchmarks/figures and writes docs/benchmarks."""
 
 from __future__ import annotations
 
@@ -20,6 +18,7 @@ from benchmarks import churn, quick, report, simulated
 from benchmarks.allreduce import Setting
 from benchmarks.environments import NoEnvironment, hivemind_python, machine
 from benchmarks.launch import ROOT
+from benchmarks.pages import write as write_pages
 from benchmarks.results import Row
 from benchmarks.sections import SECTIONS, Asked, measure
 from benchmarks.turns import Plan
@@ -59,10 +58,17 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
     help="With --only simulated: this one of the DHT's figures. Repeatable.",
 )
 @click.option(
-    "--docs",
-    default=ROOT / "docs",
+    "--figures",
+    "folder",
+    default=ROOT / "benchmarks" / "figures",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Where the figures and the page are.",
+    help="Where the figures are kept.",
+)
+@click.option(
+    "--pages",
+    default=ROOT / "docs" / "benchmarks",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Where the pages are written.",
 )
 @click.option(
     "--json", "as_json", is_flag=True, help="Print JSON on standard output; progress goes to standard error."
@@ -75,7 +81,8 @@ def main(
     no_hivemind: bool,
     is_quick: bool,
     figures: tuple[str, ...],
-    docs: Path,
+    folder: Path,
+    pages: Path,
     as_json: bool,
 ) -> None:
     """Measure swarm beside hivemind, gloo and a bare transport on this machine, and the DHT and the grid in
@@ -109,10 +116,13 @@ def main(
         sections = measure(
             only,
             Asked(
-                setting=setting, sizes_mib=sizes_mib, figures=frozenset(figures), docs=docs if keep else None
+                setting=setting,
+                sizes_mib=sizes_mib,
+                figures=frozenset(figures),
+                folder=folder if keep else None,
             ),
         )
-    book = report.load(docs / "benchmarks.json") if keep else report.load(Path("nothing kept"))
+    book = report.load(folder / "measured.json") if keep else report.load(Path("nothing kept"))
     rows: list[Row] = []
     for section in sections:  # kept as they come: who interrupts a long run has what was measured
         rows += section
@@ -123,9 +133,9 @@ def main(
         }
         book = report.merge(book, section, run=run, about=about)
         if keep:
-            docs.mkdir(parents=True, exist_ok=True)
-            report.save(book, docs / "benchmarks.json")
-            report.write_page(book, docs / "benchmarks.md")
+            folder.mkdir(parents=True, exist_ok=True)
+            report.save(book, folder / "measured.json")
+            write_pages(book, pages)
     measured = {row.identifier: book["rows"][row.identifier] for row in rows}
     if as_json:
         click.echo(
@@ -170,7 +180,7 @@ def _command(arguments: list[str]) -> str:
     kept = [
         argument
         for before, argument in zip(["", *arguments], arguments, strict=False)
-        if "--docs" not in (before, argument)
+        if not {"--figures", "--pages"} & {before, argument}
     ]
     return " ".join(["python -m benchmarks", *kept])
 

@@ -1,7 +1,7 @@
 """What a mode and its codec cost in loss, and save in bytes: four peers and real text, against one machine
 and synchronous float32.
 
-Every training is kept in `convergence.json` beside the page as soon as it is over: who interrupts the section
+Every training is kept in `convergence.json` beside the figures as soon as it is over: who interrupts the section
 goes on where it stopped, by the same command. Trainings of another scale, or of a way whose settings have
 changed, are made anew.
 """

@@ -44,7 +44,7 @@ class Asked:
     sizes_mib: tuple[int, ...]  # of all-reduce
     figures: frozenset[str] = frozenset()  # of the simulated DHT; none: all
     # where a section that can be interrupted keeps what it needs to go on; None: nowhere
-    docs: Path | None = None
+    folder: Path | None = None
 
 
 Rows = Iterator[list[Row]]
@@ -103,7 +103,7 @@ SECTIONS = {
     "slowdown": Section(
         rows=_once(lambda asked: [*slowdown.rows(asked.setting.say), *speeds.rows(asked.setting.say)])
     ),
-    "convergence": Section(rows=lambda asked: convergence.rows(asked.setting.say, asked.docs)),
+    "convergence": Section(rows=lambda asked: convergence.rows(asked.setting.say, asked.folder)),
     "churn": Section(rows=_once(lambda asked: churn.rows(asked.setting.say))),
     "cuda": Section(rows=_once(lambda asked: cuda.rows(asked.setting.say)), check=cuda.check),
 }

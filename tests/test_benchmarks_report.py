@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import notes, report
+from benchmarks import notes, pages, report
 from benchmarks.launch import Launch, LaunchFailed
 from benchmarks.results import Aim, Row, Series
 
@@ -79,23 +79,43 @@ def test_rows_keep_their_order_by_section_and_size() -> None:
     ]
 
 
-def test_the_page_names_aims_misses_and_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages_name_aims_misses_and_failures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(notes.LIMITED_BY, "allreduce-64-slow", "copies.")
     rows = [
         row("allreduce-64-fast", 0.4),
         row("allreduce-64-slow", 1.0, failed=2),
         row("group-none", peer=None),
     ]
-    text = report.page(report.merge(report.load(Path("absent")), rows, run="2026-01-01", about=ABOUT))
-    lines = text.splitlines()
+    pages.write(report.merge(report.load(Path("absent")), rows, run="2026-01-01", about=ABOUT), tmp_path)
+    lines = (tmp_path / "allreduce.md").read_text().splitlines()
     (fast,) = [line for line in lines if line.startswith("| workload allreduce-64-fast | whole")]
     assert "| 5.00× (peer / ours) | ≥ 4× | yes |" in fast
     (slow,) = [line for line in lines if line.startswith("| workload allreduce-64-slow | whole")]
     assert "| **no** |" in slow
     assert "- workload allreduce-64-slow (hivemind): copies." in lines
-    assert "| not measured |" in text
-    assert "2 (0) / 0 | a \\| reason |" in text
-    assert {line.count(" | ") for line in (fast, slow)} == {len(report.HEADINGS)}
+    assert any("2 (0) / 0 | a \\| reason |" in line for line in lines)
+    assert "not measured" in (tmp_path / "group.md").read_text()
+    assert not (tmp_path / "group.svg").exists()  # nothing to compare
+    index = (tmp_path / "index.md").read_text()
+    assert "| [All-reduce](allreduce.md) |" in index
+    assert "| 1 | 1 |" in index
+    chart = (tmp_path / "allreduce.svg").read_text()
+    assert "5×" in chart
+    assert "2×" in chart
+
+
+def test_the_overview_of_what_is_kept_has_at_most_100_lines_and_names_no_place_on_this_machine() -> None:
+    book = report.load(Path("benchmarks/figures/measured.json"))
+    found = pages.sections(book)
+    assert len(pages.index_page(found).splitlines()) <= 100
+    for name, records in found.items():
+        page = pages.section_page(name, records, book["runs"], charted=True)
+        assert page == Path(f"docs/benchmarks/{name}.md").read_text() or not pages.chart_of(name, records)
+
+
+def test_paths_of_this_machine_are_left_out_of_reasons() -> None:
+    text = 'File "/srv/run/main/.venv/lib/queue.py", line 3, in /a/b and 3/4 of 100/s'
+    assert report.without_paths(text) == 'File "…/queue.py", line 3, in /a/b and 3/4 of 100/s'
 
 
 def fake_python(folder: Path, body: str) -> Path:
