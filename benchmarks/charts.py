@@ -27,7 +27,7 @@ def bars(title: str, axis: str, found: Sequence[Bar]) -> str:
 
     A bar below 1 grows to the left of that line. `found` must not be empty, and every value is above 0.
     """
-    left = min(460, 20 + int(_CHARACTER * max(len(bar.label) for bar in found)))
+    left = min(500, 20 + int(_CHARACTER * max(len(bar.label) for bar in found)))
     least = min(0.0, *(math.log10(bar.value) for bar in found))
     most = max(0.3, *(math.log10(bar.value) for bar in found))
     scale = (_WIDTH - left - _RIGHT) / (most - least)
@@ -38,7 +38,7 @@ def bars(title: str, axis: str, found: Sequence[Bar]) -> str:
         f'height="{height}" font-family="system-ui, sans-serif" font-size="13" role="img">',
         f"<title>{html.escape(title)}</title>",
         f'<rect width="{_WIDTH}" height="{height}" rx="8" fill="#ffffff"/>',
-        f'<text x="{left}" y="22" fill="{_PALE}">{html.escape(axis)}</text>',
+        f'<text x="{_WIDTH - 20}" y="22" fill="{_PALE}" text-anchor="end">{html.escape(axis)}</text>',
     ]
     for power in range(math.ceil(least - 1e-9), math.floor(most + 1e-9) + 1):
         x = one + power * scale

@@ -153,13 +153,14 @@ def chart_of(name: str, records: Mapping[str, Record]) -> str:
             better = record["ratio"]
             if record["ratio_kind"] != "peer / ours" and _lower_is_better(record):
                 better = 1 / better
-            label = textwrap.shorten(f"{record['workload']}, {record['quantity']}", 68, placeholder=" …")
-            found.append(Bar(f"{label}", better, f"{better:.3g}×", record["met"] is False))
+            what = textwrap.shorten(f"{record['workload']}, {record['quantity']}", 50, placeholder=" …")
+            label = f"{what} | {textwrap.shorten(record['peer'], 24, placeholder=' …')}"
+            found.append(Bar(label, better, f"{better:.3g}×", record["met"] is False))
     if not found:
         return ""
     return bars(
         TITLES[name][0],
-        "times better than the peer of the row (logarithmic; red misses its aim)",
+        "times better than the peer named behind each row (logarithmic scale; red: below the aim)",
         found[:_BARS_MAX],
     )
 
