@@ -79,7 +79,7 @@ class LateLink:
         return self._brought[-1]
 
     def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
 
 class _NoHostReads(TorchDispatchMode):
