@@ -151,9 +151,7 @@ class LocalSteps:
         if self._aside is None:
             self.settle()
             self.failed("")
-            progress = [base.detach().clone() for base in self.base] if self.total > 0 else None
-            if progress is not None:
-                self.progress_(progress)
+            progress = self.progress() if self.total > 0 else None
             self._aside = _Aside(self.state.epoch, self.state.version, progress)
         return 0
 
@@ -236,6 +234,12 @@ class LocalSteps:
         _log.warning("%d samples are dropped: local steps ran into NaN or infinity", self.samples)
         self.follow(None)
         self.counted = self.dropped = self._launched = self.total
+
+    def progress(self) -> list[torch.Tensor]:
+        """Return θ - base: float32, where the base is."""
+        found = [base.detach().clone() for base in self.base]
+        self.progress_(found)
+        return found
 
     def progress_(self, bases: Sequence[torch.Tensor]) -> None:
         """Turn bases, or copies of them, into θ - base, in place. Rounding of the base to θ's type is not progress."""
