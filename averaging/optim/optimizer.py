@@ -69,7 +69,13 @@ class Optimizer(torch.optim.Optimizer):
     state. `state_sync_epochs`: every so many epochs the state that peers share is averaged, so that peers
     with different processors stay equal (0: never; None: as the mode needs it). `extra_tensors`: more to
     share, for instance `model.buffers()`. `offload`: what is kept beside the model (accumulators; in modes
-    with local steps base and outer momentum) lies on the host, pinned for a model on CUDA.
+    with local steps base and outer momentum) lies on the host; for a model on CUDA it is copied through
+    pinned memory of the model's size.
+
+    With `torch.amp.GradScaler` call `scaler.unscale_(opt)`, then `opt.step(…)`, whose report says what was
+    dropped for an overflow, then `scaler.update()`; or `scaler.step(opt)`, which returns None for a step that
+    it skips, and waits for the device each time. On CUDA a step does not wait to learn whether its gradients
+    are finite: a later report says so.
 
     Parameters change only inside `step`; in mode "gradients" when an epoch is full. Joining a swarm that is
     ahead loads its state in the first `step`; `load_state_from_peers` does it before. What the network does

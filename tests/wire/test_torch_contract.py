@@ -109,6 +109,38 @@ def test_grad_scaler_and_autocast_and_an_overflow(node: Node, mode: str) -> None
         assert scalers[1].get_scale() not in (64.0, 0.0)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_unscaled_gradients_that_ran_over_are_reported_by_the_step_itself(
+    node: Node, mode: str, fused: bool
+) -> None:
+    """The recipe with clipping: unscale, clip, step without the scaler, update it."""
+    with Both(node, mode, lambda net: torch.optim.AdamW(net.parameters(), lr=0.01, fused=fused)) as both:
+        scalers = [torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=4) for _ in range(2)]
+        for seed in range(STEPS):
+            for net, scaler, optimizer in zip(
+                (both.plain_net, both.net), scalers, (both.plain.inner, both.opt), strict=True
+            ):
+                net.zero_grad()
+                scaler.scale(loss_of(net, batch(seed))).backward()
+                if seed == 5:
+                    net[0].weight.grad[0, 0] = float("inf")  # type: ignore[index,union-attr]
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 10.0)
+            if seed != 5:
+                both.plain.step()
+            report = both.opt.step()
+            for scaler in scalers:
+                scaler.update()
+            if seed == 5:
+                assert (report.samples, report.dropped) == (0, BATCH)
+                assert report.reason.startswith("non-finite gradients: parameter 0")
+            else:
+                assert (report.samples, report.dropped, report.reason) == (BATCH, 0, "")
+            assert scalers[0].get_scale() == scalers[1].get_scale()
+            both.check(1e-5)
+        assert scalers[1].get_scale() not in (64.0, 0.0)
+
+
 def test_accumulation_over_several_backward_passes(node: Node, mode: str) -> None:
     with Both(node, mode) as both:
         for seed in range(0, STEPS, 2):
