@@ -50,6 +50,15 @@ def resolve_device(name: str, option: str = "--device") -> torch.device:
     return torch.device("cuda", index)
 
 
+def check_device_present(name: str) -> None:
+    """Raise UsageError when this machine lacks the device that `name` asks for.
+
+    Every machine has `auto` and `cpu`, so that torch is imported only for the other names.
+    """
+    if check_device_name(name) not in ("auto", "cpu"):
+        resolve_device(name)
+
+
 def missing_cuda() -> str:
     """Return why torch has no CUDA device on this machine, as the end of a sentence."""
     import torch

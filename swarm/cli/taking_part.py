@@ -16,6 +16,7 @@ from swarm.cli.identity import open_identity
 from swarm.cli.leaving import Leaving
 from swarm.cli.output import Output, make_output
 from swarm.cli.places import control_folder, default_identity, kept_runs, saved_states
+from swarm.device import check_device_present
 from swarm.errors import DeadlineExceeded, NetworkError, UsageError
 from swarm.identity import Identity
 from swarm.ids import Contact
@@ -23,6 +24,7 @@ from swarm.metrics.record import NAME_CHARACTERS_MAX
 from swarm.run.events import Event, Finished, Listening, Notice
 from swarm.run.hours import Hours
 from swarm.run.limits import Limits, parse_duration_s, parse_size
+from swarm.run.machine import choose_device
 from swarm.run.saving import SavingConfig
 from swarm.run.specification import RunSpecification
 
@@ -103,6 +105,8 @@ def found_and_train(file: Path, choices: Choices) -> int:
 
     specification = RunSpecification.from_file(file)
     make_task(specification.task.name, specification.task.settings)  # so that its mistakes are told before anything starts
+    if specification.requirements.device == "cuda":
+        choose_device(choices.device, specification)  # nothing is published that this machine cannot train itself
     with _session(choices, default_identity()) as session:
         from swarm.run.founding import found
 
@@ -176,6 +180,7 @@ class _Session:
 @contextlib.contextmanager
 def _session(choices: Choices, identity: Path | None) -> Iterator[_Session]:
     with Leaving(exit_with_parent=choices.exit_with_parent) as leaving, make_output(as_json=choices.as_json) as output:
+        check_device_present(choices.device)  # before anything is opened or published
         own = open_identity(choices.identity, identity)
         try:
             from swarm.node import Node, NodeConfig

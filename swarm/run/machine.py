@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from swarm.device import missing_cuda, resolve_device
 from swarm.errors import SwarmError, UsageError
 from swarm.run.specification import RunSpecification
 
@@ -15,26 +16,19 @@ if TYPE_CHECKING:
 PROCESS_BYTES = 350 << 20
 
 
-def choose_device(choice: str, specification: RunSpecification) -> torch.device:
-    """`auto` is CUDA where it works. UsageError when CUDA was asked for, here or by the run, and is not there. Imports torch."""
-    import torch
+def choose_device(name: str, specification: RunSpecification) -> torch.device:
+    """Return the device that `name` means here. Imports torch, unless the name alone is refused.
 
-    available = torch.cuda.is_available()
-    if specification.requirements.device == "cuda" and (not available or choice == "cpu"):
-        raise UsageError(
-            f"the run {specification.name} is trained on CUDA devices only, and {'--device cpu was given' if available else _no_cuda()}"
-        )
-    if choice == "cuda" and not available:
-        raise UsageError(f"--device cuda was given, but {_no_cuda()}; use --device cpu, or auto")
-    return torch.device("cuda" if available and choice != "cpu" else "cpu")
-
-
-def _no_cuda() -> str:
-    import torch
-
-    if torch.version.cuda is None:
-        return "this machine's torch was built without CUDA: install a CUDA build of torch"
-    return "torch sees no CUDA device here: check `nvidia-smi` and the driver"
+    UsageError when this machine lacks it, or when the run is trained on CUDA devices only and this is none.
+    """
+    needs_cuda = specification.requirements.device == "cuda"
+    refused = f"the run {specification.name} is trained on CUDA devices only, and"
+    if needs_cuda and name in ("cpu", "mps"):
+        raise UsageError(f"{refused} --device {name} was given: give --device cuda, or volunteer for another run")
+    device = resolve_device(name)
+    if needs_cuda and device.type != "cuda":
+        raise UsageError(f"{refused} {missing_cuda()}")
+    return device
 
 
 def free_bytes(device: torch.device | None = None) -> int:

@@ -39,7 +39,7 @@ _STRANGERS_MAX = 32
 class VolunteerConfig:
     """What the volunteer decides, as against what the run's owner does."""
 
-    device: str = "auto"  # auto, cpu, cuda
+    device: str = "auto"  # a name that `swarm.device.resolve_device` takes: auto, cpu, cuda, cuda:N or mps
     data: Path | None = None  # a folder of its own instead of the task's default data
     validation_share: float = 0.05  # of the time may go into measuring the loss on the held-out part
     validation_s_min: float = 2.0  # between two measurements at least
@@ -100,7 +100,7 @@ class Volunteer:
         """The device to train on, with enough memory. UsageError or SwarmError says what is missing. Waits for torch's import."""
         device = machine.choose_device(self._config.device, self.specification)
         if device.type == "cuda":
-            machine.check_memory(self._task_bytes, machine.free_bytes(device), self.signed.name, "the CUDA device")
+            machine.check_memory(self._task_bytes, machine.free_bytes(device), self.signed.name, str(device))
         return device
 
     def check_memory(self) -> None:

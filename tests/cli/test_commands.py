@@ -66,7 +66,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
             "there is no expert class 'fnn' on this machine",
         ),
         (["serve", "--experts", "ffn.0", "--listen", "127.0.0.1:0", "--module", "absent.py"], "no such Python file"),
-        (["serve", "--experts", "ffn.0", "--listen", "127.0.0.1:0", "--device", "nonsense"], "--device nonsense"),
+        (["serve", "--experts", "ffn.0", "--listen", "127.0.0.1:0", "--device", "nonsense"], "a device is auto, cpu, cuda, cuda:N or mps"),
         (["serve", "--experts", "ffn.[0:4].[0:4]", "--num-experts", "17", "--listen", "127.0.0.1:0"], "has 16 free places of 16"),
         (["bootstrap", "--listen", "127.0.0.1:99999", "--identity", "new"], "99999"),
     ],
