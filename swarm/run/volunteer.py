@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swarm.device import current_device, explained_failures, is_device_failure
 from swarm.errors import NotEnoughPeers
 from swarm.ids import Contact
 from swarm.run import machine, outlook
@@ -19,18 +20,19 @@ from swarm.run.directory import RunDirectory
 from swarm.run.events import Emit, Finished, Found, Joined, Notice, Paused, Resumed, RunChanged, StateDownloaded
 from swarm.run.following import FANOUT, Follower, FollowerServices, differences, restart_needed
 from swarm.run.limits import Limits, Moment, Say, decide
+from swarm.run.microbatches import MicroBatches
 from swarm.run.saving import Saver, SavingConfig
 from swarm.run.specification import RunSpecification, SignedSpecification
 from swarm.run.task import make_task
+from swarm.run.training import STATE_TIMEOUT_S, Training
 
 if TYPE_CHECKING:
     import torch
 
     from averaging.optimizer import Optimizer
     from swarm.node import Node
-    from swarm.run.training import Training
+    from swarm.run.task import TaskData
 
-_STATE_TIMEOUT_S = 600.0
 _LOOK_S = 0.5  # how often limits and wishes are looked at
 _STRANGERS_MAX = 32
 
@@ -112,28 +114,21 @@ class Volunteer:
     def train(self, device: torch.device, *, new: bool = False, why: Callable[[], str] = str) -> Finished:
         """Build, fetch the state (there is none if the run is `new`), train; returns when the run is over or `stop` is set.
 
-        `why` says what set it. NotEnoughPeers: there are peers, but none could give the state.
+        `why` says what set it. NotEnoughPeers: there are peers, but none could give the state. SwarmError: the device failed or has not
+        enough memory; the others were told goodbye, and nothing was saved since.
         """
-        from swarm.run.inner import build_optimizer
-        from swarm.run.training import Training
+        # What a task does without naming a device (pinned memory, streams, "cuda") belongs to the chosen one, too.
+        with explained_failures(device), current_device(device):
+            return self._train(device, new=new, why=why)
 
-        specification = self.specification
-        model = self._task.build_model(specification.seed).to(device)
+    def _train(self, device: torch.device, *, new: bool, why: Callable[[], str]) -> Finished:
+        from swarm.run.inner import build_optimizer
+
+        model = self._task.build_model(self.specification.seed).to(device)
         data = self._task.load_data(self._config.data, device)
-        inner = build_optimizer(model, specification.optimizer)
+        inner = build_optimizer(model, self.specification.optimizer)
         started_s = time.monotonic()
-        training = Training(
-            model=model,
-            data=data,
-            optimizer=self._open(inner),
-            signed=self.signed,
-            own=self._node.peer_id,
-            emit=self._emit,
-            swarm_s=self._node.clock.swarm_s,
-            accounts=Accounts(),
-            pacing=Pacing(self._config.validation_share, self._config.validation_s_min),
-        )
-        self._training = training
+        training = self._training = self._prepared(model, data, inner, device)
         saver = self._saver(model, inner)
         reason = ""
         try:
@@ -150,7 +145,31 @@ class Volunteer:
                 saver.close(training.optimizer)
             return finished
         finally:
+            self._leave(training)
+
+    def _prepared(self, model: torch.nn.Module, data: TaskData, inner: torch.optim.Optimizer, device: torch.device) -> Training:
+        """Everything that training needs, and this peer in the run."""
+        return Training(
+            model=model,
+            data=data,
+            optimizer=self._open(inner),
+            signed=self.signed,
+            own=self._node.peer_id,
+            emit=self._emit,
+            swarm_s=self._node.clock.swarm_s,
+            accounts=Accounts(),
+            pacing=Pacing(self._config.validation_share, self._config.validation_s_min),
+            micro_batches=MicroBatches(model=model, data=data, device=device, emit=self._emit),
+        )
+
+    def _leave(self, training: Training) -> None:
+        """Say goodbye to the others."""
+        try:
             training.optimizer.close()
+        except RuntimeError as error:
+            # A round in the background has tensors on the device. If that failed, the node says goodbye for this peer when it closes.
+            if not is_device_failure(error):
+                raise
 
     def _open(self, inner: torch.optim.Optimizer) -> Optimizer:
         """Take part in the run, by the specification as it is now."""
@@ -183,7 +202,7 @@ class Volunteer:
         model = self._task.build_model(self.specification.seed)
         inner = build_optimizer(model, self.specification.optimizer)
         with contextlib.closing(self._open(inner)) as optimizer:
-            result = optimizer.load_state_from_peers(timeout_s=_STATE_TIMEOUT_S)
+            result = optimizer.load_state_from_peers(timeout_s=STATE_TIMEOUT_S)
             if not result.loaded:
                 raise NotEnoughPeers(f"the state of {self.signed.full_name} could not be downloaded: {result.reason}")
             view = optimizer.state_view()
@@ -277,7 +296,7 @@ class Volunteer:
 
     def _load_state(self, optimizer: Optimizer) -> bool:
         """The swarm's present state, if there is a swarm; True when there is none, and the run begins anew."""
-        result = optimizer.load_state_from_peers(timeout_s=_STATE_TIMEOUT_S)
+        result = optimizer.load_state_from_peers(timeout_s=STATE_TIMEOUT_S)
         if result.loaded:
             self._emit(
                 StateDownloaded(

@@ -82,7 +82,10 @@ class ByteData:
 
     def batch(self, samples: int) -> torch.Tensor:
         """The next samples of the current draw, int64 [samples, T + 1]."""
-        starts = torch.randint(0, len(self._training) - self._context, (samples,), generator=self._generator).to(self._training.device)
+        starts = torch.randint(0, len(self._training) - self._context, (samples,), generator=self._generator)
+        device = self._training.device
+        # CUDA takes a copy of ordinary host memory at once: with non_blocking the host does not wait for the work that is queued before it
+        starts = starts.to(device, non_blocking=device.type == "cuda")
         return self._training[starts[:, None] + self._span].long()
 
     def loss(self, model: nn.Module, samples: int) -> torch.Tensor:
