@@ -12,9 +12,6 @@ from swarm.run.specification import RunSpecification
 if TYPE_CHECKING:
     import torch
 
-# An idle process with torch's CPU build and a node; CUDA's context takes memory on the device besides
-PROCESS_BYTES = 350 << 20
-
 
 def choose_device(name: str, specification: RunSpecification) -> torch.device:
     """Return the device that `name` means here. Imports torch, unless the name alone is refused.
@@ -43,17 +40,12 @@ def free_bytes(device: torch.device | None = None) -> int:
 
 
 def check_memory(needed_bytes: int, free: int, run: str, where: str = "this machine") -> None:
-    """SwarmError when the run needs more memory than is free."""
+    """Raise SwarmError when the run needs more memory than is free on `where`."""
     if needed_bytes > free:
         raise SwarmError(
             f"the run {run} needs about {needed_bytes / 1e6:,.0f} MB of memory and {free / 1e6:,.0f} MB are free on {where}: "
             "close other programs, or volunteer with a larger machine"
         )
-
-
-def needed_bytes(specification: RunSpecification, task_bytes: int) -> int:
-    """What a volunteer takes in all: the task, the process around it, or what the run's owner says, if that is more."""
-    return max(task_bytes + PROCESS_BYTES, specification.requirements.memory_mb * 1_000_000)
 
 
 def taken_bytes() -> int:

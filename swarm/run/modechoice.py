@@ -52,7 +52,7 @@ class ModeChoice(BaseModel):
         return {key: value for key, value in self.model_dump(exclude={"name"}).items() if value is not None}
 
     def build(self) -> ModeSettings:
-        """What `swarm.Optimizer` takes. Imports torch."""
+        """What `swarm.Optimizer` takes. Does not import torch."""
         from averaging.training.modes.settings import MODES
 
         return MODES[self.name](**self.given)
@@ -68,6 +68,11 @@ class ModeChoice(BaseModel):
     def state_sync_epochs(self) -> int | None:
         """How often the state is averaged where the specification does not say; None: never."""
         return {"gradients": 10, "gossip": None}.get(self.name, 100)
+
+    @property
+    def outer_statistics(self) -> int:
+        """How many vectors of the parameters' size a mode with local steps shares beside them: its outer momentum."""
+        return int(self.name in ("diloco", "gossip") and self.momentum != 0)
 
     def statistics(self, optimizer: str) -> int:
         """Vectors of the parameters' size that are averaged with them then."""

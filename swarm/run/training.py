@@ -187,7 +187,7 @@ class Training:
 
 def _ran_out_of_memory(report: StepReport) -> bool:
     """Whether a round failed because a device of this peer had no memory left."""
-    return any(one is not None and one.failed and "memory" in one.reason for one in (report.round, report.state_round))
+    return any(one is not None and one.failed and one.reason == "memory" for one in (report.round, report.state_round))
 
 
 def _why(report: StepReport) -> str:

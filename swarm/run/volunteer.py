@@ -20,6 +20,7 @@ from swarm.run.directory import RunDirectory
 from swarm.run.events import Emit, Finished, Found, Joined, Notice, Paused, Resumed, RunChanged, StateDownloaded
 from swarm.run.following import FANOUT, Follower, FollowerServices, differences, restart_needed
 from swarm.run.limits import Limits, Moment, Say, decide
+from swarm.run.memory import MemoryEstimate, device_peak, estimate, peak_bytes
 from swarm.run.microbatches import MicroBatches
 from swarm.run.saving import Saver, SavingConfig
 from swarm.run.specification import RunSpecification, SignedSpecification
@@ -67,11 +68,9 @@ class Volunteer:
     def specification(self) -> RunSpecification:
         return self.signed.specification
 
-    @property
-    def _task_bytes(self) -> int:
-        """The task's memory, and that of a strategy's residuals: two float32 for each parameter."""
-        residuals = 8 * self._description.parameters if self.specification.strategy is not None else 0
-        return self._description.memory_bytes + residuals
+    def _estimate(self, *, on_cuda: bool) -> MemoryEstimate:
+        saves = self._config.saving is not None and self._config.saving.every_s > 0
+        return estimate(self.specification, self._description, on_cuda=on_cuda, saves=saves)
 
     def introduce(self, *, founded: bool) -> Found:
         """What will be trained, what it takes here, and what traffic to expect."""
@@ -81,6 +80,8 @@ class Volunteer:
             seen = self._node.network.run(
                 outlook.look(self._node.dht.service, self.signed.run_id, self._node.peer_id, self._node.clock), 10.0
             )
+        on_cuda = self._config.device.startswith("cuda")
+        needed = self._estimate(on_cuda=on_cuda)
         return Found(
             name=self.signed.name,
             run_id=self.signed.run_id,
@@ -89,8 +90,9 @@ class Volunteer:
             summary=specification.description or description.summary,
             sample=description.sample,
             parameters=description.parameters,
-            memory_bytes=machine.needed_bytes(specification, self._task_bytes),
+            memory_bytes=needed.host_bytes,
             memory_free_bytes=machine.free_bytes(),
+            device_memory_bytes=needed.device_bytes if on_cuda else None,
             target_batch_size=specification.target_batch_size,
             batch_size=specification.batch_size,
             round_bytes=outlook.round_bytes(specification, description, seen.peers + 1),
@@ -99,17 +101,20 @@ class Volunteer:
         )
 
     def choose_device(self) -> torch.device:
-        """The device to train on, with enough memory. UsageError or SwarmError says what is missing. Waits for torch's import."""
-        device = machine.choose_device(self._config.device, self.specification)
-        if device.type == "cuda":
-            machine.check_memory(self._task_bytes, machine.free_bytes(device), self.signed.name, str(device))
-        return device
+        """Return the device to train on, which has enough memory, as has the machine. Waits for torch's import.
 
-    def check_memory(self) -> None:
-        """SwarmError when this machine has too little, or the volunteer allows too little."""
-        needed_bytes = machine.needed_bytes(self.specification, self._task_bytes)
-        machine.check_memory(needed_bytes, machine.free_bytes(), self.signed.name)
-        self._config.limits.check(needed_bytes, self.signed.name)
+        UsageError: the device is not there. SwarmError: there is too little memory, or the volunteer allows too little.
+        """
+        device = machine.choose_device(self._config.device, self.specification)
+        needed = self._estimate(on_cuda=device.type == "cuda")
+        machine.check_memory(needed.host_bytes, machine.free_bytes(), self.signed.name)
+        self._config.limits.check(needed.host_bytes, self.signed.name)
+        if device.type == "cuda":
+            free = machine.free_bytes(device)
+            machine.check_memory(needed.device_bytes, free, self.signed.name, str(device))
+            own = f"about {needed.device_bytes / 1e6:,.0f} MB of its own memory, of which {free / 1e6:,.0f} MB are free"
+            self._emit(Notice(text=f"on {device}: {own}, and about {needed.host_bytes / 1e6:,.0f} MB of the machine's"))
+        return device
 
     def train(self, device: torch.device, *, new: bool = False, why: Callable[[], str] = str) -> Finished:
         """Build, fetch the state (there is none if the run is `new`), train; returns when the run is over or `stop` is set.
@@ -357,7 +362,8 @@ class Volunteer:
         self._emit(RunChanged(version=newer.version, changes=differences(old, new), restart=restart_needed(old, new)))
 
     def _finished(self, training: Training, reason: str, seconds: float) -> Finished:
-        accounts = training.accounts
+        accounts, device = training.accounts, training.micro_batches.device
+        needed, device_taken = self._estimate(on_cuda=device.type == "cuda"), device_peak(device)
         finished = Finished(
             reason=reason,
             epoch=training.optimizer.epoch,
@@ -371,6 +377,11 @@ class Volunteer:
             sent_bytes=accounts.sent_bytes,
             digest=accounts.digest,
             digest_epoch=accounts.digest_epoch,
+            memory_bytes=needed.host_bytes,
+            memory_peak_bytes=peak_bytes(),
+            device_memory_bytes=needed.device_bytes,
+            device_memory_peak_bytes=device_taken.allocated_bytes,
+            device_memory_reserved_bytes=device_taken.reserved_bytes,
         )
         self._emit(finished)
         return finished

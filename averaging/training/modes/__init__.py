@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
+if TYPE_CHECKING:  # settings of modes are values that need no torch: what a run takes is told before torch is imported
+    import torch
 
-from averaging.training.state import Scheduler, TrainingState
+    from averaging.training.state import Scheduler, TrainingState
 
 Captured = Any  # what a round brought, kept by a mode to be replayed
 

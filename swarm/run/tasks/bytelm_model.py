@@ -10,10 +10,9 @@ from torch import nn
 from torch.nn import functional
 
 from swarm.run.task import Draw
-from swarm.run.tasks.bytelm import VOCABULARY
+from swarm.run.tasks.bytelm import VALIDATION_SAMPLES, VOCABULARY
 from swarm.run.tasks.corpus import Corpus
 
-_VALIDATION_SAMPLES = 64
 _DEVIATION = 0.02  # of freshly drawn weights: small enough that the first loss is ln(256)
 
 
@@ -74,7 +73,7 @@ class ByteData:
         self._generator = torch.Generator()  # on the CPU, so that the draw is the same whatever the device
         self._generator.manual_seed(0)
         held_out = torch.frombuffer(corpus.held_out, dtype=torch.uint8).to(device)
-        starts = torch.linspace(0, len(held_out) - context - 1, _VALIDATION_SAMPLES).long().to(device)
+        starts = torch.linspace(0, len(held_out) - context - 1, VALIDATION_SAMPLES).long().to(device)
         self._validation = held_out[starts[:, None] + self._span].long()
 
     def start_epoch(self, draw: Draw) -> None:
