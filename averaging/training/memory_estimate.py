@@ -1,8 +1,8 @@
 """How much memory each mode takes beside the model, in bytes per trained parameter: one table for estimates, tests and documents.
 
 Not in it: activations; the temporary tensors of torch's own optimizers (`foreach=True`, the default on CUDA, takes about one more tensor of
-the parameters' type while it steps); what rounds hold in encoded form on the host; and copies of a fixed size, such as the pinned blocks
-that offloading in a mode with local steps copies through (`averaging.training.offload`).
+the parameters' type while it steps); what rounds hold in encoded form on the host; epochs that are captured while a newcomer downloads the
+state; and temporary copies whose size is bounded by the largest parameter.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ def bytes_per_parameter(
         needs.append(_Need(2 * _FLOAT32 * vector, follows=True))
     if error_feedback and not strategy:  # the same for the shard that this peer reduces: a half with two peers, less with more
         host_only += 2 * _FLOAT32 * vector / 2
-    if offload and isinstance(mode, Gradients):  # gradients on their way to the host, pinned
+    if offload:  # pinned: gradients on their way to the host, or parameters on their way there and back
         host_only += element_bytes
+    if offload and isinstance(mode, Gradients):
         needs.append(_Need(element_bytes, follows=False, passing=True))  # averaged gradients, while the inner optimizer steps
     device_kept, device_passing = _sum(needs, lambda need: not (need.follows and offload))
     host_kept, host_passing = _sum(needs, lambda need: need.follows and offload)
@@ -90,7 +91,7 @@ def _mode_needs(mode: ModeSettings, optimizer_statistics: int, element_bytes: in
         if mode.momentum:
             needs.append(_Need(_FLOAT32, follows=True))
         return [*needs, _Need(2 * _FLOAT32, follows=True)], 2.0  # what was learned, and the base, as they travel
-    raise UsageError(f"there is no estimate of the memory that mode {mode.name!r:.40} takes")
+    raise UsageError(f"there is no estimate of the memory that mode {getattr(mode, 'name', mode)!r:.40} takes")
 
 
 def _sum(needs: list[_Need], counts: Callable[[_Need], bool]) -> tuple[float, float]:

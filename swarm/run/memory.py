@@ -1,4 +1,4 @@
-"""How much memory taking part in a run needs: estimated before joining, without torch, and measured afterwards.
+"""How much memory taking part in a run needs: estimated before joining, and measured afterwards.
 
 The task says what the model, its activations and its data take. Everything else is added here, and nowhere else: what the mode, the
 optimizer and error feedback keep for each parameter (`averaging.training.memory_estimate`), what rounds of averaging hold, copies of the

@@ -52,7 +52,7 @@ class ModeChoice(BaseModel):
         return {key: value for key, value in self.model_dump(exclude={"name"}).items() if value is not None}
 
     def build(self) -> ModeSettings:
-        """What `swarm.Optimizer` takes. Does not import torch."""
+        """What `swarm.Optimizer` takes. Imports torch."""
         from averaging.training.modes.settings import MODES
 
         return MODES[self.name](**self.given)

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from averaging.training.accumulate import all_finite
+from averaging.training.finite import all_finite
 from averaging.training.memory import room_like
 from averaging.training.modes import ModeParts, Traits
 from averaging.training.modes.apart import LocalSteps
-from averaging.training.modes.outer import MOMENTUM, OuterSGD, Piece
+from averaging.training.modes.outer import MOMENTUM, OuterSGD
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ class GossipMode:
     def prepare(self, epoch: int) -> tuple[float, Any]:
         learner = self.learner
         learner.launch()
-        for place, (learned, mine) in enumerate(zip(self._learned, self._bases, strict=True)):
-            base = learner.base[place].detach()
-            learned.copy_(learner.moved(Piece(place, 0, base.numel())).neg_().view(base.shape))
-            mine.copy_(base)
+        for learned, mine, base in zip(self._learned, self._bases, learner.base, strict=True):
+            learned.copy_(base.detach())
+            mine.copy_(base.detach())
+        learner.progress_(self._learned)
         if not all_finite(self._learned):
             learner.discard()
             torch._foreach_zero_(self._learned)
@@ -77,11 +77,9 @@ class GossipMode:
     def replay(self, captured: None) -> None:
         """Somebody else's round is no part of the state that was loaded: its donor goes on by itself, and so does this peer."""
 
-    def carried(self) -> list[torch.Tensor]:
-        return self.learner.progress()
-
-    def settled(self, carried: list[torch.Tensor]) -> None:
-        self.learner.follow(carried)
+    def settled(self, before: Sequence[torch.Tensor]) -> None:
+        self.learner.progress_(before)
+        self.learner.follow(before)
 
     def state_dict(self) -> dict[str, Any]:
         return self.learner.state_dict()

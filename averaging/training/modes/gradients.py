@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from averaging.training.accumulate import GradientAccumulator, names_of
+from averaging.training.finite import Refused
 from averaging.training.memory import home_of, room_like
 from averaging.training.modes import ModeParts, Traits
 from averaging.training.state import TrainingState
@@ -35,7 +36,10 @@ class GradientsMode:
         self._inner = parts.inner
         self._parameters = [p for p in self.state.parameters if p.requires_grad and p.is_floating_point()]
         self._accumulator = GradientAccumulator(
-            self._parameters, names=names_of(self._parameters, parts.inner), home=home_of(self._parameters, parts.offload)
+            self._parameters,
+            names=names_of(self._parameters, parts.inner),
+            home=home_of(self._parameters, parts.offload),
+            make_link=parts.make_link,
         )
         self._held = [room_like(buffer) for buffer in self._accumulator.buffers] if delayed else None
         self._sent: tuple[int, list[bool]] | None = None  # of a delayed round: its samples, and which parameters had a gradient
@@ -53,6 +57,10 @@ class GradientsMode:
     def accumulate(self, samples: int) -> str | None:
         return self._accumulator.add(samples)
 
+    def refused(self, *, wait: bool) -> Refused:
+        self._accumulator.settle(wait=wait)
+        return self._accumulator.refused()
+
     def restart(self) -> None:
         return None
 
@@ -61,6 +69,7 @@ class GradientsMode:
 
     def set_aside(self) -> int:
         self.failed("")
+        self._accumulator.settle()
         samples = self._accumulator.samples
         self._accumulator.reset()  # gradients of parameters that the swarm has left behind
         return samples
@@ -71,10 +80,10 @@ class GradientsMode:
     def state_dict(self) -> dict[str, Any]:
         if self._sent is None or self._held is None:
             return self._accumulator.state_dict()
-        whole = GradientAccumulator(self._parameters, home=self._accumulator.home)
-        whole.load_state_dict(self._accumulator.state_dict())
-        whole.put_back(self._held, *self._sent)
-        return whole.state_dict()
+        state, (samples, touched) = self._accumulator.state_dict(), self._sent
+        sums = torch._foreach_add(state["sums"], self._held, alpha=samples)  # as `put_back` would make them
+        both = [one or other for one, other in zip(state["touched"], touched, strict=True)]
+        return {"samples": state["samples"] + samples, "touched": both, "sums": list(sums)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._sent = None
@@ -120,10 +129,7 @@ class GradientsMode:
     def replay(self, captured: CapturedGradients) -> None:
         self._step(captured.gradients, captured.touched)
 
-    def carried(self) -> None:
-        return None
-
-    def settled(self, carried: None) -> None:
+    def settled(self, before: Sequence[torch.Tensor]) -> None:
         return None
 
     def _touched(self, told: Sequence[Any]) -> list[bool]:
@@ -133,8 +139,8 @@ class GradientsMode:
         """One step of the inner optimizer; `.grad` of the trainer's own last batch is put back afterwards."""
         own = [p.grad for p in self._parameters]
         try:
-            for p, gradient, has_gradient in zip(self._parameters, gradients, touched, strict=True):
-                p.grad = gradient.to(device=p.device, dtype=p.dtype) if has_gradient else None
+            for p, gradient in zip(self._parameters, self._accumulator.gradients_for(gradients, touched), strict=True):
+                p.grad = gradient
             self._inner.step()
         finally:
             for p, gradient_of_batch in zip(self._parameters, own, strict=True):

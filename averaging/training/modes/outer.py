@@ -7,13 +7,11 @@ itself (a fused multiply-add rounds once, and not every processor has it): the o
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
 
-from averaging.training.memory import room_like
+from averaging.training.memory import Piece, pieces_between, room_like
 
 MOMENTUM = "momentum_buffer"
 
@@ -70,31 +68,7 @@ class OuterSGD(torch.optim.Optimizer):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Elements `start` to `stop` of parameter `place`, flattened."""
-
-    place: int
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-
 def fragments_of(numels: Sequence[int], count: int) -> list[list[Piece]]:
     """Cut the parameters, end to end, into `count` fragments whose sizes differ by one element at most."""
-    ends = list(accumulate(numels))
-    total = ends[-1] if ends else 0
-    found: list[list[Piece]] = []
-    for number in range(count):
-        low, high = total * number // count, total * (number + 1) // count
-        pieces = []
-        for place, (numel, end) in enumerate(zip(numels, ends, strict=True)):
-            begin = end - numel
-            start, stop = max(low, begin) - begin, min(high, end) - begin
-            if start < stop:
-                pieces.append(Piece(place, start, stop))
-        found.append(pieces)
-    return found
+    total = sum(numels)
+    return pieces_between(numels, [total * number // count for number in range(count + 1)])

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from averaging.training.modes import ModeParts, ModeSettings, Traits
+from averaging.training.modes.diloco import DilocoMode, OuterSettings
+from averaging.training.modes.gossip import GossipMode, GossipRates
+from averaging.training.modes.gradients import GradientsMode
 from swarm.errors import UsageError
-
-if TYPE_CHECKING:  # modes take torch; they are imported when one is built
-    from averaging.training.modes.diloco import DilocoMode
-    from averaging.training.modes.gossip import GossipMode
-    from averaging.training.modes.gradients import GradientsMode
 
 _CARRIED_EPOCHS_MAX = 3
 _SELDOM = 100  # epochs: outer states are equal bit for bit, whatever the processor
@@ -26,8 +24,6 @@ class Gradients:
     delayed: bool = False  # the next epoch's gradients are computed during the round, on parameters that lack its step
 
     def build(self, parts: ModeParts) -> GradientsMode:
-        from averaging.training.modes.gradients import GradientsMode
-
         return GradientsMode(parts, delayed=self.delayed)
 
 
@@ -44,8 +40,6 @@ class Local:
 
     def build(self, parts: ModeParts) -> DilocoMode:
         """The average of parameters is the base less the average of what they are away from it: an outer step of length 1."""
-        from averaging.training.modes.diloco import DilocoMode, OuterSettings
-
         traits = Traits(terms="local", role="pseudo_gradient", keeps_progress=True, state_sync_epochs=_SELDOM)
         return DilocoMode(
             parts,
@@ -78,8 +72,6 @@ class Diloco:
         _check_carried(self.carried_epochs_max)
 
     def build(self, parts: ModeParts) -> DilocoMode:
-        from averaging.training.modes.diloco import DilocoMode, OuterSettings
-
         nesterov = self.nesterov and self.momentum > 0
         traits = Traits(
             terms=f"diloco outer_lr={self.outer_lr:g} momentum={self.momentum:g} nesterov={nesterov:d} streaming={self.streaming}",
@@ -118,8 +110,6 @@ class Gossip:
         _check_carried(self.carried_epochs_max)
 
     def build(self, parts: ModeParts) -> GossipMode:
-        from averaging.training.modes.gossip import GossipMode, GossipRates
-
         traits = Traits(
             terms=f"gossip outer_lr={self.outer_lr:g} momentum={self.momentum:g} consensus={self.consensus:g}",
             role="parameter",
