@@ -32,7 +32,8 @@ class PlainOutput:
             self._next_epoch_s = time.monotonic() + _EPOCH_LINE_S
         text = sentence(event)
         if text:
-            print(printable(text), file=self._stream, flush=True)
+            self._stream.write(printable(text) + "\n")  # in one piece, as in JsonOutput
+            self._stream.flush()
 
     def question(self, text: str) -> bool:
         return False

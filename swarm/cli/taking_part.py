@@ -141,14 +141,12 @@ class _Session:
         from swarm.run.keeping import KeptSpecifications
 
         self._importing = importing
-        self._emitting = threading.RLock()
         self.node, self.own, self.output, self.leaving, self.choices = node, own, output, leaving, choices
         self.directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock, kept=KeptSpecifications(kept_runs()))
 
     def emit(self, event: Event) -> None:
-        """Show an event. They come from several threads: the trainer's, the network's, and the one that writes checkpoints."""
-        with self._emitting:
-            self.output.emit(event)
+        """Show an event."""
+        self.output.emit(event)
         if isinstance(event, Finished):
             self.leaving.tidy()
 
