@@ -3,19 +3,34 @@ section 3.2).
 
 `zero_grad` may clear `.grad` whenever it likes: what counts is kept here. All work is in place, in
 `torch._foreach` calls.
+
+On the host, gradients that are not finite are refused at once. On CUDA the host does not wait to find out:
+the sums change only where a flag on the device says so, and the host reads the flag later
+(`averaging.optim.finite`). With the sums offloaded, gradients are copied to pinned memory, and the host adds
+them at the next micro-step, while the device computes that one. The copies themselves hold the trainer's
+stream up, because `.grad` may be written as soon as `add` returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from averaging.optim.memory import room_beside
+from averaging.optim.finite import (
+    NO_GRADIENT,
+    DeviceCheck,
+    LateChecks,
+    Refused,
+    add_where_,
+    all_finite,
+    flaw_of_gradients,
+    numbered,
+)
+from averaging.optim.memory import Fragment, gradient_for, room_beside
+from averaging.optim.offload import HostLink, HostStaging, Links, link_of
 from swarm.core.errors import UsageError
-
-_NAMED_MAX = 3  # parameters in a message
 
 
 class GradientAccumulator:
@@ -32,41 +47,58 @@ class GradientAccumulator:
         *,
         names: Sequence[str] = (),
         home: torch.device | None = None,
+        make_link: Callable[[torch.device], HostLink | None] = link_of,
     ) -> None:
         """`parameters`: the floating-point leaf tensors that will be trained, any shape, dtype and device,
         without repetition.
 
-        `names`: what messages call them. `home`: where the sums lie, None for each parameter's own device; on
-        the host they are pinned for parameters on CUDA.
+        `names`: what messages call them. `home`: where the sums lie, None for each parameter's own device.
+        `make_link`: of a device, for tests.
         """
         if not parameters:
             raise UsageError(
                 "there is nothing to train: no parameter of the optimizer is a floating-point tensor that requires a gradient"
             )
-        self.parameters, self.names, self.home = tuple(parameters), tuple(names), home
+        self.parameters, self.home = tuple(parameters), home
+        self.names = tuple(names) or tuple(numbered(len(self.parameters)))
         self.buffers = [room_beside(p, home) for p in self.parameters]
-        self.samples = 0
-        # had a gradient since the reset: torch steps no others, decay included
-        self.touched = [False] * len(self.parameters)
+        self.samples = 0  # those of micro-steps that may still be refused included
+        self._touched = [False] * len(self.parameters)
         self._is_mean = False
         self._is_blank = True  # all zeros: nobody was given the buffers to write into
+        self._links = Links(self.parameters, make_link)
+        self._late = LateChecks(self.names)
+        self._staging = (
+            HostStaging(self.parameters, self._links) if self._links and home is not None else None
+        )
+
+    @property
+    def touched(self) -> list[bool]:
+        """Which parameters had a gradient since the reset: torch steps no others, decay included."""
+        late = self._late.places
+        return [touched or place in late for place, touched in enumerate(self._touched)]
 
     def add(self, samples: int) -> str | None:
         """Add every parameter's `.grad` × `samples`; returns why nothing was added, or None. `.grad` is left
         as it is.
+
+        On CUDA None is no last word: what turns out to be of no use is told by `refused`, and has changed
+        nothing.
         """
-        flaw = flaw_of_gradients(self.parameters, self.names)
+        gradients = {place: p.grad.detach() for place, p in enumerate(self.parameters) if p.grad is not None}
+        if self._links and gradients and not any(gradient.is_sparse for gradient in gradients.values()):
+            self._add_unseen(gradients, samples)
+            return None
+        flaw = flaw_of_gradients(self.parameters, self.names) if gradients else NO_GRADIENT
         if flaw is not None:
             return flaw
-        places = [place for place, p in enumerate(self.parameters) if p.grad is not None]
-        gradients = [self.parameters[place].grad for place in places]
+        self.settle(wait=self._staging is not None)
         self._to_sums()
         self._is_blank = False
         with torch.no_grad():
             pairs = [
                 (self.buffers[place], gradient.to(self.buffers[place].device))
-                for place, gradient in zip(places, gradients, strict=True)
-                if gradient is not None
+                for place, gradient in gradients.items()
             ]
             for buffer, gradient in pairs:
                 if gradient.is_sparse:
@@ -76,15 +108,95 @@ class GradientAccumulator:
                 torch._foreach_add_(
                     [buffer for buffer, _ in plain], [gradient for _, gradient in plain], alpha=samples
                 )
-        for place in places:
-            self.touched[place] = True
-        self.samples += samples
+        self._count(samples, gradients)
         return None
+
+    def _add_unseen(self, gradients: dict[int, torch.Tensor], samples: int) -> None:
+        """Add gradients on devices of which the host does not know yet whether they are finite."""
+        self.settle(wait=self._staging is not None)  # the staging is taken until its values are added
+        check = DeviceCheck(gradients, self._links)
+        if self._staging is not None:
+            self._staging.fetch(
+                [(Fragment(place, 0, one.numel()), one.reshape(-1)) for place, one in gradients.items()]
+            )
+        else:
+            self._to_sums()
+            self._is_blank = False
+            with torch.no_grad():
+                for device in dict.fromkeys(gradient.device for gradient in gradients.values()):
+                    places = [place for place, gradient in gradients.items() if gradient.device == device]
+                    add_where_(
+                        check.finite(device),
+                        [self.buffers[place] for place in places],
+                        [gradients[place] for place in places],
+                        samples,
+                    )
+        self._late.took(samples, tuple(gradients), check)
+        self.samples += samples
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Find out about micro-steps whose gradients nobody has looked at yet, and take back the samples of
+        those that are of no use.
+
+        `wait`: of all of them; else of those whose flags have reached the host.
+        """
+        for samples, places, useful in self._late.known(wait=wait):
+            self.samples -= samples
+            if useful and self._staging is not None:
+                self._staging.wait()
+                self._to_sums()
+                self._is_blank = False
+                pairs = [
+                    (self.buffers[place].view(-1)[low:high], values)
+                    for place in places
+                    for low, high, values in self._staging.held(
+                        Fragment(place, 0, self.buffers[place].numel())
+                    )
+                ]
+                torch._foreach_add_(
+                    [buffer for buffer, _ in pairs], [values for _, values in pairs], alpha=samples
+                )
+            if useful:
+                self._count(samples, places)
+
+    def refused(self) -> Refused:
+        """Return the samples that were taken, and refused since the last call."""
+        return self._late.refused()
+
+    def gradients_for(
+        self, averages: Sequence[torch.Tensor], touched: Sequence[bool]
+    ) -> list[torch.Tensor | None]:
+        """Return averages as the inner optimizer wants them in `.grad`; None for parameters without a
+        gradient on any peer.
+        """
+        if self._staging is None:
+            pairs = zip(self.parameters, averages, touched, strict=True)
+            return [gradient_for(p, average) if has_gradient else None for p, average, has_gradient in pairs]
+        self.settle()  # what is in the staging is added before other values go through it
+        found = [
+            torch.empty(p.shape, dtype=p.dtype, device=p.device) if has_gradient else None
+            for p, has_gradient in zip(self.parameters, touched, strict=True)
+        ]
+        self._staging.bring(
+            (Fragment(place, 0, average.numel()), average.view(-1), there.view(-1))
+            for place, (average, there) in enumerate(zip(averages, found, strict=True))
+            if there is not None
+        )
+        return [
+            None if there is None else gradient_for(p, there)
+            for p, there in zip(self.parameters, found, strict=True)
+        ]
+
+    def _count(self, samples: int, places: Iterable[int]) -> None:
+        for place in places:
+            self._touched[place] = True
+        self.samples += samples
 
     def average_(self) -> list[torch.Tensor]:
         """Turn sums into means over this peer's samples, in place, and return the buffers; without samples
         they are zeros.
         """
+        self.settle()
         self._is_blank = False  # the round writes its average into them
         if not self._is_mean and self.samples:
             torch._foreach_div_(self.buffers, float(self.samples))
@@ -93,23 +205,26 @@ class GradientAccumulator:
 
     def put_back(self, means: Sequence[torch.Tensor], samples: int, touched: Sequence[bool]) -> None:
         """Add what was taken out as means over `samples` samples: their round did not come about."""
+        self.settle(wait=self._staging is not None)
         self._to_sums()
         self._is_blank = False
         torch._foreach_add_(self.buffers, list(means), alpha=samples)
         self.samples += samples
-        self.touched = [one or other for one, other in zip(self.touched, touched, strict=True)]
+        self._touched = [one or other for one, other in zip(self._touched, touched, strict=True)]
 
     def finite(self) -> bool:
         """False when sums of finite gradients ran over: such a contribution must not be sent."""
+        self.settle()
         return all_finite(self.buffers)
 
     def reset(self) -> None:
         """Back to zero samples."""
+        self.settle()
         if not self._is_blank:
             torch._foreach_zero_(self.buffers)
         self._is_blank = True
         self.samples, self._is_mean = 0, False
-        self.touched = [False] * len(self.parameters)
+        self._touched = [False] * len(self.parameters)
 
     def touched_bytes(self) -> bytes:
         """`touched` as a bit field, least significant bit first: what peers tell one another before a round."""
@@ -130,6 +245,7 @@ class GradientAccumulator:
 
     def state_dict(self) -> dict[str, Any]:
         """What resuming in the middle of an epoch needs; tensors are references, as in torch."""
+        self.settle()
         self._to_sums()
         self._is_blank = False
         return {"samples": self.samples, "touched": list(self.touched), "sums": list(self.buffers)}
@@ -139,11 +255,12 @@ class GradientAccumulator:
         sums = state["sums"]
         if [tuple(t.shape) for t in sums] != [tuple(t.shape) for t in self.buffers]:
             raise UsageError("the saved gradients have other shapes than this optimizer's parameters")
+        self.settle()  # what was taken before is gone
         self._is_blank = False
         for buffer, saved in zip(self.buffers, sums, strict=True):
             buffer.copy_(saved)
         self.samples, self._is_mean = int(state["samples"]), False
-        self.touched = [bool(touched) for touched in state["touched"]]
+        self._touched = [bool(touched) for touched in state["touched"]]
 
     def _to_sums(self) -> None:
         if self._is_mean:
@@ -162,37 +279,3 @@ def names_of(parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimize
             id(p): str(name) for p, name in zip(group["params"], group.get("param_names", ()), strict=False)
         }
     return [known[id(p)] for p in parameters]
-
-
-def flaw_of_gradients(parameters: Sequence[torch.Tensor], names: Sequence[str] = ()) -> str | None:
-    """Why the gradients in `.grad` are of no use; None when they are. `names`: what messages call the
-    parameters.
-    """
-    gradients = [
-        p.grad.coalesce().values() if p.grad is not None and p.grad.is_sparse else p.grad for p in parameters
-    ]
-    there = [g for g in gradients if g is not None]
-    if not there:
-        return "no parameter has a gradient"
-    if all_finite(there):
-        return None
-    names = names or [f"parameter {place}" for place in range(len(parameters))]
-    bad = [
-        name
-        for name, g in zip(names, gradients, strict=True)
-        if g is not None and not bool(g.isfinite().all())
-    ]
-    return f"non-finite gradients: {', '.join(bad[:_NAMED_MAX] + ['and others'] * (len(bad) > _NAMED_MAX))}"
-
-
-def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """A sum is finite only if all terms are: one fast pass, and a second look when it is not, since sums of
-    large values run over, too.
-    """
-    sums: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-        sums.setdefault((tensor.device, wide), []).append(tensor.detach().sum(dtype=wide))
-    if all(bool(torch.stack(values).sum().isfinite()) for values in sums.values()):
-        return True
-    return all(bool(tensor.isfinite().all()) for tensor in tensors)

@@ -16,6 +16,7 @@ import torch
 
 from averaging.averager import Averager
 from averaging.optim.config import OptimizerConfig
+from averaging.optim.memory import rows_of
 from averaging.optim.modes import Mode, ModeTraits
 from averaging.optim.state.training_state import TrainingState
 from averaging.reduction.feedback import Feedback
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 _POLL_S = 0.002
 _LOOK_S = 0.04
 _CANCEL_S_MAX = 2.0
+_DISTANCE_ELEMENTS = 1 << 22  # compared at once: bounds the float32 copies, unless one row is longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,10 +224,9 @@ class EpochAverager:
         self.open_state()
         assert self._states is not None
         state = self._state
-        before, carried = (
-            [p.detach().clone() for p in state.parameters if p.requires_grad],
-            self._mode.carried(),
-        )
+        # The round writes over the parameters, and nothing else remembers what they were: a mode may need it,
+        # and so does the drift.
+        before = [p.detach().clone() for p in state.parameters if p.requires_grad]
         counters = state.counters_digest()
         told = {"counters": counters, "extras": state.extra_counts()}
         pending = self._states.step(
@@ -246,7 +247,8 @@ class EpochAverager:
                     return Synchronised(result=result)
                 heard = [told for told in result.gathered.values() if isinstance(told, dict)]
                 state.agree_extras([told["extras"] for told in heard if _are_counts(told.get("extras"))])
-                self._mode.settled(carried)
+                drift = relative_distance(before, [p.detach() for p in state.parameters if p.requires_grad])
+                self._mode.settled(before)
                 state.moved(state.epoch, canonical=True)
         except BaseException:  # Ctrl-C, as in a Flight
             flight.cancel()
@@ -255,8 +257,7 @@ class EpochAverager:
             told.get("counters") for told in heard if isinstance(told.get("counters"), bytes)
         ).most_common(1)
         in_step = not most or most[0][0] == counters or most[0][1] * 2 <= len(heard)
-        after = [p.detach() for p in state.parameters if p.requires_grad]
-        return Synchronised(result=result, drift=_distance(before, after), in_step=in_step)
+        return Synchronised(result=result, drift=drift, in_step=in_step)
 
     def close(self) -> None:
         for averager in (self._epochs, self._states):
@@ -290,13 +291,20 @@ def _are_counts(value: Any) -> bool:
     )
 
 
-def _distance(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
-    """‖one - other‖ / ‖other‖ over all tensors together; 0.0 for two zeros."""
-    filled = [(a.float(), b.float()) for a, b in zip(one, other, strict=True) if a.numel()]
-    if not filled:
-        return 0.0
-    apart = math.hypot(*(float((a - b).norm()) for a, b in filled))
-    size = math.hypot(*(float(b.norm()) for _, b in filled))
+def relative_distance(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
+    """‖one - other‖ / ‖other‖ over all tensors together; 0.0 for two zeros.
+
+    Works on pieces of a bounded size, whatever the tensors' type and strides, and waits for each device once.
+    """
+    norms: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for a, b in zip(one, other, strict=True):
+        for left, right in zip(rows_of(a, _DISTANCE_ELEMENTS), rows_of(b, _DISTANCE_ELEMENTS), strict=True):
+            wide = right.to(torch.float32)
+            found = torch.linalg.vector_norm(left.to(torch.float32) - wide), torch.linalg.vector_norm(wide)
+            norms.setdefault(a.device, []).append(found)
+    found_here = [torch.stack([torch.stack(pair) for pair in pairs]).tolist() for pairs in norms.values()]
+    apart = math.hypot(*(pair[0] for pairs in found_here for pair in pairs))
+    size = math.hypot(*(pair[1] for pairs in found_here for pair in pairs))
     return apart / size if size else apart
 
 

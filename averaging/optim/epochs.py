@@ -103,6 +103,7 @@ class EpochLoop:
                 and not report.stepped
                 and self._is_time()
             ):
+                report = self._settled(report, wait=True)
                 report = self._launch(report) if self._traits.overlapped else self._close(report)
         self._returned_s = self._clock()
         return replace(report, progress=self._tracker.view().fraction, seconds=self._returned_s - began_s)
@@ -137,9 +138,8 @@ class EpochLoop:
             return None
         if self._tracker.swarm_epoch() > epoch:
             return self._resynchronise("the swarm is ahead", 0)
-        return self._close(
-            StepReport(epoch=epoch, stepped=False, samples=0, accumulated=self._mode.learner.samples)
-        )
+        report = StepReport(epoch=epoch, stepped=False, samples=0, accumulated=self._learner.samples)
+        return self._close(self._settled(report, wait=True))
 
     def resumed(self) -> None:
         """The state was set from outside: a checkpoint."""
@@ -168,13 +168,26 @@ class EpochLoop:
         refused = self._learner.accumulate(samples) or ""
         if self._launched is not None:
             self._launched.steps += 1
-        return StepReport(
+        report = StepReport(
             epoch=self._state.epoch,
             stepped=False,
             samples=0 if refused else samples,
             accumulated=self._learner.samples,
             dropped=samples if refused else 0,
             reason=refused,
+        )
+        return self._settled(report, wait=False)
+
+    def _settled(self, report: StepReport, *, wait: bool) -> StepReport:
+        """Add to the report what is known by now of gradients that were taken unseen, on a device. `wait`: of
+        all of them.
+        """
+        late = self._learner.refused(wait=wait)
+        return replace(
+            report,
+            accumulated=self._learner.samples,
+            dropped=report.dropped + late.samples,
+            reason="; ".join(filter(None, (report.reason, late.reason))),
         )
 
     def _is_behind(self) -> bool:

@@ -33,10 +33,12 @@ class StepReport:
 
     epoch: int  # this peer's, afterwards
     stepped: bool  # the epoch was completed and the parameters moved
-    samples: int  # accepted in this call
+    # accepted in this call; on CUDA, gradients that are not finite are found later, and count in a later
+    # `dropped`
+    samples: int
     accumulated: int  # of this peer in its present epoch, afterwards
     contributed: int = 0  # of this peer in the epoch that was completed
-    dropped: int = 0  # samples that were thrown away in this call
+    dropped: int = 0  # samples that were thrown away in this call, of this call or of earlier ones
     reason: str = ""  # why something was dropped, or a round failed; "" when all went as it should
     progress: float = 0.0  # fraction of the target that the swarm has reached, in this peer's view
     alone: bool = False  # stepped without a round: no other peer lives

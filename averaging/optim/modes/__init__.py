@@ -8,12 +8,14 @@ two there are), and a frozen dataclass with its settings (`settings.py`), which 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from averaging.optim.finite import Refused
+from averaging.optim.offload import HostLink, link_of
 from averaging.optim.state.training_state import Scheduler, TrainingState
 
 Captured = Any  # what a round brought, kept by a mode to be replayed
@@ -47,8 +49,9 @@ class ModeParts:
     inner: torch.optim.Optimizer
     extras: tuple[torch.Tensor, ...] = ()
     scheduler: Scheduler | None = None
-    # what the mode keeps beside the model lies on the host, pinned where the model is on CUDA
-    offload: bool = False
+    offload: bool = False  # what the mode keeps beside the model lies on the host
+    # how copies between a device and the host are made; for tests
+    make_link: Callable[[torch.device], HostLink | None] = link_of
 
 
 class Learner(Protocol):
@@ -60,7 +63,17 @@ class Learner(Protocol):
         ...
 
     def accumulate(self, samples: int) -> str | None:
-        """Gradients over `samples` samples are in `.grad`: take them. Returns why nothing was taken, or None."""
+        """Gradients over `samples` samples are in `.grad`: take them. Returns why nothing was taken, or None.
+
+        On a device it may be known only later that they were of no use: nothing has come of them then, and
+        `refused` tells.
+        """
+        ...
+
+    def refused(self, *, wait: bool) -> Refused:
+        """Return the samples that were taken and have turned out to be of no use since the last call. `wait`:
+        find out about all of them, so that `samples` is exact, which may wait for the device.
+        """
         ...
 
     def restart(self) -> None:
@@ -139,12 +152,12 @@ class Mode(Protocol):
         """As `apply`, from what was captured, on a state that was loaded; before `Learner.resume`."""
         ...
 
-    def carried(self) -> Any:
-        """Right before the state is averaged over the peers: what `settled` needs."""
-        ...
+    def settled(self, before: Sequence[torch.Tensor]) -> None:
+        """The state was averaged: whatever follows from it follows. The state's lock is held.
 
-    def settled(self, carried: Any) -> None:
-        """The state was averaged: whatever follows from it follows. The state's lock is held."""
+        `before`: what the parameters of the state that are trained were before that, in their order. They may
+        be written.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]:

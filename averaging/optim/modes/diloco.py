@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from averaging.optim.accumulate import all_finite
-from averaging.optim.memory import room_for
+from averaging.optim.finite import all_finite
+from averaging.optim.memory import Fragment, room_for
 from averaging.optim.modes import ModeParts, ModeTraits
 from averaging.optim.modes.local_steps import LocalSteps
-from averaging.optim.modes.outer import Fragment, OuterSGD, fragments_of
+from averaging.optim.modes.outer import OuterSGD, fragments_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,17 +63,12 @@ class DilocoMode:
         # per fragment: the samples that its last committed round counted, of all
         self._sent_at = [0] * settings.fragments
         if settings.fragments == 1:
-            self._tensors = [
-                room_for(one.shape, one.device, pinned=parts.offload and self.learner.weights[0].is_cuda)
-                for one in base
-            ]
+            self._tensors = [room_for(one.shape, one.device) for one in base]
             self._views = [[tensor.view(-1) for tensor in self._tensors if tensor.numel()]]
             self._own: torch.Tensor | None = None
         else:
             size = max(sum(piece.numel for piece in pieces) for pieces in self._fragments)
-            whole = room_for(
-                (size,), base[0].device, pinned=parts.offload and self.learner.weights[0].is_cuda
-            )
+            whole = room_for((size,), base[0].device)
             self._tensors, self._views = [whole], [_laid(whole, pieces) for pieces in self._fragments]
             self._own = torch.empty_like(whole)  # θ's elements when the round began
 
@@ -85,10 +80,12 @@ class DilocoMode:
         learner.launch()
         if learner.away:
             return 0.0, None
-        for nth, (piece, view) in enumerate(self._pairs(number)):
-            view.copy_(learner.moved(piece))
-            if self._own is not None:
-                _laid(self._own, self._fragments[number])[nth].copy_(learner.own(piece))
+        pieces, views = self._fragments[number], self._views[number]
+        learner.read(pieces, views)
+        if self._own is not None:
+            for own, view in zip(_laid(self._own, pieces), views, strict=True):
+                own.copy_(view)
+        learner.pseudo_gradient_(pieces, views)
         if not all_finite(self._views[number]):
             learner.discard()
             for view in self._views[number]:
@@ -98,15 +95,16 @@ class DilocoMode:
     def apply(self, told: Sequence[Any]) -> None:
         learner, number = self.learner, self.state.epoch % len(self._fragments)
         still = learner.still
-        self._outer_step(number, self._views[number])
-        with torch.no_grad():
-            for nth, (piece, _) in enumerate(self._pairs(number)):
-                base = learner.base[piece.place].detach().view(-1)[piece.start : piece.stop]
-                if self._own is None or still:
-                    learner.put(piece, base)
-                else:
-                    own = _laid(self._own, self._fragments[number])[nth]
-                    learner.put(piece, learner.own(piece) + (base - own))
+        pieces, views = self._fragments[number], self._views[number]
+        self._outer_step(number, views)
+        bases = [learner.base[piece.place].detach().view(-1)[piece.start : piece.stop] for piece in pieces]
+        if self._own is None or still:
+            learner.write(pieces, bases)
+        else:
+            learner.read(pieces, views)  # the outer step has spent what was there
+            for view, base, own in zip(views, bases, _laid(self._own, pieces), strict=True):
+                view.add_(base - own)
+            learner.write(pieces, views)
         self._sent_at[number] = learner.landed()
 
     def failed(self, reason: str) -> None:
@@ -119,11 +117,9 @@ class DilocoMode:
     def replay(self, captured: CapturedDeltas) -> None:
         self._outer_step(captured.epoch % len(self._fragments), captured.deltas)
 
-    def carried(self) -> list[torch.Tensor]:
-        return self.learner.progress()
-
-    def settled(self, carried: list[torch.Tensor]) -> None:
-        self.learner.follow(carried)
+    def settled(self, before: Sequence[torch.Tensor]) -> None:
+        self.learner.progress_(before)
+        self.learner.follow(before)
 
     def state_dict(self) -> dict[str, Any]:
         return {**self.learner.state_dict(), "sent_at": list(self._sent_at)}
@@ -131,9 +127,6 @@ class DilocoMode:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.learner.load_state_dict(state)
         self._sent_at = [int(samples) for samples in state["sent_at"]]
-
-    def _pairs(self, number: int) -> list[tuple[Fragment, torch.Tensor]]:
-        return list(zip(self._fragments[number], self._views[number], strict=True))
 
     def _outer_step(self, number: int, deltas: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from averaging.optim.accumulate import all_finite
+from averaging.optim.finite import all_finite
 from averaging.optim.memory import room_like
 from averaging.optim.modes import ModeParts, ModeTraits
 from averaging.optim.modes.local_steps import LocalSteps
-from averaging.optim.modes.outer import MOMENTUM, Fragment, OuterSGD
+from averaging.optim.modes.outer import MOMENTUM, OuterSGD
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,10 @@ class GossipMode:
     def prepare(self, epoch: int) -> tuple[float, Any]:
         learner = self.learner
         learner.launch()
-        for place, (learned, mine) in enumerate(zip(self._learned, self._bases, strict=True)):
-            base = learner.base[place].detach()
-            learned.copy_(learner.moved(Fragment(place, 0, base.numel())).neg_().view(base.shape))
-            mine.copy_(base)
+        for learned, mine, base in zip(self._learned, self._bases, learner.base, strict=True):
+            learned.copy_(base.detach())
+            mine.copy_(base.detach())
+        learner.progress_(self._learned)
         if not all_finite(self._learned):
             learner.discard()
             torch._foreach_zero_(self._learned)
@@ -84,11 +84,9 @@ class GossipMode:
         does this peer.
         """
 
-    def carried(self) -> list[torch.Tensor]:
-        return self.learner.progress()
-
-    def settled(self, carried: list[torch.Tensor]) -> None:
-        self.learner.follow(carried)
+    def settled(self, before: Sequence[torch.Tensor]) -> None:
+        self.learner.progress_(before)
+        self.learner.follow(before)
 
     def state_dict(self) -> dict[str, Any]:
         return self.learner.state_dict()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from averaging.optim.accumulate import GradientAccumulator, names_of
+from averaging.optim.finite import Refused
 from averaging.optim.memory import home_of, room_like
 from averaging.optim.modes import ModeParts, ModeTraits
 from averaging.optim.state.training_state import TrainingState
@@ -41,6 +42,7 @@ class GradientsMode:
             self._parameters,
             names=names_of(self._parameters, parts.inner),
             home=home_of(self._parameters, parts.offload),
+            make_link=parts.make_link,
         )
         self._held = [room_like(buffer) for buffer in self._accumulator.buffers] if delayed else None
         # of a delayed round: its samples, and which parameters had a gradient
@@ -59,6 +61,10 @@ class GradientsMode:
     def accumulate(self, samples: int) -> str | None:
         return self._accumulator.add(samples)
 
+    def refused(self, *, wait: bool) -> Refused:
+        self._accumulator.settle(wait=wait)
+        return self._accumulator.refused()
+
     def restart(self) -> None:
         return None
 
@@ -67,6 +73,7 @@ class GradientsMode:
 
     def set_aside(self) -> int:
         self.failed("")
+        self._accumulator.settle()
         samples = self._accumulator.samples
         self._accumulator.reset()  # gradients of parameters that the swarm has left behind
         return samples
@@ -77,10 +84,10 @@ class GradientsMode:
     def state_dict(self) -> dict[str, Any]:
         if self._sent is None or self._held is None:
             return self._accumulator.state_dict()
-        whole = GradientAccumulator(self._parameters, home=self._accumulator.home)
-        whole.load_state_dict(self._accumulator.state_dict())
-        whole.put_back(self._held, *self._sent)
-        return whole.state_dict()
+        state, (samples, touched) = self._accumulator.state_dict(), self._sent
+        sums = torch._foreach_add(state["sums"], self._held, alpha=samples)  # as `put_back` would make them
+        both = [one or other for one, other in zip(state["touched"], touched, strict=True)]
+        return {"samples": state["samples"] + samples, "touched": both, "sums": list(sums)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._sent = None
@@ -126,10 +133,7 @@ class GradientsMode:
     def replay(self, captured: CapturedGradients) -> None:
         self._step(captured.gradients, captured.touched)
 
-    def carried(self) -> None:
-        return None
-
-    def settled(self, carried: None) -> None:
+    def settled(self, before: Sequence[torch.Tensor]) -> None:
         return None
 
     def _touched(self, told: Sequence[Any]) -> list[bool]:
@@ -139,8 +143,10 @@ class GradientsMode:
         """One step of the inner optimizer; `.grad` of the trainer's own last batch is put back afterwards."""
         own = [p.grad for p in self._parameters]
         try:
-            for p, gradient, has_gradient in zip(self._parameters, gradients, touched, strict=True):
-                p.grad = gradient.to(device=p.device, dtype=p.dtype) if has_gradient else None
+            for p, gradient in zip(
+                self._parameters, self._accumulator.gradients_for(gradients, touched), strict=True
+            ):
+                p.grad = gradient
             self._inner.step()
         finally:
             for p, gradient_of_batch in zip(self._parameters, own, strict=True):

@@ -5,21 +5,34 @@ them hold.
 is what peers share, serve and keep equal, together with the outer optimizer's momentum. What θ is away from
 it is what this peer has learned since. The inner optimizer's statistics are this peer's own: a newcomer
 begins without, and its first round has weight 0.
+
+A step with gradients that are not finite must not be made. A fused optimizer on CUDA leaves it out by itself,
+by a flag on the device that the host reads later; any other optimizer steps after the host has read the flag,
+and waits for the device each time.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from averaging.optim.accumulate import flaw_of_gradients, names_of
-from averaging.optim.memory import home_of, room_beside
+from averaging.optim.accumulate import names_of
+from averaging.optim.finite import (
+    NO_GRADIENT,
+    DeviceCheck,
+    LateChecks,
+    Refused,
+    flaw_of_gradients,
+    not_finite,
+)
+from averaging.optim.memory import Fragment, home_of, room_beside
 from averaging.optim.modes import ModeParts
-from averaging.optim.modes.outer import Fragment, OuterSGD
+from averaging.optim.modes.outer import OuterSGD
+from averaging.optim.offload import HostStaging, Links
 from averaging.optim.state.training_state import TrainingState
 from swarm.core.errors import UsageError
 
@@ -60,6 +73,9 @@ class LocalSteps:
             )
         self._names = names_of(self.weights, parts.inner)
         home = home_of(self.weights, parts.offload)
+        self._links = Links(self.weights, parts.make_link)
+        self._late = LateChecks(self._names)
+        self._staging = HostStaging(self.weights, self._links) if self._links and home is not None else None
         self.base = [torch.nn.Parameter(room_beside(p, home).copy_(p.detach())) for p in self.weights]
         bases = iter(self.base)
         self.outer = outer([next(bases) if _is_trained(p) else p for p in parameters], self.base)
@@ -82,24 +98,71 @@ class LocalSteps:
 
     def accumulate(self, samples: int) -> str | None:
         """One local step."""
-        flaw = flaw_of_gradients(self.weights, self._names)
-        if flaw is None:
-            if self._fresh:
-                self._begin()
+        gradients = {place: p.grad.detach() for place, p in enumerate(self.weights) if p.grad is not None}
+        if not gradients:
+            return NO_GRADIENT
+        check: DeviceCheck | None = None
+        if self._links and not any(gradient.is_sparse for gradient in gradients.values()):
+            check = DeviceCheck(gradients, self._links)
+            skips = self._skips_by_itself(gradients)
+            bad = [] if skips else check.bad_places()
+            flaw = not_finite([self._names[place] for place in bad]) if bad else None
+        else:
+            skips, flaw = False, flaw_of_gradients(self.weights, self._names)
+        if flaw is not None:
+            return flaw
+        if self._fresh:
+            self._begin()
+        if check is not None and skips:
+            self._step_if_finite(check, next(iter(gradients.values())).device)
+            self._late.took(samples, tuple(gradients), check)
+        else:
             self.inner.step()
-            self.total += samples
-        return flaw
+        self.total += samples
+        return None
+
+    def _skips_by_itself(self, places: Iterable[int]) -> bool:
+        """Whether the inner optimizer's kernels leave a step out where a flag on the device says so.
+
+        Those of torch that are fused do: it is what `GradScaler` uses. Not in the first step of a parameter,
+        when they make its statistics: SGD would keep a momentum that was never written.
+        """
+        inner = self.inner
+        return (
+            getattr(inner, "_step_supports_amp_scaling", False)
+            and all(group.get("fused") for group in inner.param_groups)
+            and all(inner.state.get(self.weights[place]) for place in places)
+        )
+
+    def _step_if_finite(self, check: DeviceCheck, device: torch.device) -> None:
+        inner: Any = self.inner
+        inner.grad_scale, inner.found_inf = None, check.finite(device).logical_not().to(torch.float32)
+        try:
+            inner.step()
+        finally:
+            del inner.grad_scale, inner.found_inf
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Take back the samples of steps that were not made after all; `wait`: of all, else of those that are
+        known by now.
+        """
+        for samples, _, useful in self._late.known(wait=wait):
+            self.total -= 0 if useful else samples
+
+    def refused(self, *, wait: bool) -> Refused:
+        self.settle(wait=wait)
+        return self._late.refused()
 
     def restart(self) -> None:
         self._fresh = True
 
     def _begin(self) -> None:
         self._fresh = False
-        with self.state.lock, torch.no_grad():
-            for p, base in zip(self.weights, self.base, strict=True):
-                base.copy_(p)
+        with self.state.lock:
+            self.read(self._all(), [base.detach().view(-1) for base in self.base])
 
     def loaded(self) -> None:
+        self.settle()
         self.failed("")
         self._aside, self._fresh, self.newcomer = None, False, False
         self._take_learning_rates()
@@ -108,8 +171,11 @@ class LocalSteps:
 
     def set_aside(self) -> int:
         if self._aside is None:
+            self.settle()
             self.failed("")
-            progress = self.progress() if self.total > 0 else None
+            progress = [base.detach().clone() for base in self.base] if self.total > 0 else None
+            if progress is not None:
+                self.progress_(progress)
             self._aside = _SuspendedProgress(self.state.epoch, self.state.version, progress)
         return 0
 
@@ -132,6 +198,7 @@ class LocalSteps:
         return lost
 
     def state_dict(self) -> dict[str, Any]:
+        self.settle()
         counts = {
             "total": self.total,
             "counted": self.counted,
@@ -147,6 +214,7 @@ class LocalSteps:
             raise UsageError("this was not saved in a mode with local steps")
         if [tuple(t.shape) for t in saved] != [tuple(t.shape) for t in self.base]:
             raise UsageError("the saved base has other shapes than this optimizer's parameters")
+        self.settle()
         with torch.no_grad():
             for base, one in zip(self.base, saved, strict=True):
                 base.copy_(one)
@@ -176,6 +244,7 @@ class LocalSteps:
 
     def launch(self) -> int:
         """A round begins; returns the samples so far."""
+        self.settle()
         self._launched = self.total
         return self.total
 
@@ -203,39 +272,86 @@ class LocalSteps:
         self.follow(None)
         self.counted = self.dropped = self._launched = self.total
 
-    def progress(self) -> list[torch.Tensor]:
-        """θ - base: float32, where the base is. Rounding of the base to θ's type is not progress."""
-        return [
-            self.moved(Fragment(place, 0, base.numel())).neg_().view(base.shape)
-            for place, base in enumerate(self.base)
-        ]
+    def progress_(self, bases: Sequence[torch.Tensor]) -> None:
+        """Turn bases, or copies of them, into θ - base, in place. Rounding of the base to θ's type is not
+        progress.
+        """
+        flat = [one.detach().view(-1) for one in bases]
+        with torch.no_grad():
+            for nth, inside, values in self._values(self._all()):
+                one = flat[nth][inside]
+                one.copy_(one.to(values.dtype)).neg_().add_(values)
 
-    def moved(self, piece: Fragment) -> torch.Tensor:
-        """base - θ of some elements: a pseudo-gradient, flat float32, where the base is."""
-        p, base = self.weights[piece.place], self.base[piece.place]
-        own = p.detach().reshape(-1)[piece.start : piece.stop].to(base.device, torch.float32)
-        return base.detach().view(-1)[piece.start : piece.stop].to(p.dtype).to(torch.float32) - own
+    def pseudo_gradient_(self, pieces: Sequence[Fragment], own: Sequence[torch.Tensor]) -> None:
+        """Turn θ's elements, as `read` wrote them, into base - θ, in place."""
+        with torch.no_grad():
+            for piece, values in zip(pieces, own, strict=True):
+                base = self.base[piece.place].detach().view(-1)[piece.start : piece.stop]
+                values.neg_().add_(base.to(self.weights[piece.place].dtype))
 
     def follow(self, progress: Sequence[torch.Tensor] | None) -> None:
         """θ <- base + progress; None: θ <- base, exactly."""
+        bases = (base.detach().view(-1) for base in self.base)
+        if progress is None:
+            self.write(self._all(), bases)
+        else:
+            self.write(self._all(), (base + one.view(-1) for base, one in zip(bases, progress, strict=True)))
+
+    def read(self, pieces: Sequence[Fragment], targets: Sequence[torch.Tensor]) -> None:
+        """targets <- θ's elements: flat float32, where the base is."""
         with torch.no_grad():
-            for place, (p, base) in enumerate(zip(self.weights, self.base, strict=True)):
-                p.copy_(base if progress is None else base + progress[place])
+            for nth, inside, values in self._values(pieces):
+                targets[nth][inside].copy_(values)
 
-    def own(self, piece: Fragment) -> torch.Tensor:
-        """A copy of θ's elements: flat float32, where the base is."""
-        p = self.weights[piece.place].detach().reshape(-1)[piece.start : piece.stop]
-        return p.to(self.base[piece.place].device, torch.float32, copy=True)
+    def _values(self, pieces: Sequence[Fragment]) -> Iterator[tuple[int, slice, torch.Tensor]]:
+        """Yield θ's elements where the base is, to be read at once: of the nth piece, which of its elements,
+        and these, flat.
+        """
+        sources = [
+            self.weights[piece.place].detach().reshape(-1)[piece.start : piece.stop] for piece in pieces
+        ]
+        if self._staging is None:
+            for nth, source in enumerate(sources):
+                yield nth, slice(None), source.to(self.base[pieces[nth].place].device)
+            return
+        self._staging.fetch(list(zip(pieces, sources, strict=True)))
+        self._staging.wait()
+        for nth, piece in enumerate(pieces):
+            for low, high, values in self._staging.held(piece):
+                yield nth, slice(low - piece.start, high - piece.start), values
 
-    def put(self, piece: Fragment, values: torch.Tensor) -> None:
-        """θ's elements <- values."""
+    def write(self, pieces: Sequence[Fragment], values: Iterable[torch.Tensor]) -> None:
+        """θ's elements <- values: flat float32, where the base is."""
+        with torch.no_grad():
+            if self._staging is None:
+                for piece, one in zip(pieces, values, strict=True):
+                    self._put(piece, one)
+                return
+            # a parameter that is not contiguous gets its values from a contiguous copy
+            targets = [
+                p.view(-1)[piece.start : piece.stop]
+                if p.is_contiguous()
+                else torch.empty(piece.numel, dtype=p.dtype, device=p.device)
+                for piece, p in ((piece, self.weights[piece.place].detach()) for piece in pieces)
+            ]
+            self._staging.bring(zip(pieces, values, targets, strict=True))
+            for piece, target in zip(pieces, targets, strict=True):
+                if not self.weights[piece.place].is_contiguous():
+                    self._put(piece, target)
+
+    def _put(self, piece: Fragment, values: torch.Tensor) -> None:
         p = self.weights[piece.place].detach()
         if p.is_contiguous():
             p.view(-1)[piece.start : piece.stop].copy_(values)
+        elif piece.numel == p.numel():
+            p.copy_(values.view(p.shape))
         else:
             whole = p.flatten()
             whole[piece.start : piece.stop].copy_(values)
             p.copy_(whole.view(p.shape))
+
+    def _all(self) -> list[Fragment]:
+        return [Fragment(place, 0, base.numel()) for place, base in enumerate(self.base)]
 
     def _take_learning_rates(self) -> None:
         """The schedule was loaded; it writes the inner optimizer's learning rates only when it steps."""

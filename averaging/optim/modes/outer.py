@@ -9,13 +9,11 @@ outer state never drifts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
 
-from averaging.optim.memory import room_like
+from averaging.optim.memory import Fragment, pieces_between, room_like
 
 MOMENTUM = "momentum_buffer"
 
@@ -90,31 +88,7 @@ class OuterSGD(torch.optim.Optimizer):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Fragment:
-    """Elements `start` to `stop` of parameter `place`, flattened."""
-
-    place: int
-    start: int
-    stop: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-
 def fragments_of(numels: Sequence[int], count: int) -> list[list[Fragment]]:
     """Cut the parameters, end to end, into `count` fragments whose sizes differ by one element at most."""
-    ends = list(accumulate(numels))
-    total = ends[-1] if ends else 0
-    found: list[list[Fragment]] = []
-    for number in range(count):
-        low, high = total * number // count, total * (number + 1) // count
-        pieces = []
-        for place, (numel, end) in enumerate(zip(numels, ends, strict=True)):
-            begin = end - numel
-            start, stop = max(low, begin) - begin, min(high, end) - begin
-            if start < stop:
-                pieces.append(Fragment(place, start, stop))
-        found.append(pieces)
-    return found
+    total = sum(numels)
+    return pieces_between(numels, [total * number // count for number in range(count + 1)])

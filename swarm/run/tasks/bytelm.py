@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from swarm.run.task import TaskData
 
 VOCABULARY = 256
+VALIDATION_SAMPLES = 64
 _DATA_BYTES_MAX = 32 << 20
 
 
@@ -68,16 +69,18 @@ class ByteLanguageModel:
             (VOCABULARY, width),
         ]
         parameters = sum(math.prod(one) for one in shapes)
-        # per token: what the backward pass keeps of each block, and the logits with their softmax and
-        # gradient
-        activations = 4 * batch_size * shape.context * (shape.layers * 20 * shape.width + 3 * VOCABULARY)
-        # float32: parameters, gradients, accumulators, two statistics, and staging for one round of each
+        # float32 per token: what the backward pass keeps of each block, what one block takes for a moment,
+        # and the logits with their softmax and gradient; or, without gradients, one block and the logits of
+        # the held-out samples
+        step = batch_size * shape.context * ((shape.layers + 1) * 20 * width + 3 * VOCABULARY)
+        held_out = VALIDATION_SAMPLES * shape.context * (12 * width + 3 * VOCABULARY)
         return TaskDescription(
             summary=f"a byte-level transformer ({shape.layers} layers of width {shape.width}) on text",
             parameters=parameters,
             shapes=tuple(shapes),
             sample=f"{shape.context} bytes of text",
-            memory_bytes=parameters * 4 * 8 + activations + shape.data_bytes,
+            memory_bytes=4 * (parameters + max(step, held_out)) + shape.data_bytes,
+            data_bytes=shape.data_bytes,
         )
 
     def build_model(self, seed: int) -> torch.nn.Module:

@@ -1,0 +1,253 @@
+"""Copies between a device and the host that the trainer's thread need not wait for, and the pinned memory
+that they go through.
+
+A CUDA copy runs beside other work only if it is on a stream of its own and its host memory is pinned. Events
+order it both ways: it begins after what the trainer's stream was asked before, and the trainer's stream goes
+on after it where the memory on the device is about to be written again.
+
+Not yet run on a GPU: what is tested is the order of calls, and with a stand-in whose copies arrive as late as
+they may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+
+from averaging.optim.memory import Fragment, pieces_between
+
+_BLOCK_ELEMENTS_MIN = 1 << 18
+
+Copy = tuple[torch.Tensor, torch.Tensor]  # what is copied, and where to; of the same number of elements
+
+
+class Arrival(Protocol):
+    """Copies that were queued together."""
+
+    def ready(self) -> bool:
+        """Return whether they are done, without waiting."""
+        ...
+
+    def wait(self) -> None:
+        """Return when they are done."""
+        ...
+
+
+class HostLink(Protocol):
+    """Copies between one device and the host, on a stream of their own. Used by the trainer's thread."""
+
+    def fetch(self, copies: Sequence[Copy]) -> Arrival:
+        """Copy tensors of the device to the host, as they are after all that the current stream was asked so
+        far.
+
+        The sources must be neither freed nor written until the copies have arrived or `release` was called.
+        """
+        ...
+
+    def release(self) -> None:
+        """Let all that the current stream is asked from now on begin after the copies that were queued so
+        far. The host does not wait.
+        """
+        ...
+
+    def bring(self, copies: Sequence[Copy]) -> Arrival:
+        """Copy host memory to the device: after what the current stream was asked so far, and before what it
+        is asked from now on.
+
+        The host memory must stay as it is until the copies have arrived.
+        """
+        ...
+
+    def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return flat memory on the host from which copies to this device run beside other work."""
+        ...
+
+
+class _CudaArrival:
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def ready(self) -> bool:
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class CudaLink:
+    """The link to one CUDA device."""
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        """`cuda`: the module, or what stands for it in tests."""
+        self._cuda, self._device = cuda, device
+        self._copies = cuda.Stream(device=device)
+
+    def fetch(self, copies: Sequence[Copy]) -> Arrival:
+        self._copies.wait_event(self._mark(self._cuda.current_stream(self._device)))
+        return self._copy(copies)
+
+    def release(self) -> None:
+        self._cuda.current_stream(self._device).wait_event(self._mark(self._copies))
+
+    def bring(self, copies: Sequence[Copy]) -> Arrival:
+        arrival = self.fetch(copies)
+        self.release()
+        return arrival
+
+    def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self._device.type == "cuda")
+
+    def _copy(self, copies: Sequence[Copy]) -> Arrival:
+        with torch.no_grad(), self._cuda.stream(self._copies):
+            for source, target in copies:
+                target.copy_(source, non_blocking=True)
+        return _CudaArrival(self._mark(self._copies))
+
+    def _mark(self, stream: Any) -> Any:
+        event = self._cuda.Event(blocking=True)  # a thread that waits sleeps
+        event.record(stream)
+        return event
+
+
+def link_of(device: torch.device) -> HostLink | None:
+    """Return a link to this device; None where copies are made at once: on the host itself, and on devices
+    without streams.
+    """
+    return CudaLink(device) if device.type == "cuda" else None
+
+
+class Links:
+    """The links to all devices of a list of tensors; none at all unless every one of these devices has one."""
+
+    def __init__(
+        self, tensors: Iterable[torch.Tensor], make: Callable[[torch.device], HostLink | None] = link_of
+    ) -> None:
+        made = {device: make(device) for device in dict.fromkeys(tensor.device for tensor in tensors)}
+        found = {device: link for device, link in made.items() if link is not None}
+        self._links = found if len(found) == len(made) else {}
+
+    def __bool__(self) -> bool:
+        return bool(self._links)
+
+    def of(self, device: torch.device) -> HostLink:
+        """Return the link to a device of one of the tensors."""
+        return self._links[device]
+
+
+class _Group:
+    """Pinned memory for the tensors of one device and type, laid end to end over a few blocks."""
+
+    def __init__(self, numels: Sequence[int], dtype: torch.dtype, link: HostLink) -> None:
+        self.link = link
+        self.last: Arrival | None = None  # copies that may still use the blocks
+        sizes = block_sizes(sum(numels))
+        edges = [0, *accumulate(sizes)]
+        self._starts = [0, *accumulate(numels)]
+        self.blocks = [link.host_memory(size, dtype) for size in sizes]
+        self._pieces: dict[int, list[tuple[Fragment, torch.Tensor]]] = {}  # of each tensor, with its memory
+        for edge, block, pieces in zip(edges, self.blocks, pieces_between(numels, edges), strict=False):
+            for piece in pieces:
+                at = self._starts[piece.place] + piece.start - edge
+                self._pieces.setdefault(piece.place, []).append((piece, block[at : at + piece.numel]))
+
+    def memory(self, place: int, start: int, stop: int) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield the memory of some elements of a tensor: from where, to where, and the flat memory itself."""
+        for piece, memory in self._pieces.get(place, ()):
+            low, high = max(start, piece.start), min(stop, piece.stop)
+            if low < high:
+                yield low, high, memory[low - piece.start : high - piece.start]
+
+    def idle(self) -> None:
+        """Return when no copy uses the blocks any more."""
+        if self.last is not None:
+            self.last.wait()
+            self.last = None
+
+
+class HostStaging:
+    """Pinned memory with room for one copy of each of some tensors, of the tensors' own types. It is used for
+    one transfer at a time.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], links: Links) -> None:
+        """`tensors`: the tensors on devices, or others of their shapes, types and devices."""
+        by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for place, tensor in enumerate(tensors):
+            by_kind.setdefault((tensor.device, tensor.dtype), []).append(place)
+        self._groups: list[_Group] = []
+        self._homes: dict[int, tuple[_Group, int]] = {}
+        for (device, dtype), places in by_kind.items():
+            group = _Group([tensors[place].numel() for place in places], dtype, links.of(device))
+            self._groups.append(group)
+            self._homes |= {place: (group, nth) for nth, place in enumerate(places)}
+
+    @property
+    def pinned_bytes(self) -> int:
+        """How much pinned memory this takes: the tensors' own size, and less than 2 MB more per device and
+        type.
+        """
+        return sum(block.nbytes for group in self._groups for block in group.blocks)
+
+    def fetch(self, sources: Sequence[tuple[Fragment, torch.Tensor]]) -> None:
+        """Queue copies of some elements of the tensors (flat, on their devices) to their places in this
+        memory. The host does not wait.
+
+        The sources may be written or freed at once afterwards: the device's current stream goes on after the
+        copies.
+        """
+        self.wait()
+        copies: dict[int, list[Copy]] = {}
+        for piece, source in sources:
+            group, nth = self._homes[piece.place]
+            found = copies.setdefault(self._groups.index(group), [])
+            for low, high, memory in group.memory(nth, piece.start, piece.stop):
+                found.append((source[low - piece.start : high - piece.start], memory))
+        for number, found in copies.items():
+            group = self._groups[number]
+            group.last = group.link.fetch(found)
+            group.link.release()
+
+    def wait(self) -> None:
+        """Return when the copies are done."""
+        for group in self._groups:
+            group.idle()
+
+    def held(self, piece: Fragment) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield what was fetched of these elements, once `wait` was called: from where, to where, and the
+        values, flat.
+        """
+        group, nth = self._homes[piece.place]
+        return group.memory(nth, piece.start, piece.stop)
+
+    def bring(self, values: Iterable[tuple[Fragment, torch.Tensor, torch.Tensor]]) -> None:
+        """Copy values on the host (flat, any type) to flat tensors on the devices, through this memory. The
+        host does not wait for the end.
+
+        What the devices' current streams are asked afterwards comes after the copies.
+        """
+        self.wait()
+        for piece, source, target in values:
+            group, nth = self._homes[piece.place]
+            for low, high, memory in group.memory(nth, piece.start, piece.stop):
+                inside = slice(low - piece.start, high - piece.start)
+                memory.copy_(source[inside])
+                # runs while the next values are being converted
+                group.last = group.link.bring([(memory, target[inside])])
+
+
+def block_sizes(numel: int) -> list[int]:
+    """Cut a number of elements into powers of two, the largest first, and round what is left up to the
+    smallest block.
+
+    Torch's allocator of pinned memory rounds each request up to a power of two: one block for all would take
+    up to twice what it holds.
+    """
+    sizes: list[int] = []
+    while numel > 0:
+        size = max(1 << (numel.bit_length() - 1), _BLOCK_ELEMENTS_MIN)
+        sizes.append(size)
+        numel -= size
+    return sizes
