@@ -10,18 +10,33 @@ from pathlib import Path
 import click
 
 from swarm import __version__
+from swarm.core.device import DEVICE_NAMES, check_device_name
+from swarm.core.errors import UsageError
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+def _device_name(context: click.Context, option: click.Parameter, value: str) -> str:
+    """Refuse a name that is no device. Whether this machine has the device is checked by the command, since
+    that takes torch.
+    """
+    try:
+        return check_device_name(value)
+    except UsageError as error:
+        raise click.BadParameter(f"{error}.", context, option) from error
+
+
 _listen = click.option(
     "--listen", metavar="HOST:PORT", default=None, help="Where to listen; port 0 picks a free one."
 )
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON lines, one per event.")
 _device = click.option(
     "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
+    metavar="DEVICE",
+    callback=_device_name,
     default="auto",
     show_default=True,
-    help="What to train on.",
+    help=f"Where to compute: {DEVICE_NAMES}; auto is CUDA where there is one, else the CPU.",
 )
 _data = click.option(
     "--data",
@@ -221,7 +236,7 @@ def join(address: str, run: str | None, identity: str | None, listen: str | None
     Examples:
       swarm join /ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW...
       swarm join ADDRESS --run bytelm --yes
-      swarm join ADDRESS --device cpu --data ~/texts
+      swarm join ADDRESS --device cuda:1 --data ~/texts
       swarm join ADDRESS --upload 20 --download 50 --hours 22-7 --memory 4G
     """
     from swarm.cli.train import TrainChoices, join_and_train
@@ -295,7 +310,7 @@ def join(address: str, run: str | None, identity: str | None, listen: str | None
     default=None,
     help="Step at which the learning rate has fallen to zero.",
 )
-@click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda, cuda:1, …")
+@_device
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),

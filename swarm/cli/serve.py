@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from swarm.cli.identity import open_identity
 from swarm.cli.render.serve import ExpertLoad, Served, ServerLoad, make_view
 from swarm.cli.shutdown import Leaving
+from swarm.core.device import check_device_present, resolve_device
 from swarm.core.errors import NetworkError, UsageError
 from swarm.core.ids import Contact
 from swarm.run.events import Listening, Notice
@@ -95,6 +96,7 @@ def serve_experts(choices: ServeChoices) -> int:
         Leaving(exit_with_parent=choices.exit_with_parent, abandon_s=_ABANDON_S) as leaving,
         make_view(as_json=choices.as_json) as view,
     ):
+        check_device_present(choices.device)  # before anything is opened or declared
         own = open_identity(choices.identity, None)
         try:
             from swarm.node import Node
@@ -139,7 +141,7 @@ class _Factory:
         self._settings = ExpertSettings(
             hidden_dim=choices.hidden_dim, sequence_length=choices.sequence_length
         )
-        self.device = _device(choices.device)
+        self.device = resolve_device(choices.device)
         self.dtype: torch.dtype = getattr(torch, choices.dtype)
 
     def make(self) -> Expert:
@@ -286,20 +288,6 @@ def _watch(server: ExpertServer, leaving: Leaving, view: Any, every_s: float) ->
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
-
-
-def _device(choice: str) -> torch.device:
-    import torch
-
-    available = torch.cuda.is_available()
-    if choice.startswith("cuda") and not available:
-        raise UsageError(
-            f"--device {choice} was given, but torch sees no CUDA device here; use --device cpu, or auto"
-        )
-    try:
-        return torch.device("cuda" if available else "cpu") if choice == "auto" else torch.device(choice)
-    except RuntimeError as error:
-        raise UsageError(f"--device {choice}: {error}") from error
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

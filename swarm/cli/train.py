@@ -17,6 +17,7 @@ from swarm.cli.paths import control_folder, default_identity, kept_runs, saved_s
 from swarm.cli.render import make_output
 from swarm.cli.render.output import Output
 from swarm.cli.shutdown import Leaving
+from swarm.core.device import check_device_present
 from swarm.core.errors import DeadlineExceeded, NetworkError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact
@@ -24,6 +25,7 @@ from swarm.metrics.record import NAME_CHARACTERS_MAX
 from swarm.run.events import Event, Finished, Listening, Notice
 from swarm.run.hours import Hours
 from swarm.run.limits import VolunteerLimits, parse_duration_s, parse_size
+from swarm.run.machine import choose_device
 from swarm.run.saving import CheckpointConfig
 from swarm.run.specification import RunSpecification
 
@@ -111,6 +113,9 @@ def found_and_train(file: Path, choices: TrainChoices) -> int:
     specification = RunSpecification.from_file(file)
     # so that its mistakes are told before anything starts
     make_task(specification.task.name, specification.task.settings)
+    if specification.requirements.device == "cuda":
+        # nothing is published that this machine cannot train itself
+        choose_device(choices.device, specification)
     with _session(choices, default_identity()) as session:
         from swarm.run.founding import found
 
@@ -188,7 +193,6 @@ class _Session:
         self.emit(volunteer.introduce(founded=founded))
         if self.node.dht.clock_problem:
             self.emit(Notice(text=self.node.dht.clock_problem))
-        volunteer.check_memory()
         self._importing.join()
         device = volunteer.choose_device()
         if not self.choices.yes and not self.output.question(f"Train this on {device}?"):
@@ -205,6 +209,7 @@ def _session(choices: TrainChoices, identity: Path | None) -> Iterator[_Session]
         Leaving(exit_with_parent=choices.exit_with_parent) as leaving,
         make_output(as_json=choices.as_json) as output,
     ):
+        check_device_present(choices.device)  # before anything is opened or published
         own = open_identity(choices.identity, identity)
         try:
             from swarm.node import Node, NodeConfig

@@ -7,10 +7,12 @@ torch at all.
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from swarm.core.errors import UsageError
+from swarm.core.errors import SwarmError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +59,15 @@ def resolve_device(name: str, option: str = "--device") -> torch.device:
     return torch.device("cuda", index)
 
 
+def check_device_present(name: str) -> None:
+    """Raise UsageError when this machine lacks the device that `name` asks for.
+
+    Every machine has `auto` and `cpu`, so that torch is imported only for the other names.
+    """
+    if check_device_name(name) not in ("auto", "cpu"):
+        resolve_device(name)
+
+
 def missing_cuda() -> str:
     """Return why torch has no CUDA device on this machine, as the end of a sentence."""
     import torch
@@ -95,3 +106,50 @@ def is_device_failure(error: BaseException) -> bool:
     if accelerator_error is not None and isinstance(error, accelerator_error):
         return True
     return isinstance(error, RuntimeError) and str(error).startswith("CUDA error")
+
+
+def first_line(error: BaseException) -> str:
+    """Return what `error` says, without the advice for programmers that torch writes in the lines below."""
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def release_cached_memory(device: torch.device) -> None:
+    """Give memory that torch keeps for later allocations on `device`, and does not use now, back to the
+    device.
+    """
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif device.type == "mps":
+        torch.mps.empty_cache()
+
+
+def current_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which CUDA calls of this thread that name no device go to `device`; one that does
+    nothing for other devices.
+    """
+    import torch
+
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def explained_failures(device: torch.device) -> Iterator[None]:
+    """Within the context, raise a SwarmError that a person understands when `device` fails for good or has no
+    memory left.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if is_device_failure(error):
+            advice = "start again; if it fails again, give another --device and look at the driver's messages (`nvidia-smi`, `dmesg`)"
+            raise SwarmError(
+                f"{device} failed, and this process cannot use it any more ({first_line(error)}): {advice}"
+            ) from error
+        if is_out_of_memory(error):
+            advice = "close other programs that use it, or give a --device with more memory"
+            raise SwarmError(
+                f"{device} has not enough memory left ({first_line(error)}): {advice}"
+            ) from error
+        raise

@@ -4,24 +4,52 @@ tested without a swarm.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_UNREAD_MAX = 4096  # losses that stay on the device; a scalar takes 512 bytes of a GPU's memory
 
 
 @dataclass(slots=True)
 class EpochAccount:
-    """This peer's steps since the last round that it took part in."""
+    """This peer's steps since the last round that it took part in.
+
+    Losses stay on the device until the mean is asked for: reading one makes the host wait for everything that
+    the device has to do.
+    """
 
     samples: int = 0
-    loss_sum: float = 0.0  # weighted by samples
+    loss_sum: float = 0.0  # weighted by samples, of the losses that were read
+    unread: list[tuple[int, torch.Tensor]] = field(default_factory=list)  # samples, and their mean loss
 
-    def add(self, samples: int, loss: float) -> None:
-        self.samples += samples
-        self.loss_sum += samples * loss
+    def add(self, losses: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Add micro-batches: the number of samples of each, and their mean loss, a tensor of one element."""
+        for samples, loss in losses:
+            self.samples += samples
+            self.unread.append((samples, loss))
+        if len(self.unread) > _UNREAD_MAX:
+            self._read()
 
     @property
     def loss(self) -> float:
-        """Mean per sample; nan before the first."""
+        """The mean per sample; nan before the first. Waits for the device."""
+        self._read()
         return self.loss_sum / self.samples if self.samples else float("nan")
+
+    def _read(self) -> None:
+        """Bring all losses to the host, in one transfer."""
+        if not self.unread:
+            return
+        import torch
+
+        unread, self.unread = self.unread, []
+        losses = torch.stack([loss.reshape(()) for _, loss in unread]).tolist()
+        for (samples, _), loss in zip(unread, losses, strict=True):
+            self.loss_sum += samples * loss
 
 
 @dataclass(slots=True)

@@ -46,8 +46,9 @@ class RunFound(Event):
     summary: str
     sample: str
     parameters: int
-    memory_bytes: int
+    memory_bytes: int  # of this machine; with device_memory_bytes beside it, what the process takes besides
     memory_free_bytes: int
+    device_memory_bytes: int | None  # of the CUDA device; None: no CUDA device was asked for by name
     target_batch_size: int
     batch_size: int
     round_bytes: int  # sent by one volunteer in one epoch, and as much received
@@ -205,6 +206,13 @@ class Finished(Event):
     sent_bytes: int
     digest: str | None  # the last one
     digest_epoch: int | None
+    # estimated before joining, and what was really taken at the peak; the device's are 0 without a CUDA
+    # device
+    memory_bytes: int = 0  # of this machine, by the whole process
+    memory_peak_bytes: int = 0
+    device_memory_bytes: int = 0
+    device_memory_peak_bytes: int = 0  # by tensors
+    device_memory_reserved_bytes: int = 0  # by torch, at the peak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

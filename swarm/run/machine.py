@@ -5,38 +5,29 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from swarm.core.device import missing_cuda, resolve_device
 from swarm.core.errors import SwarmError, UsageError
 from swarm.run.specification import RunSpecification
 
 if TYPE_CHECKING:
     import torch
 
-# An idle process with torch's CPU build and a node; CUDA's context takes memory on the device besides
-PROCESS_BYTES = 350 << 20
 
+def choose_device(name: str, specification: RunSpecification) -> torch.device:
+    """Return the device that `name` means here. Imports torch, unless the name alone is refused.
 
-def choose_device(choice: str, specification: RunSpecification) -> torch.device:
-    """`auto` is CUDA where it works. UsageError when CUDA was asked for, here or by the run, and is not
-    there. Imports torch.
+    UsageError when this machine lacks it, or when the run is trained on CUDA devices only and this is none.
     """
-    import torch
-
-    available = torch.cuda.is_available()
-    if specification.requirements.device == "cuda" and (not available or choice == "cpu"):
+    needs_cuda = specification.requirements.device == "cuda"
+    refused = f"the run {specification.name} is trained on CUDA devices only, and"
+    if needs_cuda and name in ("cpu", "mps"):
         raise UsageError(
-            f"the run {specification.name} is trained on CUDA devices only, and {'--device cpu was given' if available else _no_cuda()}"
+            f"{refused} --device {name} was given: give --device cuda, or volunteer for another run"
         )
-    if choice == "cuda" and not available:
-        raise UsageError(f"--device cuda was given, but {_no_cuda()}; use --device cpu, or auto")
-    return torch.device("cuda" if available and choice != "cpu" else "cpu")
-
-
-def _no_cuda() -> str:
-    import torch
-
-    if torch.version.cuda is None:
-        return "this machine's torch was built without CUDA: install a CUDA build of torch"
-    return "torch sees no CUDA device here: check `nvidia-smi` and the driver"
+    device = resolve_device(name)
+    if needs_cuda and device.type != "cuda":
+        raise UsageError(f"{refused} {missing_cuda()}")
+    return device
 
 
 def free_bytes(device: torch.device | None = None) -> int:
@@ -51,19 +42,12 @@ def free_bytes(device: torch.device | None = None) -> int:
 
 
 def check_memory(needed_bytes: int, free: int, run: str, where: str = "this machine") -> None:
-    """SwarmError when the run needs more memory than is free."""
+    """Raise SwarmError when the run needs more memory than is free on `where`."""
     if needed_bytes > free:
         raise SwarmError(
             f"the run {run} needs about {needed_bytes / 1e6:,.0f} MB of memory and {free / 1e6:,.0f} MB are free on {where}: "
             "close other programs, or volunteer with a larger machine"
         )
-
-
-def needed_bytes(specification: RunSpecification, task_bytes: int) -> int:
-    """What a volunteer takes in all: the task, the process around it, or what the run's owner says, if that
-    is more.
-    """
-    return max(task_bytes + PROCESS_BYTES, specification.requirements.memory_mb * 1_000_000)
 
 
 def taken_bytes() -> int:

@@ -73,6 +73,13 @@ class ModeChoice(BaseModel):
         """How often the state is averaged where the specification does not say; None: never."""
         return {"gradients": 10, "gossip": None}.get(self.name, 100)
 
+    @property
+    def outer_statistics(self) -> int:
+        """How many vectors of the parameters' size a mode with local steps shares beside them: its outer
+        momentum.
+        """
+        return int(self.name in ("diloco", "gossip") and self.momentum != 0)
+
     def statistics(self, optimizer: str) -> int:
         """Vectors of the parameters' size that are averaged with them then."""
         if self.name == "gradients":

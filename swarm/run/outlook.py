@@ -67,7 +67,7 @@ def round_bytes(specification: RunSpecification, described: TaskDescription, pee
     mode, parameters = specification.mode, described.parameters
     members = 2 if mode.name == "gossip" else max(2, min(peers, specification.target_group_size))
     share = 2 * (members - 1) / members
-    epochs = _epoch_bytes(specification, described)
+    epochs = epoch_bytes(specification, described)
     every = specification.state_sync_epochs or mode.state_sync_epochs
     state = (
         parameters * 4 * (1 + mode.statistics(specification.optimizer.name)) / every
@@ -77,8 +77,8 @@ def round_bytes(specification: RunSpecification, described: TaskDescription, pee
     return int(share * (epochs + state))
 
 
-def _epoch_bytes(specification: RunSpecification, described: TaskDescription) -> int:
-    """What the mode averages in one epoch, encoded."""
+def epoch_bytes(specification: RunSpecification, described: TaskDescription) -> int:
+    """Return the size of what the mode averages in one epoch, encoded."""
     mode, strategy, codec, parameters = (
         specification.mode,
         specification.strategy,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swarm.core.device import first_line, is_device_failure, is_out_of_memory
 from swarm.core.errors import PeerError, SwarmError
 from swarm.run.events import Emit, Notice, Saved
 
@@ -119,6 +120,12 @@ class Saver:
             path = self._kept.save(view, self._parameters, self._about)
         except SwarmError as error:
             self._emit(Notice(text=f"{error}; training goes on"))
+        except (RuntimeError, MemoryError) as error:
+            if not (is_device_failure(error) or is_out_of_memory(error)):
+                raise
+            self._emit(
+                Notice(text=f"the checkpoint of epoch {view.epoch} was not written: {first_line(error)}")
+            )
         else:
             self._took_s = time.monotonic() - began_s
             self._emit(Saved(epoch=view.epoch, path=str(path), seconds=self._took_s))

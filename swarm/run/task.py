@@ -42,9 +42,11 @@ class TaskDescription:
     # of the trained parameters, in any order; where a task does not tell, traffic with a strategy is foretold
     # as if no tensor shrank
     shapes: tuple[tuple[int, ...], ...] = ()
-    # model, gradients, optimizer, activations of one step and data together, beyond what an idle process
-    # takes
+    # what the task alone knows of: the model's parameters and buffers, the activations of one step, and the
+    # data, at their peak, where the model is; gradients, the optimizer's statistics and everything that the
+    # mode keeps are added by `swarm.run.memory`
     memory_bytes: int
+    data_bytes: int = 0  # the part of it that is read into the machine's memory before it goes to a device
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from swarm.core.device import is_out_of_memory, release_cached_memory
+from swarm.core.errors import NotEnoughPeers
 from swarm.run.accounts import TrainingStats, ValidationSchedule
-from swarm.run.events import Contributed, Emit, EpochDone, Resynchronised, RoundFailed, TrainingProgress
+from swarm.run.events import (
+    Contributed,
+    Emit,
+    EpochDone,
+    Notice,
+    Resynchronised,
+    RoundFailed,
+    TrainingProgress,
+)
 from swarm.run.machine import process_age_s
+from swarm.run.microbatches import MicroBatches
 from swarm.run.specification import SignedSpecification
 from swarm.run.task import Draw, TaskData
 
@@ -19,6 +30,7 @@ if TYPE_CHECKING:
     from averaging.optim.optimizer import Optimizer, StepReport
     from swarm.core.ids import PeerId
 
+STATE_TIMEOUT_S = 600.0  # of a download of the whole state
 _PROGRESS_S = 1.0
 
 
@@ -35,8 +47,10 @@ class Training:
     swarm_s: Callable[[], float]
     accounts: TrainingStats
     pacing: ValidationSchedule
+    micro_batches: MicroBatches
     told_s: float = float("-inf")
     drawn_epoch: int = -1
+    validates: bool = True  # False once measuring the loss on the held-out part has run out of memory
 
     def over(self) -> str:
         """Why the run has ended, by its specification; empty while it goes on."""
@@ -58,11 +72,40 @@ class Training:
         if self.optimizer.epoch != self.drawn_epoch:
             self.drawn_epoch = self.optimizer.epoch
             self.data.start_epoch(Draw(self.signed.run_id, self.drawn_epoch, self.own))
-        loss = self.data.loss(self.model, samples)
-        self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.accounts.epoch.add(samples, float(loss.detach()))
-        return self.after(self.optimizer.step())
+        self.accounts.epoch.add(self.micro_batches.backward(samples, self.optimizer.zero_grad))
+        report = self._optimizer_step()
+        if report is None or _ran_out_of_memory(report):
+            self.optimizer.zero_grad()
+            self.micro_batches.shrink(
+                samples, "a round of averaging" if report is not None else "the end of a step"
+            )
+        if report is None:
+            self._recover()
+            return False
+        return self.after(report)
+
+    def _optimizer_step(self) -> StepReport | None:
+        """The optimizer's step; None when it ran out of memory half-way, which leaves the state in question."""
+        try:
+            return self.optimizer.step()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        return None
+
+    def _recover(self) -> None:
+        """Fetch the swarm's state after a step that broke off. Alone, this peer goes on with what it has:
+        there is no other state.
+        """
+        load = self.optimizer.load_state_from_peers(timeout_s=STATE_TIMEOUT_S)
+        if load.loaded:
+            self.accounts.finish_epoch(0)
+            reason = "memory ran out in the middle of a step"
+            self.emit(Resynchronised(epoch=load.epoch, loaded=True, reason=reason, seconds=load.seconds))
+        elif not load.alone:
+            raise NotEnoughPeers(
+                f"memory ran out in the middle of a step, and the swarm's state could not be downloaded: {load.reason}"
+            )
 
     def after(self, report: StepReport) -> bool:
         """Account for what a step did and tell it."""
@@ -100,7 +143,7 @@ class Training:
         if accounts.contributing_epoch is None and report.contributed:
             accounts.contributing_epoch = report.epoch
             self.emit(Contributed(epoch=report.epoch, start_s=process_age_s()))
-        validation_loss = self._validate() if self.pacing.due(now_s) else None
+        validation_loss = self._validate() if self.validates and self.pacing.due(now_s) else None
         told = {"loss": done.loss if report.contributed else None, "validation_loss": validation_loss}
         self.optimizer.report(**{name: loss for name, loss in told.items() if loss is not None})
         view = self.optimizer.progress
@@ -138,14 +181,38 @@ class Training:
             )
         )
 
-    def _validate(self) -> float:
+    def _validate(self) -> float | None:
+        """Measure the loss on the held-out part; None when there is no memory for it, and then never again."""
         started_s = time.monotonic()
         self.model.eval()
-        loss = self.accounts.validation_loss = self.data.validation_loss(self.model)
-        self.model.train()
+        loss = None
+        try:
+            loss = self.accounts.validation_loss = self.data.validation_loss(self.model)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self.validates = False
+        finally:
+            self.model.train()
+        if not self.validates:
+            device = self.micro_batches.device
+            release_cached_memory(device)
+            self.emit(
+                Notice(
+                    text=f"the held-out part does not fit into the memory of {device}: this peer measures no loss on it any more"
+                )
+            )
         ended_s = time.monotonic()
         self.pacing.took(ended_s - started_s, ended_s)
         return loss
+
+
+def _ran_out_of_memory(report: StepReport) -> bool:
+    """Whether a round failed because a device of this peer had no memory left."""
+    return any(
+        one is not None and one.failed and one.reason == "memory"
+        for one in (report.round, report.state_round)
+    )
 
 
 def _why(report: StepReport) -> str:

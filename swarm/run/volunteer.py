@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swarm.core.device import current_device, explained_failures, is_device_failure
 from swarm.core.errors import NotEnoughPeers
 from swarm.core.ids import Contact
 from swarm.run import machine, outlook
@@ -31,18 +32,20 @@ from swarm.run.events import (
 )
 from swarm.run.following import FANOUT, FollowerServices, RunFollower, differences, restart_needed
 from swarm.run.limits import Decision, MachineStatus, VolunteerLimits, decide
+from swarm.run.memory import MemoryEstimate, device_peak, estimate, peak_bytes
+from swarm.run.microbatches import MicroBatches
 from swarm.run.saving import CheckpointConfig, Saver
 from swarm.run.specification import RunSpecification, SignedSpecification
 from swarm.run.task import make_task
+from swarm.run.training import STATE_TIMEOUT_S, Training
 
 if TYPE_CHECKING:
     import torch
 
     from averaging.optim.optimizer import Optimizer
     from swarm.node import Node
-    from swarm.run.training import Training
+    from swarm.run.task import TaskData
 
-_STATE_TIMEOUT_S = 600.0
 _LOOK_S = 0.5  # how often limits and wishes are looked at
 _STRANGERS_MAX = 32
 
@@ -51,7 +54,8 @@ _STRANGERS_MAX = 32
 class VolunteerConfig:
     """What the volunteer decides, as against what the run's owner does."""
 
-    device: str = "auto"  # auto, cpu, cuda
+    # a name that `swarm.core.device.resolve_device` takes: auto, cpu, cuda, cuda:N or mps
+    device: str = "auto"
     data: Path | None = None  # a folder of its own instead of the task's default data
     validation_share: float = 0.05  # of the time may go into measuring the loss on the held-out part
     validation_s_min: float = 2.0  # between two measurements at least
@@ -89,11 +93,9 @@ class Volunteer:
     def specification(self) -> RunSpecification:
         return self.signed.specification
 
-    @property
-    def _task_bytes(self) -> int:
-        """The task's memory, and that of a strategy's residuals: two float32 for each parameter."""
-        residuals = 8 * self._description.parameters if self.specification.strategy is not None else 0
-        return self._description.memory_bytes + residuals
+    def _estimate(self, *, on_cuda: bool) -> MemoryEstimate:
+        saves = self._config.saving is not None and self._config.saving.every_s > 0
+        return estimate(self.specification, self._description, on_cuda=on_cuda, saves=saves)
 
     def introduce(self, *, founded: bool) -> RunFound:
         """What will be trained, what it takes here, and what traffic to expect."""
@@ -106,6 +108,8 @@ class Volunteer:
                 ),
                 10.0,
             )
+        on_cuda = self._config.device.startswith("cuda")
+        needed = self._estimate(on_cuda=on_cuda)
         return RunFound(
             name=self.signed.name,
             run_id=self.signed.run_id,
@@ -114,8 +118,9 @@ class Volunteer:
             summary=specification.description or description.summary,
             sample=description.sample,
             parameters=description.parameters,
-            memory_bytes=machine.needed_bytes(specification, self._task_bytes),
+            memory_bytes=needed.host_bytes,
             memory_free_bytes=machine.free_bytes(),
+            device_memory_bytes=needed.device_bytes if on_cuda else None,
             target_batch_size=specification.target_batch_size,
             batch_size=specification.batch_size,
             round_bytes=outlook.round_bytes(specification, description, seen.peers + 1),
@@ -124,48 +129,47 @@ class Volunteer:
         )
 
     def choose_device(self) -> torch.device:
-        """The device to train on, with enough memory. UsageError or SwarmError says what is missing. Waits
-        for torch's import.
+        """Return the device to train on, which has enough memory, as has the machine. Waits for torch's
+        import.
+
+        UsageError: the device is not there. SwarmError: there is too little memory, or the volunteer allows
+        too little.
         """
         device = machine.choose_device(self._config.device, self.specification)
+        needed = self._estimate(on_cuda=device.type == "cuda")
+        machine.check_memory(needed.host_bytes, machine.free_bytes(), self.signed.name)
+        self._config.limits.check(needed.host_bytes, self.signed.name)
         if device.type == "cuda":
-            machine.check_memory(
-                self._task_bytes, machine.free_bytes(device), self.signed.name, "the CUDA device"
+            free = machine.free_bytes(device)
+            machine.check_memory(needed.device_bytes, free, self.signed.name, str(device))
+            own = f"about {needed.device_bytes / 1e6:,.0f} MB of its own memory, of which {free / 1e6:,.0f} MB are free"
+            self._emit(
+                Notice(
+                    text=f"on {device}: {own}, and about {needed.host_bytes / 1e6:,.0f} MB of the machine's"
+                )
             )
         return device
-
-    def check_memory(self) -> None:
-        """SwarmError when this machine has too little, or the volunteer allows too little."""
-        needed_bytes = machine.needed_bytes(self.specification, self._task_bytes)
-        machine.check_memory(needed_bytes, machine.free_bytes(), self.signed.name)
-        self._config.limits.check(needed_bytes, self.signed.name)
 
     def train(self, device: torch.device, *, new: bool = False, why: Callable[[], str] = str) -> Finished:
         """Build, fetch the state (there is none if the run is `new`), train; returns when the run is over or
         `stop` is set.
 
-        `why` says what set it. NotEnoughPeers: there are peers, but none could give the state.
+        `why` says what set it. NotEnoughPeers: there are peers, but none could give the state. SwarmError:
+        the device failed or has not enough memory; the others were told goodbye, and nothing was saved since.
         """
-        from swarm.run.inner import build_optimizer
-        from swarm.run.training import Training
+        # What a task does without naming a device (pinned memory, streams, "cuda") belongs to the chosen one,
+        # too.
+        with explained_failures(device), current_device(device):
+            return self._train(device, new=new, why=why)
 
-        specification = self.specification
-        model = self._task.build_model(specification.seed).to(device)
+    def _train(self, device: torch.device, *, new: bool, why: Callable[[], str]) -> Finished:
+        from swarm.run.inner import build_optimizer
+
+        model = self._task.build_model(self.specification.seed).to(device)
         data = self._task.load_data(self._config.data, device)
-        inner = build_optimizer(model, specification.optimizer)
+        inner = build_optimizer(model, self.specification.optimizer)
         started_s = time.monotonic()
-        training = Training(
-            model=model,
-            data=data,
-            optimizer=self._open(inner),
-            signed=self.signed,
-            own=self._node.peer_id,
-            emit=self._emit,
-            swarm_s=self._node.clock.swarm_s,
-            accounts=TrainingStats(),
-            pacing=ValidationSchedule(self._config.validation_share, self._config.validation_s_min),
-        )
-        self._training = training
+        training = self._training = self._prepared(model, data, inner, device)
         saver = self._saver(model, inner)
         reason = ""
         try:
@@ -184,7 +188,34 @@ class Volunteer:
                 saver.close(training.optimizer)
             return finished
         finally:
+            self._leave(training)
+
+    def _prepared(
+        self, model: torch.nn.Module, data: TaskData, inner: torch.optim.Optimizer, device: torch.device
+    ) -> Training:
+        """Everything that training needs, and this peer in the run."""
+        return Training(
+            model=model,
+            data=data,
+            optimizer=self._open(inner),
+            signed=self.signed,
+            own=self._node.peer_id,
+            emit=self._emit,
+            swarm_s=self._node.clock.swarm_s,
+            accounts=TrainingStats(),
+            pacing=ValidationSchedule(self._config.validation_share, self._config.validation_s_min),
+            micro_batches=MicroBatches(model=model, data=data, device=device, emit=self._emit),
+        )
+
+    def _leave(self, training: Training) -> None:
+        """Say goodbye to the others."""
+        try:
             training.optimizer.close()
+        except RuntimeError as error:
+            # A round in the background has tensors on the device. If that failed, the node says goodbye for
+            # this peer when it closes.
+            if not is_device_failure(error):
+                raise
 
     def _open(self, inner: torch.optim.Optimizer) -> Optimizer:
         """Take part in the run, by the specification as it is now."""
@@ -217,7 +248,7 @@ class Volunteer:
         model = self._task.build_model(self.specification.seed)
         inner = build_optimizer(model, self.specification.optimizer)
         with contextlib.closing(self._open(inner)) as optimizer:
-            result = optimizer.load_state_from_peers(timeout_s=_STATE_TIMEOUT_S)
+            result = optimizer.load_state_from_peers(timeout_s=STATE_TIMEOUT_S)
             if not result.loaded:
                 raise NotEnoughPeers(
                     f"the state of {self.signed.full_name} could not be downloaded: {result.reason}"
@@ -320,7 +351,7 @@ class Volunteer:
 
     def _load_state(self, optimizer: Optimizer) -> bool:
         """The swarm's present state, if there is a swarm; True when there is none, and the run begins anew."""
-        result = optimizer.load_state_from_peers(timeout_s=_STATE_TIMEOUT_S)
+        result = optimizer.load_state_from_peers(timeout_s=STATE_TIMEOUT_S)
         if result.loaded:
             self._emit(
                 StateDownloaded(
@@ -400,7 +431,8 @@ class Volunteer:
         )
 
     def _finished(self, training: Training, reason: str, seconds: float) -> Finished:
-        accounts = training.accounts
+        accounts, device = training.accounts, training.micro_batches.device
+        needed, device_taken = self._estimate(on_cuda=device.type == "cuda"), device_peak(device)
         finished = Finished(
             reason=reason,
             epoch=training.optimizer.epoch,
@@ -414,6 +446,11 @@ class Volunteer:
             sent_bytes=accounts.sent_bytes,
             digest=accounts.digest,
             digest_epoch=accounts.digest_epoch,
+            memory_bytes=needed.host_bytes,
+            memory_peak_bytes=peak_bytes(),
+            device_memory_bytes=needed.device_bytes,
+            device_memory_peak_bytes=device_taken.allocated_bytes,
+            device_memory_reserved_bytes=device_taken.reserved_bytes,
         )
         self._emit(finished)
         return finished

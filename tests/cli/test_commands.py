@@ -89,7 +89,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
         ),
         (
             ["serve", "--experts", "ffn.0", "--listen", "127.0.0.1:0", "--device", "nonsense"],
-            "--device nonsense",
+            "a device is auto, cpu, cuda, cuda:N or mps",
         ),
         (
             ["serve", "--experts", "ffn.[0:4].[0:4]", "--num-experts", "17", "--listen", "127.0.0.1:0"],

@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -78,6 +79,36 @@ def test_json_lines_name_their_event_and_hold_only_json_numbers() -> None:
     )
     line = json.loads(stream.getvalue(), parse_constant=pytest.fail)
     assert (line["event"], line["loss"], line["swarm_samples_per_s"]) == ("progress", None, None)
+
+
+@pytest.mark.parametrize("output", [JsonOutput, PlainOutput])
+def test_a_line_is_written_in_one_piece_so_that_those_of_several_threads_do_not_mix(
+    output: type[JsonOutput | PlainOutput],
+) -> None:
+    pieces: list[str] = []
+
+    class Recorded(io.StringIO):
+        def write(self, text: str) -> int:
+            pieces.append(text)
+            return len(text)
+
+    output(Recorded()).emit(events.Notice(text="one"))
+    assert len(pieces) == 1
+    assert pieces[0].endswith("\n")
+
+
+def test_the_memory_that_was_taken_is_told_beside_the_estimate() -> None:
+    taken = replace(FINISHED, memory_bytes=900_000_000, memory_peak_bytes=700_000_000)
+    assert sentence(taken).endswith("sent 3.6 MB. Memory: 700 MB at the peak, 900 MB estimated.")
+    on_cuda = replace(
+        taken,
+        device_memory_bytes=3_000_000_000,
+        device_memory_peak_bytes=2_500_000_000,
+        device_memory_reserved_bytes=2_800_000_000,
+    )
+    assert sentence(on_cuda).endswith(
+        "; of the CUDA device 2.5 GB (2.8 GB with torch's reserve), 3.0 GB estimated."
+    )
 
 
 def test_every_event_that_is_no_mere_progress_has_a_sentence() -> None:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
-from swarm.core.device import check_device_name, is_device_failure, is_out_of_memory, resolve_device
-from swarm.core.errors import UsageError
+from swarm.core.device import (
+    check_device_name,
+    check_device_present,
+    current_device,
+    explained_failures,
+    first_line,
+    is_device_failure,
+    is_out_of_memory,
+    resolve_device,
+)
+from swarm.core.errors import SwarmError, UsageError
 
 
 @pytest.fixture
@@ -83,3 +94,53 @@ def test_torchs_accelerator_error_is_a_device_failure() -> None:
         pytest.skip("this torch has no AcceleratorError")
     error = kind.__new__(kind)
     assert is_device_failure(error)
+
+
+@pytest.mark.parametrize("name", ["auto", "cpu"])
+def test_what_every_machine_has_is_not_looked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.core.device.resolve_device", pytest.fail)
+    check_device_present(name)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_device_that_is_missing_is_found_missing() -> None:
+    check_device_present("cuda:1")
+    with pytest.raises(UsageError, match="this machine has cuda:0 to cuda:1"):
+        check_device_present("cuda:2")
+
+
+def test_a_cuda_device_becomes_the_current_one_and_the_cpu_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entered: list[object] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(entered.append(device)))
+    for name in ("cuda:1", "cpu", "mps"):
+        with current_device(torch.device(name)):
+            pass
+    assert entered == [torch.device("cuda", 1)]
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (
+            RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors"),
+            r"cuda:1 failed, .* \(.*assert triggered\): start again",
+        ),
+        (
+            torch.cuda.OutOfMemoryError("CUDA out of memory."),
+            r"cuda:1 has not enough memory left \(.*\): close other programs",
+        ),
+        (MemoryError(), r"cuda:1 has not enough memory left \(MemoryError\)"),
+    ],
+)
+def test_errors_of_a_device_become_sentences_with_what_to_do(error: BaseException, sentence: str) -> None:
+    with pytest.raises(SwarmError, match=sentence) as raised, explained_failures(torch.device("cuda:1")):
+        raise error
+    assert "\n" not in str(raised.value)
+
+
+def test_other_errors_pass_as_they_are() -> None:
+    with pytest.raises(RuntimeError, match="shapes"), explained_failures(torch.device("cpu")):
+        raise RuntimeError("shapes cannot be multiplied")
+    assert first_line(ValueError("one\ntwo")) == "one"

@@ -8,13 +8,16 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from averaging.optim.progress.logic.reports import PeerProgress, ProgressView
 from averaging.optim.reports import LoadResult, StepReport
 from averaging.result import RoundResult
+from swarm.core.errors import NotEnoughPeers
 from swarm.core.identity import Identity
 from swarm.run import events
 from swarm.run.accounts import TrainingStats, ValidationSchedule
+from swarm.run.microbatches import MicroBatches
 from swarm.run.specification import RunSpecification, sign
 from swarm.run.task import Draw
 from swarm.run.training import Training
@@ -50,8 +53,9 @@ class FakeData:
 
 
 class FakeOptimizer:
-    def __init__(self, reports: list[StepReport]) -> None:
+    def __init__(self, reports: list[StepReport | BaseException]) -> None:
         self.reports, self.epoch = reports, 0
+        self.loads: list[LoadResult] = []
         self.reported: list[dict[str, float]] = []
 
     def report(self, **metrics: float) -> None:
@@ -60,8 +64,13 @@ class FakeOptimizer:
     def zero_grad(self) -> None:
         return None
 
+    def load_state_from_peers(self, timeout_s: float) -> LoadResult:
+        return self.loads.pop(0)
+
     def step(self) -> StepReport:
         report = self.reports.pop(0)
+        if isinstance(report, BaseException):
+            raise report
         self.epoch = report.epoch
         return report
 
@@ -77,20 +86,25 @@ class FakeOptimizer:
 class Volunteering:
     """A training with everything faked around it."""
 
-    def __init__(self, *reports: StepReport) -> None:
+    def __init__(self, *reports: StepReport | BaseException) -> None:
         self.told: list[Any] = []
         self.data = FakeData()
         self.now_s = 0.0
+        self.optimizer = FakeOptimizer(list(reports))
+        model = torch.nn.Linear(1, 1)
         self.training = Training(
-            model=torch.nn.Linear(1, 1),
+            model=model,
             data=self.data,
-            optimizer=FakeOptimizer(list(reports)),  # type: ignore[arg-type]
+            optimizer=self.optimizer,  # type: ignore[arg-type]
             signed=sign(SPECIFICATION, OWNER, version=1, founded_s=0.0),
             own=OWNER.peer_id,
             emit=self.told.append,
             swarm_s=lambda: self.now_s,
             accounts=TrainingStats(),
             pacing=ValidationSchedule(0.05, 1000.0),
+            micro_batches=MicroBatches(
+                model=model, data=self.data, device=torch.device("cpu"), emit=self.told.append
+            ),
         )
 
     def kinds(self) -> list[str]:
@@ -203,3 +217,96 @@ def test_measuring_takes_its_share_of_the_time_and_no_more() -> None:
     pacing.took(0.01, 11.0)
     assert not pacing.due(12.9)
     assert pacing.due(13.0)
+
+
+class NoHostRead(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Fails when a value is read on the host: on a GPU that waits for everything that the device has to do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert "_local_scalar_dense" not in str(func), "a loss was read on the host"
+        assert func is not torch.ops.aten.stack.default, "losses were brought to the host"
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_loss_is_read_between_two_reports_of_progress() -> None:
+    steps = 50
+    one = Volunteering(
+        *(report() for _ in range(1 + steps)),
+        report(1, stepped=True, contributed=8 * (steps + 2), round=ROUND),
+    )
+    one.training.step()
+    assert one.kinds() == ["progress"]
+    one.training.told_s = math.inf  # the next report of progress is far away
+    with NoHostRead():  # type: ignore[no-untyped-call]
+        for _ in range(steps):
+            one.training.step()
+    assert one.training.step()
+    with torch.no_grad():
+        loss = float(one.data.loss(one.training.model, 8))
+    assert one.told[-1].loss == pytest.approx(loss)
+
+
+def test_a_loss_that_is_nan_is_told_as_nan() -> None:
+    one = Volunteering(report(), report(1, stepped=True, contributed=8, round=ROUND))
+    with torch.no_grad():
+        next(one.training.model.parameters()).fill_(math.nan)
+    one.training.step()
+    assert math.isnan(one.told[-1].loss)
+    one.training.step()
+    assert math.isnan(one.told[-1].loss)
+
+
+@pytest.mark.parametrize("which", ["round", "state_round"])
+def test_a_round_that_ran_out_of_memory_makes_the_micro_batch_smaller(which: str) -> None:
+    failed = RoundResult(failed=True, reason="memory", detail="cuda:0 has no memory left")
+    one = Volunteering(report(rounds_failed=1, **{which: failed}), report())
+    one.training.step()
+    assert one.training.micro_batches.samples_max == 4
+    notice = next(event for event in one.told if event.kind == "notice")
+    assert (
+        notice.text
+        == "a round of averaging does not fit into the memory of cpu: training with 4 samples at a time instead of 8"
+    )
+    one.training.step()
+    assert one.training.micro_batches.samples_max == 4
+
+
+def test_a_held_out_part_that_does_not_fit_is_told_once_and_measured_no_more() -> None:
+    done = [report(epoch, stepped=True, contributed=8, round=ROUND) for epoch in (1, 2)]
+    one = Volunteering(*done)
+    one.training.pacing = ValidationSchedule(0.05, 0.0)
+
+    def validation_loss(model: torch.nn.Module) -> float:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    one.data.validation_loss = validation_loss  # type: ignore[method-assign]
+    assert [one.training.step(), one.training.step()] == [True, True]
+    assert one.kinds() == ["contributing", "notice", "epoch", "epoch"]
+    assert one.told[-1].validation_loss is None
+    assert one.training.model.training
+
+
+def test_a_step_that_broke_off_without_memory_fetches_the_swarms_state() -> None:
+    one = Volunteering(report(), torch.cuda.OutOfMemoryError("CUDA out of memory"), report(4))
+    one.optimizer.loads = [LoadResult(loaded=True, epoch=4, seconds=0.5)]
+    one.training.step()
+    assert one.training.step() is False
+    assert [event.kind for event in one.told] == ["progress", "notice", "resynchronised"]
+    assert one.told[-1].reason == "memory ran out in the middle of a step"
+    assert one.training.accounts.epoch.samples == 0
+    one.training.step()
+    assert one.training.accounts.epoch.samples == 8
+
+
+def test_alone_a_step_that_broke_off_without_memory_is_followed_by_the_next() -> None:
+    one = Volunteering(MemoryError(), report())
+    one.optimizer.loads = [LoadResult(loaded=False, alone=True, epoch=0)]
+    assert [one.training.step(), one.training.step()] == [False, False]
+    assert one.training.micro_batches.samples_max == 4
+
+
+def test_a_state_that_cannot_be_fetched_after_a_step_broke_off_ends_training() -> None:
+    one = Volunteering(MemoryError())
+    one.optimizer.loads = [LoadResult(loaded=False, epoch=0, reason="no donor answers")]
+    with pytest.raises(NotEnoughPeers, match="could not be downloaded: no donor answers"):
+        one.training.step()

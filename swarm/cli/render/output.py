@@ -74,7 +74,10 @@ class JsonOutput:
         return None
 
     def emit(self, event: Event) -> None:
-        print(event.json_line(), file=self._stream, flush=True)
+        # in one piece: events of several threads (the trainer's, the network's, the one that writes
+        # checkpoints) must not mix in one line
+        self._stream.write(event.json_line() + "\n")
+        self._stream.flush()
 
     def question(self, text: str) -> bool:
         return False

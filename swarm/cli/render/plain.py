@@ -34,7 +34,8 @@ class PlainOutput:
             self._next_epoch_s = time.monotonic() + _EPOCH_LINE_S
         text = sentence(event)
         if text:
-            print(printable(text), file=self._stream, flush=True)
+            self._stream.write(printable(text) + "\n")  # in one piece, as in JsonOutput
+            self._stream.flush()
 
     def question(self, text: str) -> bool:
         return False
@@ -94,12 +95,15 @@ def found(event: events.RunFound) -> str:
         if not event.peers
         else f"{event.peers} peer{'s' if event.peers > 1 else ''} training now"
     )
+    memory = f"about {size(event.memory_bytes)}; {size(event.memory_free_bytes)} are free"
+    if event.device_memory_bytes is not None:
+        memory += f"; and about {size(event.device_memory_bytes)} of the CUDA device's own"
     return "\n".join(
         (
             f"{first} {event.name}@{event.run_id}, version {event.version}: {event.summary}",
             f"  model     {event.parameters:,} parameters; a sample is {event.sample}",
             f"  batch     {event.target_batch_size:,} samples of the whole swarm per epoch, {event.batch_size} in each step of a volunteer",
-            f"  memory    about {size(event.memory_bytes)}; {size(event.memory_free_bytes)} are free",
+            f"  memory    {memory}",
             f"  traffic   {traffic}",
             f"  swarm     {people}",
         )
@@ -121,8 +125,19 @@ def finished(event: events.Finished) -> str:
     failed = f", {event.failed_rounds} failed" if event.failed_rounds else ""
     return (
         f"finished at epoch {event.epoch} after {event.seconds:.0f} s: {event.reason}.{loss} Contributed {event.samples:,} samples"
-        f" in {event.rounds} rounds{failed}; sent {size(event.sent_bytes)}."
+        f" in {event.rounds} rounds{failed}; sent {size(event.sent_bytes)}.{_memory(event)}"
     )
+
+
+def _memory(event: events.Finished) -> str:
+    """What memory was taken, beside the estimate that was told before."""
+    if not event.memory_peak_bytes:
+        return ""
+    text = f" Memory: {size(event.memory_peak_bytes)} at the peak, {size(event.memory_bytes)} estimated"
+    if event.device_memory_bytes:
+        peak, reserved = size(event.device_memory_peak_bytes), size(event.device_memory_reserved_bytes)
+        text += f"; of the CUDA device {peak} ({reserved} with torch's reserve), {size(event.device_memory_bytes)} estimated"
+    return f"{text}."
 
 
 def size(count: float) -> str:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from swarm.core.errors import UsageError
 from swarm.run.specification import explain
 from swarm.run.task import TaskDescription
-from swarm.run.tasks.corpus import VOCABULARY
+from swarm.run.tasks.corpus import VALIDATION_SAMPLES, VOCABULARY
 
 if TYPE_CHECKING:
     import torch
@@ -68,16 +68,18 @@ class ByteLanguageModel:
             (VOCABULARY, width),
         ]
         parameters = sum(math.prod(one) for one in shapes)
-        # per token: what the backward pass keeps of each block, and the logits with their softmax and
-        # gradient
-        activations = 4 * batch_size * shape.context * (shape.layers * 20 * shape.width + 3 * VOCABULARY)
-        # float32: parameters, gradients, accumulators, two statistics, and staging for one round of each
+        # float32 per token: what the backward pass keeps of each block, what one block takes for a moment,
+        # and the logits with their softmax and gradient; or, without gradients, one block and the logits of
+        # the held-out samples
+        step = batch_size * shape.context * ((shape.layers + 1) * 20 * width + 3 * VOCABULARY)
+        held_out = VALIDATION_SAMPLES * shape.context * (12 * width + 3 * VOCABULARY)
         return TaskDescription(
             summary=f"a byte-level transformer ({shape.layers} layers of width {shape.width}) on text",
             parameters=parameters,
             shapes=tuple(shapes),
             sample=f"{shape.context} bytes of text",
-            memory_bytes=parameters * 4 * 8 + activations + shape.data_bytes,
+            memory_bytes=4 * (parameters + max(step, held_out)) + shape.data_bytes,
+            data_bytes=shape.data_bytes,
         )
 
     def build_model(self, seed: int) -> torch.nn.Module:

@@ -12,9 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from swarm.run.task import Draw
-from swarm.run.tasks.corpus import VOCABULARY, Corpus
+from swarm.run.tasks.corpus import VALIDATION_SAMPLES, VOCABULARY, Corpus
 
-_VALIDATION_SAMPLES = 64
 _DEVIATION = 0.02  # of freshly drawn weights: small enough that the first loss is ln(256)
 
 
@@ -87,7 +86,7 @@ class ByteData:
         self._generator = torch.Generator()  # on the CPU, so that the draw is the same whatever the device
         self._generator.manual_seed(0)
         held_out = torch.frombuffer(corpus.held_out, dtype=torch.uint8).to(device)
-        starts = torch.linspace(0, len(held_out) - context - 1, _VALIDATION_SAMPLES).long().to(device)
+        starts = torch.linspace(0, len(held_out) - context - 1, VALIDATION_SAMPLES).long().to(device)
         self._validation = held_out[starts[:, None] + self._span].long()
 
     def start_epoch(self, draw: Draw) -> None:
@@ -95,9 +94,11 @@ class ByteData:
 
     def batch(self, samples: int) -> torch.Tensor:
         """The next samples of the current draw, int64 [samples, T + 1]."""
-        starts = torch.randint(
-            0, len(self._training) - self._context, (samples,), generator=self._generator
-        ).to(self._training.device)
+        starts = torch.randint(0, len(self._training) - self._context, (samples,), generator=self._generator)
+        device = self._training.device
+        # CUDA takes a copy of ordinary host memory at once: with non_blocking the host does not wait for the
+        # work that is queued before it
+        starts = starts.to(device, non_blocking=device.type == "cuda")
         return self._training[starts[:, None] + self._span].long()
 
     def loss(self, model: nn.Module, samples: int) -> torch.Tensor:

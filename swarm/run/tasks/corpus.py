@@ -14,6 +14,7 @@ from pathlib import Path
 from swarm.core.errors import UsageError
 
 VOCABULARY = 256  # values of a byte
+VALIDATION_SAMPLES = 64  # in the held-out part that is measured at once
 _HELD_OUT_PART = 20  # one file in this many, by the hash of its path
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "node_modules"}
 _TEXT_SUFFIXES = {

@@ -1,0 +1,56 @@
+"""Checkpoints that cannot be written because the device, and not the disk, failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swarm.run.events import Event, Notice
+from swarm.run.saving import CheckpointConfig, Saver
+
+
+class View:
+    epoch, closed = 4, False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeOptimizer:
+    epoch = 4
+
+    def __init__(self) -> None:
+        self.view = View()
+
+    def state_view(self) -> Any:
+        return self.view
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (
+            RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be"),
+            "CUDA error: device-side assert triggered",
+        ),
+        (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried"), "CUDA out of memory. Tried"),
+        (MemoryError(), "MemoryError"),
+    ],
+)
+def test_a_checkpoint_of_a_device_that_failed_is_told_and_leaves_no_file(
+    error: BaseException, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("averaging.optim.state.checkpoint.write", failing)
+    told: list[Event] = []
+    optimizer: Any = FakeOptimizer()
+    # which writes the last one, and waits for it
+    Saver(CheckpointConfig(folder=tmp_path), [], {}, told.append).close(optimizer)
+    assert told == [Notice(text=f"the checkpoint of epoch 4 was not written: {why}")]
+    assert optimizer.view.closed
+    assert list(tmp_path.iterdir()) == []
