@@ -11,7 +11,18 @@ from swarm.compression import blockwise as blockwise  # registers its codecs, as
 from swarm.compression import plain as plain
 from swarm.compression import sparse as sparse
 from swarm.compression.adaptive import ADAPTIVE, Adaptive, resolve
-from swarm.compression.codec import PUBLIC_WIRE_ID_MAX, Buffer, Codec, find, find_wire_id, names, register, view_bytes, view_tensor
+from swarm.compression.codec import (
+    PUBLIC_WIRE_ID_MAX,
+    Buffer,
+    Codec,
+    exact_device,
+    find,
+    find_wire_id,
+    names,
+    register,
+    view_bytes,
+    view_tensor,
+)
 
 __all__ = [
     "ADAPTIVE",
@@ -19,6 +30,7 @@ __all__ = [
     "Adaptive",
     "Buffer",
     "Codec",
+    "exact_device",
     "find",
     "find_wire_id",
     "names",
