@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 from swarm.compression import Codec, exact_device, find
 from swarm.compression.segments import SEGMENT_ELEMENTS
+from swarm.testing.metal import on_metal
 from swarm.testing.torch_defaults import CHANGES, changed_defaults
 
 NAMES = ("bfloat16", "float16", "float32", "int2", "int4", "int8", "sign", "topk")
@@ -51,53 +51,28 @@ def test_a_codec_makes_the_same_bytes_whatever_the_defaults_are(name: str, chang
 # ---- devices whose arithmetic is not trusted
 
 
-class Metal(torch.Tensor):
-    """A host tensor that says it is on MPS. Copies to and from it are allowed, and views of it; arithmetic fails."""
-
-    ALLOWED = frozenset({"to", "copy_", "view", "__getitem__", "numel", "dim", "__len__", "__get__", "detach", "element_size"})
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return torch.device("mps")
-
-    @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__
-        assert name in cls.ALLOWED, f"{name} was asked of the device"
-        with torch._C.DisableTorchFunctionSubclass():
-            if name == "to" and isinstance(args[1], torch.device):
-                moved = torch.Tensor.clone(args[0].as_subclass(torch.Tensor))
-                return moved.as_subclass(Metal) if args[1].type == "mps" else moved
-            found = func(*args, **(kwargs or {}))
-        return found.as_subclass(Metal) if name in ("view", "__getitem__", "detach") else found
-
-
-def metal(values: torch.Tensor) -> torch.Tensor:
-    return values.clone().as_subclass(Metal)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_host_computes_for_tensors_on_mps(name: str) -> None:
     codec = find(name)
     for values in inputs(3):
         numel, size = values.numel(), codec.encoded_bytes(values.numel())
         payload, _, decoded, *_ = everything(codec, values)
-        assert bytes(codec.encode(metal(values), torch.empty(size, dtype=torch.uint8))) == payload
-        written = metal(torch.zeros(size, dtype=torch.uint8))
-        codec.write(metal(values), written)
+        assert bytes(codec.encode(on_metal(values), torch.empty(size, dtype=torch.uint8))) == payload
+        written = on_metal(torch.zeros(size, dtype=torch.uint8))
+        codec.write(on_metal(values), written)
         assert written.as_subclass(torch.Tensor).numpy().tobytes() == payload
-        for source in (payload, metal(torch.frombuffer(bytearray(payload), dtype=torch.uint8))):
-            there = metal(torch.zeros(numel))
+        for source in (payload, on_metal(torch.frombuffer(bytearray(payload), dtype=torch.uint8))):
+            there = on_metal(torch.zeros(numel))
             assert codec.decode(source, there) is there
             assert there.as_subclass(torch.Tensor).numpy().tobytes() == decoded
-        back = codec.decode(metal(torch.frombuffer(bytearray(payload), dtype=torch.uint8)), torch.zeros(numel))
+        back = codec.decode(on_metal(torch.frombuffer(bytearray(payload), dtype=torch.uint8)), torch.zeros(numel))
         assert back.device.type == "cpu"
         assert back.numpy().tobytes() == decoded
 
 
 def test_the_stand_in_for_mps_refuses_arithmetic() -> None:
     with pytest.raises(AssertionError, match="was asked of the device"):
-        metal(torch.ones(3)).abs()
+        on_metal(torch.ones(3)).abs()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0", "cuda:7"])
