@@ -169,7 +169,9 @@ class Queues:
 
     def host_memory(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Flat memory on the host; pinned where there are queues, so that copies run beside other work. torch keeps what is freed."""
-        return torch.empty(numel, dtype=dtype, pin_memory=any(isinstance(queue, CudaQueue) for queue in self._queues.values()))
+        return torch.empty(
+            numel, dtype=dtype, device="cpu", pin_memory=any(isinstance(queue, CudaQueue) for queue in self._queues.values())
+        )
 
 
 NO_QUEUES = Queues()

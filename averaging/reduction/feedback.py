@@ -40,7 +40,8 @@ class Residual:
     def __init__(self, start: int, stop: int, cut: Cut | None = None, queues: Queues = NO_QUEUES) -> None:
         self.start, self.stop = start, stop
         self._cut, self._queues = cut if cut is not None else [(stop - start, HOST)], queues
-        self.vector = self._made(torch.zeros)
+        zeros = [torch.zeros(numel, dtype=torch.float32, device=device) for numel, device in self._cut]
+        self.vector = FlatVector(zeros, queues)
         self._spare: FlatVector | None = None
 
     @property
@@ -60,15 +61,13 @@ class Residual:
         spare, self._spare = self._spare, None
         if spare is None:
             with self._queues.working():  # memory belongs to the stream that works on it: given back, it goes to nobody else too early
-                spare = self._made(torch.empty)
+                pieces = [torch.empty(numel, dtype=torch.float32, device=device) for numel, device in self._cut]
+                spare = FlatVector(pieces, self._queues)
         return Staged(self, spare)
 
     def replace(self, new: FlatVector) -> None:
         """Hold `new` from now on."""
         self.vector, self._spare = new, self.vector
-
-    def _made(self, make: Callable[..., torch.Tensor]) -> FlatVector:
-        return FlatVector([make(numel, device=device) for numel, device in self._cut], self._queues)
 
 
 class Staged:
