@@ -189,6 +189,7 @@ class Queues:
         return torch.empty(
             numel,
             dtype=dtype,
+            device="cpu",
             pin_memory=any(isinstance(queue, CudaQueue) for queue in self._queues.values()),
         )
 

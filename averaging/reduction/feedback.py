@@ -47,7 +47,8 @@ class Residual:
     def __init__(self, start: int, stop: int, cut: Cut | None = None, queues: Queues = NO_QUEUES) -> None:
         self.start, self.stop = start, stop
         self._cut, self._queues = cut if cut is not None else [(stop - start, HOST)], queues
-        self.vector = self._made(torch.zeros)
+        zeros = [torch.zeros(numel, dtype=torch.float32, device=device) for numel, device in self._cut]
+        self.vector = FlatVector(zeros, queues)
         self._spare: FlatVector | None = None
 
     @property
@@ -68,15 +69,15 @@ class Residual:
         if spare is None:
             # memory belongs to the stream that works on it: given back, it goes to nobody else too early
             with self._queues.working():
-                spare = self._made(torch.empty)
+                pieces = [
+                    torch.empty(numel, dtype=torch.float32, device=device) for numel, device in self._cut
+                ]
+                spare = FlatVector(pieces, self._queues)
         return Staged(self, spare)
 
     def replace(self, new: FlatVector) -> None:
         """Hold `new` from now on."""
         self.vector, self._spare = new, self.vector
-
-    def _made(self, make: Callable[..., torch.Tensor]) -> FlatVector:
-        return FlatVector([make(numel, device=device) for numel, device in self._cut], self._queues)
 
 
 class Staged:

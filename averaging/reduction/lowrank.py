@@ -3,8 +3,11 @@ their factors, and the way back.
 
 What every member computes from averaged bytes comes out the same to the bit, whatever its processor or
 device: only products, sums, quotients and roots of single elements, whose results IEEE 754 fixes, and sums of
-many in one order. What a member computes from its own values (`product`) need not, and is left to the fastest
-library at hand.
+many in one order. What a member computes from its own values (`product`, `subtract_product`) need not, and is
+left to a library, but to one with the full precision of float32: torch's own products of float32 matrices
+follow `torch.set_float32_matmul_precision` and `torch.backends`, settings of the whole process that belong to
+the trainer, and may keep 10 bits of each factor or fewer. So the host multiplies with NumPy, and a CUDA
+device in float64.
 
 Shapes: a matrix is (n, m), its factors are `p` (n, r), with orthonormal columns, and `q` (m, r): matrix ≈ p
 qᵀ.
@@ -13,10 +16,10 @@ qᵀ.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +31,11 @@ RANK_MAX = 1024
 # of a column's norm: what is left of it beside the columns before is rounding, and no direction
 _DEAD = 2.0**-20
 _HOST_ELEMENTS = 1 << 15  # worked on at once on the host: fits the cache, and wakes no team of threads
+# up to so many multiplications OpenBLAS, which NumPy comes with, wakes no team of threads either
+_SERIAL_PRODUCTS = 1 << 18
+_TILE_ROWS = 8  # of a tile, where it is not as wide as the matrix
+# at once on a device: a temporary of 16 MiB (float64: 32 MiB), whatever the matrix takes
+_DEVICE_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,15 +113,72 @@ class Factoring:
                 continue
             matrices.append(Matrix(place, n, m, rank, first, second))
             first, second = matrices[-1].p_stop, matrices[-1].q_stop
-        edges = list(accumulate((math.prod(shapes[place]) for place in others), initial=second))
+        edges = list(itertools.accumulate((math.prod(shapes[place]) for place in others), initial=second))
         return cls(tuple(matrices), tuple(others), tuple(edges[:-1]), first, edges[-1])
 
 
-def product(matrix: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """matrix (n, m) @ factor (m, r), or with `matrix.t()` the other side's: float32, on their device, as its
-    library rounds.
+def row_blocks(shape: Sequence[int], elements: int) -> list[slice]:
+    """Cut the rows of a matrix of this shape into blocks of at most `elements` elements, or one row each. The
+    first is the largest.
     """
-    return torch.mm(matrix, factor)
+    n, m = shape
+    rows = max(elements // max(m, 1), 1)
+    return [slice(start, min(start + rows, n)) for start in range(0, n, rows)]
+
+
+def product(matrix: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Return matrix (n, m) @ factor (m, r), float32 on their device, which is the host or a CUDA device;
+    `matrix` may be transposed.
+
+    As precise as float32 allows, whatever torch's settings are; the last bits depend on the library.
+    """
+    return host_product(matrix, factor) if matrix.device.type == "cpu" else device_product(matrix, factor)
+
+
+def host_product(matrix: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """`product` for the host: NumPy's, which torch's settings do not reach."""
+    with np.errstate(all="ignore"):  # values may be NaN or infinity: found when they are encoded
+        return torch.from_numpy(np.matmul(matrix.numpy(), factor.numpy()))
+
+
+def device_product(matrix: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """`product` for a device with float64: each element is summed in float64 and rounded once."""
+    wide = factor.to(torch.float64)
+    out = factor.new_empty(matrix.shape[0], factor.shape[1])
+    for rows in row_blocks(matrix.shape, _DEVICE_ELEMENTS):
+        out[rows].copy_(torch.mm(matrix[rows].to(torch.float64), wide))
+    return out
+
+
+def subtract_product(matrix: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> None:
+    """matrix (n, m) -= p (n, r) qᵀ (m, r) in place, all float32 on one device; the same precision as
+    `product`.
+    """
+    (host_subtract_product if matrix.device.type == "cpu" else device_subtract_product)(matrix, p, q)
+
+
+def host_subtract_product(matrix: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> None:
+    """`subtract_product` for the host: in tiles, each on the calling thread alone."""
+    target, left, right = matrix.numpy(), p.numpy(), np.ascontiguousarray(q.numpy().T)
+    (n, m), rank = target.shape, len(right)
+    elements = max(min(_HOST_ELEMENTS, _SERIAL_PRODUCTS // rank), 1)
+    width = min(max(elements // _TILE_ROWS, 1), m)
+    height = max(elements // width, 1)
+    term = np.empty(height * width, np.float32)
+    multiply = np.multiply if rank == 1 else np.matmul  # by broadcasting: NumPy's matmul is slow there
+    with np.errstate(all="ignore"):
+        for top, left_edge in itertools.product(range(0, n, height), range(0, m, width)):
+            tile = target[top : top + height, left_edge : left_edge + width]
+            work = term[: tile.size].reshape(tile.shape)
+            multiply(left[top : top + height], right[:, left_edge : left_edge + width], out=work)
+            np.subtract(tile, work, out=tile)
+
+
+def device_subtract_product(matrix: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> None:
+    """`subtract_product` for a device with float64."""
+    left, right = p.to(torch.float64), q.to(torch.float64).t()
+    for rows in row_blocks(matrix.shape, _DEVICE_ELEMENTS):
+        matrix[rows].copy_(matrix[rows].to(torch.float64).addmm_(left[rows], right, alpha=-1.0))
 
 
 def seeded(seed: bytes, matrix: Matrix) -> torch.Tensor:
@@ -184,12 +249,11 @@ def expand(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
     differently.
     """
     columns = q.t().contiguous()
-    n, m = out.shape
-    rows = n if out.device.type != "cpu" else max(_HOST_ELEMENTS // max(m, 1), 1)
-    term = torch.empty(min(rows, n), m, device=out.device)
-    for start in range(0, n, rows):
-        target, left = out[start : start + rows], p[start : start + rows]
-        work = term[: target.shape[0]]
+    blocks = row_blocks(out.shape, _HOST_ELEMENTS if out.device.type == "cpu" else _DEVICE_ELEMENTS)
+    term = torch.empty_like(out[blocks[0]])
+    for rows in blocks:
+        target, left = out[rows], p[rows]
+        work = term[: len(target)]
         torch.mul(left[:, :1], columns[0], out=target)
         for k in range(1, columns.shape[0]):
             target.add_(torch.mul(left[:, k : k + 1], columns[k], out=work))

@@ -11,7 +11,9 @@ another q₀, makes the approximation worse for a round and no average wrong. A 
 (what it sent as q)ᵀ when the second all-reduce is committed; until then nothing has changed. Tensors that are
 no matrices, or too small to gain, travel with the second, with error feedback of the usual kind.
 
-Matrices are worked on where they are: only factors leave their device. No clock, no I/O; one round at a time.
+Matrices are worked on where they are, and only factors leave their device; those on a device that is not its
+own `exact_device` (MPS) are worked on by the host, and their residuals lie there. No clock, no I/O; one round
+at a time.
 """
 
 from __future__ import annotations
@@ -34,22 +36,25 @@ from averaging.reduction.lowrank import (
     orthonormal,
     product,
     renewed,
+    row_blocks,
     seeded,
+    subtract_product,
 )
 from averaging.reduction.vector import FlatVector, HollowVector
-from swarm.compression import Codec
+from swarm.compression import Codec, exact_device
 from swarm.core.errors import UsageError
 
 CODECS = ("float32", "float16", "bfloat16")
 TOLD_BYTES = 8
 _FORMAT = 1
+_WRITTEN_ELEMENTS = 1 << 20  # of a matrix's average at once, where it is not made in the tensor itself
 
 
 @dataclass(slots=True)
 class _Taken:
     """What one step works on."""
 
-    # M of each matrix, float32 where the tensor is; empty for a member that contributes nothing
+    # M of each matrix, float32, where it is worked on; empty for a member that contributes nothing
     given: list[torch.Tensor]
     others: torch.Tensor  # the other tensors' values, flat float32 on the host
     first: FlatVector
@@ -89,7 +94,7 @@ class LowRank:
         self.landings = (ResultBuffer(), ResultBuffer())
         self.queues = Queues(tensor.device for tensor in tensors) if queues is None else queues
         self._seed = seed
-        # residuals of the matrices, float32 where they are; made when they are first needed
+        # residuals of the matrices, float32, where these are worked on; made when first needed
         self._held: list[torch.Tensor] = []
         self._spare: list[torch.Tensor] = []
         self._starts = [seeded(seed, matrix) for matrix in self.layout.matrices]
@@ -112,22 +117,36 @@ class LowRank:
         """
         before = [tensor.detach().clone() for tensor in self.tensors] if keeps else None
         if not gives:
-            self._taken = _Taken([], torch.empty(0), HollowVector(self.layout.first_numel), before, [], [])
+            self._taken = _Taken(
+                [],
+                torch.empty(0, dtype=torch.float32, device="cpu"),
+                HollowVector(self.layout.first_numel),
+                before,
+                [],
+                [],
+            )
             return
         matrices = self.layout.matrices
+        others = self.queues.host_memory(self.layout.second_numel - self._factor_elements)
+        first = self.queues.host_memory(self.layout.first_numel)
         with torch.no_grad():
             given = []
             for matrix, held, spare in zip(matrices, *self._residuals(), strict=True):
-                given.append(torch.add(self._view(matrix), held, out=spare))
-            others = self.queues.host_memory(self.layout.second_numel - self._factor_elements)
-            for place, begin, stop in self._other_places():
-                others[begin:stop].view(self.tensors[place].shape).copy_(self.tensors[place].detach())
-            first = self.queues.host_memory(self.layout.first_numel)
-            for matrix, whole, start in zip(matrices, given, self._starts, strict=True):
-                factor = product(whole, start.to(whole.device))
-                # waits for the device, and all before
-                first[matrix.p_start : matrix.p_stop].view(matrix.n, matrix.rank).copy_(factor)
-        self.queues.fork()
+                values = self.tensors[matrix.place].detach().to(held.device)
+                torch.add(values, held.view(values.shape), out=spare.view(values.shape))
+                given.append(spare)
+            # what follows, and the round, come after what this thread has asked of the devices
+            self.queues.fork()
+            with self.queues.working():
+                copies = [
+                    (self.tensors[place].detach(), others[begin:stop])
+                    for place, begin, stop in self._other_places()
+                ]
+                for matrix, whole, start in zip(matrices, given, self._starts, strict=True):
+                    copies.append(
+                        (product(whole, _brought(start, whole)), first[matrix.p_start : matrix.p_stop])
+                    )
+                self._fetch(copies)
         self._taken = _Taken(given, others, FlatVector([first], NO_QUEUES), before, [], [])
 
     def first(self, *, alike: bool) -> FlatVector:
@@ -150,11 +169,13 @@ class LowRank:
                 )
         if mean is None or not self._gives(taken):
             return HollowVector(self.layout.second_numel)
-        factors = torch.empty(self._factor_elements)
+        factors = self.queues.host_memory(self._factor_elements)
         with self.queues.working(), torch.no_grad():
+            copies = []
             for matrix, given, basis in zip(self.layout.matrices, taken.given, taken.basis, strict=True):
-                taken.sent.append(product(given.t(), basis.to(given.device)))
-                factors[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank).copy_(taken.sent[-1])
+                taken.sent.append(product(given.t(), _brought(basis, given)))
+                copies.append((taken.sent[-1], factors[matrix.q_start : matrix.q_stop]))
+            self._fetch(copies)
         return FlatVector([factors, taken.others], NO_QUEUES)
 
     def commit(self, mean: torch.Tensor | None, *, sent: bool) -> None:
@@ -172,10 +193,10 @@ class LowRank:
                 for matrix, given, basis, q in zip(
                     self.layout.matrices, taken.given, taken.basis, taken.sent, strict=True
                 ):
-                    delivered = q - lost[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank).to(
-                        q.device
+                    delivered = q - _brought(
+                        lost[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank), q
                     )
-                    given.addmm_(basis.to(given.device), delivered.t(), alpha=-1.0)
+                    subtract_product(given, _brought(basis, given), delivered)
             self.queues.finish()
             self._held, self._spare = taken.given, self._held
             taken.given = []
@@ -200,27 +221,50 @@ class LowRank:
         assert mean is not None
         with torch.no_grad():
             for matrix, basis in zip(self.layout.matrices, taken.basis, strict=True):
-                tensor = self.tensors[matrix.place].detach()
-                plain = before is None and tensor.dtype == torch.float32 and tensor.is_contiguous()
-                average = (
-                    tensor.view(matrix.n, matrix.m)
-                    if plain
-                    else torch.empty(matrix.n, matrix.m, device=tensor.device)
-                )
                 q = mean[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank)
-                expand(basis.to(tensor.device), q.to(tensor.device), average)
-                if not plain:
-                    _move(
-                        tensor,
-                        average.view(tensor.shape),
-                        before[matrix.place] if before is not None else None,
-                    )
+                self._write_matrix(matrix, basis, q, before[matrix.place] if before is not None else None)
             for place, start, stop in self._other_places():
                 tensor = self.tensors[place].detach()
-                average = mean[self._factor_elements :][start:stop].view(tensor.shape).to(tensor.device)
+                average = mean[self._factor_elements :][start:stop].view(tensor.shape)
                 _move(tensor, average, before[place] if before is not None else None)
         self.queues.finish()  # other threads may read the tensors from now on
         self._taken = None
+
+    def _write_matrix(
+        self, matrix: Matrix, basis: torch.Tensor, q: torch.Tensor, before: torch.Tensor | None
+    ) -> None:
+        """The average p qᵀ, made in the tensor itself where that can be, else some rows after the other."""
+        tensor = self.tensors[matrix.place].detach()
+        place = exact_device(tensor.device)
+        p, q = basis.to(place, non_blocking=True), q.to(place, non_blocking=True)
+        if (
+            before is None
+            and tensor.dtype == torch.float32
+            and tensor.is_contiguous()
+            and tensor.device == place
+        ):
+            expand(p, q, tensor.view(matrix.n, matrix.m))
+            return
+        for rows in row_blocks((matrix.n, matrix.m), _WRITTEN_ELEMENTS):
+            average = torch.empty(rows.stop - rows.start, matrix.m, dtype=torch.float32, device=place)
+            expand(p[rows], q, average)
+            _move(
+                tensor[rows], average.view(tensor[rows].shape), before[rows] if before is not None else None
+            )
+
+    def _fetch(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy each source to its flat target on the host, within `queues.working`: all copies are begun
+        before one is waited for.
+        """
+        fetches = []
+        for source, target in copies:
+            queue = self.queues.of(source.device)
+            if queue is None:
+                target.view(source.shape).copy_(source)
+            else:
+                fetches.append(queue.fetch(source.reshape(-1), target))
+        for fetch in fetches:
+            fetch.wait()
 
     # ---- state
 
@@ -269,7 +313,9 @@ class LowRank:
         """
         others, reducer = self.others.norms()
         return float(
-            torch.tensor([others, *(float(held.norm()) for held in self._held)], dtype=torch.float64).norm()
+            torch.tensor(
+                [others, *(float(held.norm()) for held in self._held)], dtype=torch.float64, device="cpu"
+            ).norm()
         ), reducer
 
     # ---- what is where
@@ -286,18 +332,13 @@ class LowRank:
         assert self._taken is not None, "take comes first"
         return self._taken
 
-    def _view(self, matrix: Matrix) -> torch.Tensor:
-        return self.tensors[matrix.place].detach().reshape(matrix.n, matrix.m)
-
     def _residuals(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What is held, and memory for what will be."""
         for buffers in (self._held, self._spare):
             if not buffers:
-                views = [self.tensors[matrix.place] for matrix in self.layout.matrices]
-                shapes = [(matrix.n, matrix.m) for matrix in self.layout.matrices]
-                buffers += [
-                    torch.zeros(shape, device=view.device) for shape, view in zip(shapes, views, strict=True)
-                ]
+                for matrix in self.layout.matrices:
+                    place = exact_device(self.tensors[matrix.place].device)
+                    buffers.append(torch.zeros(matrix.n, matrix.m, dtype=torch.float32, device=place))
         return self._held, self._spare
 
     def _other_places(self) -> list[tuple[int, int, int]]:
@@ -307,12 +348,20 @@ class LowRank:
         return [*zip(self.layout.others, starts, stops, strict=True)] if starts else []
 
 
+def _brought(factor: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+    """A factor, which lies on the host, where the matrix `to` is worked on: queued, so that the host does not
+    wait for its device.
+    """
+    return factor.to(to.device, non_blocking=True)
+
+
 def _move(tensor: torch.Tensor, average: torch.Tensor, before: torch.Tensor | None) -> None:
-    """tensor = average, or += average - before."""
+    """tensor = average, or += average - before; the average may be on another device."""
     if before is None:
-        tensor.copy_(average)
+        tensor.copy_(average, non_blocking=tensor.is_cuda)
     else:
-        tensor.add_((average - before).to(tensor.dtype))
+        there = average.to(tensor.device, non_blocking=tensor.is_cuda)
+        tensor.add_((there - before).to(tensor.dtype))
 
 
 def _matrices(saved: Any, shapes: Sequence[tuple[int, int]], what: str) -> list[torch.Tensor]:

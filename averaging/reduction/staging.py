@@ -1,8 +1,8 @@
 """Between the user's tensors and the flat float32 vector that a round works on, in the caller's thread.
 
 A tensor that is contiguous float32 already, and lies still for as long as the round takes, is read where it
-is; others are copied, on their device: nothing goes to the host before it is encoded. The copies' memory
-lives as long as the averager: no round allocates its 256 MB anew.
+is; others are copied, on their device: nothing goes to the host before it is encoded. The copies, and only
+these, take memory, which lives as long as the averager: no round allocates its 256 MB anew.
 """
 
 from __future__ import annotations
@@ -32,12 +32,8 @@ class Staging:
         self.layout = TensorLayout.of(self.tensors)
         _refuse_overlaps(self.tensors)
         self.queues = Queues(tensor.device for tensor in self.tensors) if queues is None else queues
-        self._begins: list[int] = []  # of each tensor in its device's copy, in elements
-        self._numels: dict[torch.device, int] = {}
-        for tensor in self.tensors:
-            self._begins.append(self._numels.setdefault(tensor.device, 0))
-            self._numels[tensor.device] += tensor.numel()
-        self._copies: dict[torch.device, torch.Tensor] = {}  # made when they are first needed
+        # of each device: flat float32, as long as was needed so far
+        self._copies: dict[torch.device, torch.Tensor] = {}
 
     @property
     def cut(self) -> list[tuple[int, torch.device]]:
@@ -92,39 +88,46 @@ class Staging:
         """Tensors that are read where they are, and between them stretches of the copies."""
         pieces: list[torch.Tensor] = []
         run: tuple[torch.device, int, int] | None = None  # of a copy: its device, begin, end
-        for tensor, begin in zip(self.tensors, self._begins, strict=True):
-            if run is not None and (self._direct(tensor, lent) or tensor.device != run[0] or begin != run[2]):
-                pieces.append(self._copy(run[0])[run[1] : run[2]])
+        for tensor, place in zip(self.tensors, self._places(lent=lent), strict=True):
+            if run is not None and (place is None or tensor.device != run[0] or place[0] != run[2]):
+                pieces.append(self._copies[run[0]][run[1] : run[2]])
                 run = None
-            if self._direct(tensor, lent):
+            if place is None:
                 pieces.append(tensor.detach().view(-1))
             else:
-                run = (tensor.device, begin if run is None else run[1], begin + tensor.numel())
+                run = (tensor.device, place[0] if run is None else run[1], place[1])
         if run is not None:
-            pieces.append(self._copy(run[0])[run[1] : run[2]])
+            pieces.append(self._copies[run[0]][run[1] : run[2]])
         return FlatVector(pieces, self.queues)
 
-    def _direct(self, tensor: torch.Tensor, lent: bool) -> bool:
-        return lent and tensor.dtype == torch.float32 and tensor.is_contiguous()
+    def _places(self, *, lent: bool) -> list[tuple[int, int] | None]:
+        """Where the copy of each tensor begins and ends in its device's copies, for which there is room
+        afterwards.
 
-    def _copy(self, device: torch.device) -> torch.Tensor:
-        """Flat float32, room for all tensors of this device."""
-        if device not in self._copies:
-            self._copies[device] = torch.empty(self._numels[device], dtype=torch.float32, device=device)
-        return self._copies[device]
+        None for a tensor that is read where it is.
+        """
+        ends: dict[torch.device, int] = {}
+        places: list[tuple[int, int] | None] = []
+        for tensor in self.tensors:
+            if lent and tensor.dtype == torch.float32 and tensor.is_contiguous():
+                places.append(None)
+            else:
+                begin = ends.get(tensor.device, 0)
+                ends[tensor.device] = begin + tensor.numel()
+                places.append((begin, ends[tensor.device]))
+        for device, end in ends.items():
+            if device not in self._copies or self._copies[device].numel() < end:
+                self._copies.pop(device, None)  # first: there is no need for both at a time
+                self._copies[device] = torch.empty(end, dtype=torch.float32, device=device)
+        return places
 
     def _pairs(self, *, lent: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Every tensor that is not read where it is, with its copy."""
-        pairs = []
-        for tensor, begin in zip(self.tensors, self._begins, strict=True):
-            if tensor.numel() and not self._direct(tensor, lent):
-                pairs.append(
-                    (
-                        tensor.detach(),
-                        self._copy(tensor.device)[begin : begin + tensor.numel()].view(tensor.shape),
-                    )
-                )
-        return pairs
+        return [
+            (tensor.detach(), self._copies[tensor.device][place[0] : place[1]].view(tensor.shape))
+            for tensor, place in zip(self.tensors, self._places(lent=lent), strict=True)
+            if place is not None and tensor.numel()
+        ]
 
 
 def _refuse_overlaps(tensors: Sequence[torch.Tensor]) -> None:
@@ -171,6 +174,6 @@ def _meet(one: torch.Tensor, other: torch.Tensor) -> bool:
     begin = min(one.storage_offset(), other.storage_offset())
     end = max(_span(one)[1], _span(other)[1])
     length = (end - min(one.data_ptr(), other.data_ptr())) // one.element_size()
-    marks = torch.zeros(length, dtype=torch.bool)
+    marks = torch.zeros(length, dtype=torch.bool, device="cpu")
     marks.as_strided(one.shape, one.stride(), one.storage_offset() - begin).fill_(True)
     return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset() - begin).any())

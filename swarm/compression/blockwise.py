@@ -9,6 +9,7 @@ lacks has the code of 0. So packing is a sum of planes, and no loop runs over si
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,9 +72,11 @@ def _columns(packing: Packing, device: torch.device) -> tuple[torch.Tensor, torc
     places = range(packing.per_byte)
     masks = [((1 << packing.bits) - 1) << place * packing.bits for place in places]
     factors = [packing.gain / (1 << place * packing.bits) for place in places]
-    return torch.tensor(masks, dtype=torch.uint8, device=device)[:, None], torch.tensor(
-        factors, device=device
-    )[:, None]
+    made = (
+        torch.tensor(masks, dtype=torch.uint8, device=device),
+        torch.tensor(factors, dtype=torch.float32, device=device),
+    )
+    return made[0][:, None], made[1][:, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +216,7 @@ class Signs:
 
 def _carried(scales: torch.Tensor, magnitudes: torch.Tensor) -> torch.Tensor:
     """Scales that are means, and NaN where one value among many is too large to be carried."""
-    return torch.where(magnitudes <= MAGNITUDE_MAX, scales, torch.nan)
+    return scales.masked_fill(~(magnitudes <= MAGNITUDE_MAX), math.nan)
 
 
 def _shares(numel: int, block: int, given: torch.Tensor) -> torch.Tensor | float:
@@ -221,7 +224,7 @@ def _shares(numel: int, block: int, given: torch.Tensor) -> torch.Tensor | float
     rest = numel % block
     if not rest:
         return 1.0 / block
-    shares = torch.full((given.shape[0], 1), 1.0 / block, device=given.device)
+    shares = torch.full((given.shape[0], 1), 1.0 / block, dtype=torch.float32, device=given.device)
     shares[-1] = float(np.float32(1.0 / rest))
     return shares
 

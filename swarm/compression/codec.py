@@ -1,8 +1,10 @@
 """How tensors travel: the interface of a codec, and the registry in which a group finds the one it agreed on.
 
-A codec turns a flat float32 tensor into bytes and back. It works where the tensor is: values on a GPU are
-compressed there, and only the result is copied to the host. Codecs have no state; error feedback, which has,
-is built on top of them.
+A codec turns a flat float32 tensor into bytes and back. It computes on `exact_device` of the tensor's device:
+values on a CUDA device are compressed there, and only the result is copied to the host. Codecs have no state;
+error feedback, which has, is built on top of them.
+
+Codecs take no notice of torch's default dtype and default device: these belong to the user.
 """
 
 from __future__ import annotations
@@ -16,6 +18,17 @@ import torch
 from swarm.core.errors import UsageError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
+_EXACT_DEVICES = ("cpu", "cuda")
+
+
+def exact_device(device: torch.device) -> torch.device:
+    """Return the device that computes, for tensors on `device`, what all peers must compute alike to the bit.
+
+    The CPU and CUDA devices compute themselves: each of their operations rounds as IEEE 754 says. The host
+    computes for every other device. Metal (MPS) is the reason: its compiler's fast math may flush subnormal
+    numbers and turn a quotient into a product with a reciprocal, and it has no float64.
+    """
+    return device if device.type in _EXACT_DEVICES else torch.device("cpu")
 
 
 class Codec(Protocol):
@@ -80,7 +93,9 @@ class Codec(Protocol):
         """The same bytes into `out` (flat uint8, of exactly `encoded_bytes`, memory of its own), on the
         device of `values`.
 
-        On a GPU this is queued like any call of torch: nothing waits, and nothing goes to the host.
+        On a CUDA device this is queued like any call of torch: nothing waits, and nothing goes to the host.
+        For tensors on a device that is not its own `exact_device` the host computes, and the call waits for
+        its copies.
         """
         ...
 
@@ -172,7 +187,7 @@ def view_bytes(payload: Buffer) -> torch.Tensor:
     `payload` may be immutable.
     """
     if not len(payload):
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.from_numpy(np.asarray(_Alias(np.frombuffer(payload, np.uint8))))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from swarm.compression.codec import Buffer, register, view_bytes, view_tensor
+from swarm.compression.codec import Buffer, exact_device, register, view_bytes, view_tensor
 
 # torch splits a larger cast among a team of threads. Where peers and trainers share the cores, the team waits
 # for its slowest thread: up to 6 ms where one thread takes 0.1 (measured, two cores). A block of this size
@@ -83,23 +83,33 @@ class PlainCodec:
         return max(magnitude, info.smallest_normal) * info.eps / 2
 
     def encode(self, values: torch.Tensor, scratch: torch.Tensor) -> memoryview:
-        if self.dtype == torch.float32 and values.device.type == "cpu":
-            return view_tensor(values)
         if values.device.type != "cpu":
-            values = values.to(self.dtype)  # on its device: half the bytes cross to the host
+            # on a CUDA device: half the bytes cross to the host
+            values = values.to(exact_device(values.device)).to(self.dtype)
+        elif self.dtype == torch.float32:
+            return view_tensor(values)
         encoded = scratch[: self.encoded_bytes(values.numel())].view(self.dtype)
         cast(values, encoded)
         return view_tensor(encoded)
 
     def write(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        cast(values, out.view(self.dtype))
+        place = exact_device(values.device)
+        if place == values.device:
+            cast(values, out.view(self.dtype))
+        else:
+            out.copy_(values.to(place).to(self.dtype).view(torch.uint8))
 
     def decode(self, payload: Buffer | torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
         encoded = (payload if isinstance(payload, torch.Tensor) else view_bytes(payload)).view(self.dtype)
-        if self.dtype == torch.float32 and scratch.device.type == "cpu":
+        place = exact_device(scratch.device)
+        if place != scratch.device:
+            return scratch.copy_(
+                self.decode(payload, torch.empty(scratch.numel(), dtype=torch.float32, device=place))
+            )
+        if encoded.device != place:
+            encoded = encoded.to(place)
+        if self.dtype == torch.float32 and place.type == "cpu":
             return encoded
-        if scratch.device.type != "cpu":
-            encoded = encoded.to(scratch.device)
         cast(encoded, scratch)
         return scratch
 
@@ -123,7 +133,9 @@ class PlainCodec:
             return f"{numel} elements in {self.name} are {self.encoded_bytes(numel)} bytes, not {size}"
         if self.is_finite(payload):
             return ""
-        bad = (~torch.isfinite(self.decode(payload, torch.empty(numel)))).nonzero()
+        bad = (
+            ~torch.isfinite(self.decode(payload, torch.empty(numel, dtype=torch.float32, device="cpu")))
+        ).nonzero()
         return f"element {int(bad[0])} is NaN or infinity"
 
 

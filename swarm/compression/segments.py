@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from swarm.compression.codec import Buffer, view_bytes, view_tensor
+from swarm.compression.codec import Buffer, exact_device, view_bytes, view_tensor
 
 SEGMENT_ELEMENTS = 1 << 14
 # of values: far enough from float32's limit that nothing here overflows, and no reciprocal is subnormal
@@ -125,6 +125,8 @@ class SegmentCodec:
     def encode(self, values: torch.Tensor, scratch: torch.Tensor) -> memoryview:
         encoded = scratch[: self.encoded_bytes(values.numel())]
         place = encoded
+        if values.device.type != "cpu":
+            values = values.to(exact_device(values.device))
         if values.device.type != "cpu" or encoded.storage_offset() % _SCALE_BYTES:
             place = torch.empty(encoded.numel(), dtype=torch.uint8, device=values.device)
         self.write(values, place)
@@ -133,13 +135,24 @@ class SegmentCodec:
         return view_tensor(encoded)
 
     def write(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        place = exact_device(values.device)
+        if place != values.device:
+            written = torch.empty(out.numel(), dtype=torch.uint8, device=place)
+            self.write(values.to(place), written)
+            out.copy_(written)
+            return
         for source, target in self._batches(values, out):
             self.quantizer.quantize(source, *self._split(target, source.shape[1]))
 
     def decode(self, payload: Buffer | torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+        place = exact_device(scratch.device)
+        if place != scratch.device:
+            return scratch.copy_(
+                self.decode(payload, torch.empty(scratch.numel(), dtype=torch.float32, device=place))
+            )
         encoded = payload if isinstance(payload, torch.Tensor) else view_bytes(payload)
-        if encoded.device != scratch.device:
-            encoded = encoded.to(scratch.device)
+        if encoded.device != place:
+            encoded = encoded.to(place)
         elif encoded.storage_offset() % _SCALE_BYTES:
             encoded = encoded.clone()
         for target, source in self._batches(scratch, encoded):
@@ -262,7 +275,8 @@ def inverse(steps: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _one(device: torch.device) -> torch.Tensor:
-    return torch.tensor([1.0], device=device)  # is there when this returns: it is used on other streams, too
+    # is there when this returns: it is used on other streams, too
+    return torch.tensor([1.0], dtype=torch.float32, device=device)
 
 
 def scale_up(out: torch.Tensor, scales: torch.Tensor, block: int) -> None:

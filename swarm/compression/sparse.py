@@ -4,6 +4,7 @@ feedback.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -75,7 +76,7 @@ class Largest:
             places = run & _PLACES
             ascending = (places[:, 1:] > places[:, :-1]).all(dim=1)
             values = ((run >> _PLACE_BITS) - (_LEVELS + 1)).to(torch.float32)
-            values.mul_(torch.where(ascending, flat[first:end], torch.nan)[:, None])
+            values.mul_(flat[first:end].masked_fill(~ascending, math.nan)[:, None])
             chunks[first:end].scatter_(1, places.to(torch.int64), values)
         if ragged:
             out.copy_(chunks.view(1, -1)[:, : out.shape[1]])

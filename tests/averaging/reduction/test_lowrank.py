@@ -6,14 +6,28 @@ from __future__ import annotations
 
 import hashlib
 import random
+import tracemalloc
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from averaging.reduction.lowrank import Factoring, Matrix, PowerSgd, expand, orthonormal, renewed, seeded
+from averaging.reduction.lowrank import (
+    Factoring,
+    Matrix,
+    PowerSgd,
+    device_product,
+    device_subtract_product,
+    expand,
+    orthonormal,
+    renewed,
+    row_blocks,
+    seeded,
+    subtract_product,
+)
 from swarm.core.errors import UsageError
+from tests.averaging.optim.allocations import Allocations
 
 
 def matrix(n: int, m: int, rank: int, place: int = 0) -> Matrix:
@@ -111,3 +125,57 @@ def test_who_becomes_a_matrix() -> None:
 def test_what_cannot_be_asked_for(wrong: dict[str, float]) -> None:
     with pytest.raises(UsageError):
         PowerSgd(**wrong)  # type: ignore[arg-type]
+
+
+# ---- memory
+
+
+class Elsewhere(torch.Tensor):
+    """Host memory that says it is on a CUDA device."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda:0")
+
+
+def test_expanding_on_a_device_takes_a_bounded_temporary_and_makes_the_hosts_bits() -> None:
+    p, q = grid(3000, 3, 1), grid(2500, 3, 2)
+    here, there = torch.empty(3000, 2500), torch.empty(3000, 2500)
+    expand(p, q, here)
+    with Allocations() as allocated:
+        expand(p.as_subclass(Elsewhere), q.as_subclass(Elsewhere), there.as_subclass(Elsewhere))
+    assert torch.equal(there, here)
+    assert max(allocated.sizes) <= 16 << 20 < 3000 * 2500 * 4
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_on_a_device_take_bounded_temporaries(transposed: bool) -> None:
+    matrix = torch.zeros(3000, 2500)
+    whole_bytes = matrix.numel() * 8  # in float64
+    matrix = matrix.t() if transposed else matrix
+    p, q = torch.zeros(matrix.shape[0], 3), torch.zeros(matrix.shape[1], 3)
+    with Allocations() as allocated:
+        device_product(matrix, q)
+        device_subtract_product(matrix, p, q)
+    assert max(allocated.sizes) <= 32 << 20 < whole_bytes
+
+
+def test_subtracting_on_the_host_takes_a_bounded_temporary() -> None:
+    matrix, p, q = torch.zeros(3000, 2500), torch.zeros(3000, 3), torch.zeros(2500, 3)
+    tracemalloc.start()
+    try:
+        subtract_product(matrix, p, q)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 5 << 20 < matrix.numel() * 4
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 10_000))
+@settings(max_examples=60, deadline=None)
+def test_blocks_of_rows_cover_a_matrix(n: int, m: int, elements: int) -> None:
+    cut = row_blocks((n, m), elements)
+    assert [row for rows in cut for row in range(n)[rows]] == list(range(n))
+    sizes = [rows.stop - rows.start for rows in cut]
+    assert sizes[0] == max(sizes)
+    assert max(sizes) * m <= max(elements, m)

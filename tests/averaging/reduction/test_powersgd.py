@@ -11,12 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from averaging.reduction.devices import Queues
 from averaging.reduction.lowrank import PowerSgd
 from averaging.reduction.powersgd import LowRank
-from averaging.reduction.vector import FlatVector, HollowVector
+from averaging.reduction.vector import HOST, FlatVector, HollowVector
 from swarm.compression import find
 from swarm.core.errors import UsageError
 from swarm.testing.codec_contract import decoded, encoded
+from swarm.testing.devices import LateFetch, LateQueue
+from swarm.testing.metal import on_metal
+from tests.averaging.optim.allocations import Allocations
 
 Shapes = list[tuple[int, ...]]
 SHAPES: Shapes = [(24, 40), (40,), (16, 5, 3), (2, 2)]
@@ -338,3 +342,70 @@ def test_the_state_goes_on_and_what_is_no_state_is_refused() -> None:
         assert _same(other.states[0].state_dict(), saved)
     with pytest.raises(UsageError, match="not in int8"):
         LowRank(members.tensors[0], TERMS, find("int8"), seed=b"x")
+
+
+# ---- devices
+
+
+def alone(tensors: list[torch.Tensor], queues: Queues | None = None) -> LowRank:
+    """A round of one member, written to its tensors."""
+    state = LowRank(tensors, TERMS, find("float32"), seed=b"x", queues=queues)
+    state.take(gives=True, keeps=False)
+    first = state.first(alike=True)
+    second = state.second(first.read(0, first.numel).clone())
+    mean = second.read(0, second.numel).clone()
+    opened = state.others.begin()
+    opened.kept(0, second.numel)
+    opened.commit()
+    state.commit(mean, sent=True)
+    state.put()
+    return state
+
+
+def drawn(seed: int) -> list[torch.Tensor]:
+    chance = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=chance) for shape in SHAPES]
+
+
+def test_copies_from_a_device_are_all_begun_before_one_is_waited_for() -> None:
+    happened: list[str] = []
+
+    class NotedFetch(LateFetch):
+        def wait(self) -> None:
+            happened.append("waited")
+            super().wait()
+
+    class NotedQueue(LateQueue):
+        def fetch(self, source: torch.Tensor, target: torch.Tensor) -> LateFetch:
+            happened.append("begun")
+            return NotedFetch(source, target)
+
+    here, there = drawn(1), drawn(1)
+    state = alone(there, Queues([HOST], NotedQueue))
+    assert _same(state.state_dict(), alone(here).state_dict())
+    assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
+    in_steps = ["begun"] * 4 + ["waited"] * 4 + ["begun"] * 2 + ["waited"] * 2
+    # take: four tensors, of which two are matrices; second: their factors
+    assert happened[: len(in_steps)] == in_steps
+
+
+def test_the_host_works_on_matrices_that_lie_on_mps() -> None:
+    here, there = drawn(1), [on_metal(tensor) for tensor in drawn(1)]
+    states = [alone(here), alone(there)]
+    assert _same(states[1].state_dict(), states[0].state_dict())
+    assert all(
+        torch.equal(one, other.as_subclass(torch.Tensor)) for one, other in zip(here, there, strict=True)
+    )
+
+
+def test_an_average_that_is_not_made_in_place_takes_a_bounded_temporary() -> None:
+    tensors = [torch.zeros(3000, 2500, dtype=torch.bfloat16)]
+    state = LowRank(tensors, PowerSgd(rank=1), find("float32"), seed=b"x")
+    state.take(gives=False, keeps=False)
+    state.second(torch.ones(state.layout.first_numel))
+    state.commit(torch.ones(state.layout.second_numel), sent=False)
+    with Allocations() as allocated:
+        state.put()
+    assert max(allocated.sizes) <= 4 << 20 < tensors[0].numel() * 4
+    assert bool((tensors[0] == tensors[0][0, 0]).all())
+    assert float(tensors[0][0, 0]) == pytest.approx(3000**-0.5, rel=0.01)

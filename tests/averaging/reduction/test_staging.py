@@ -4,6 +4,8 @@ averaged.
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from averaging.reduction.staging import Staging
 from averaging.reduction.vector import FlatVector
 from swarm.compression import Codec, find
 from swarm.core.errors import UsageError
+from tests.averaging.optim.allocations import Allocations
 
 FLOAT32 = find("float32")
 
@@ -107,6 +110,48 @@ def test_the_buffer_is_made_once() -> None:
     staging = Staging([torch.zeros(4)])
     one, other = (staging.take(lent=False).read(0, 4).data_ptr() for _ in range(2))
     assert one == other
+
+
+def test_only_what_is_copied_takes_memory() -> None:
+    """A few tensors of another type among many that are read where they are."""
+    tensors = [
+        torch.zeros(1_000_000),
+        torch.ones(4, dtype=torch.bfloat16),
+        torch.zeros(10),
+        torch.ones(3, 2).t(),
+    ]
+    staging = Staging(tensors)
+    with Allocations() as allocated:
+        vector = staging.take(lent=True)
+    assert sum(allocated.sizes) == 4 * 10
+    assert vector.numel == 1_000_020
+    with Allocations() as allocated:
+        staging.take(lent=False)
+        staging.take(lent=True)
+        staging.take(lent=False)
+    # what goes on changing is copied whole, into memory that is made once
+    assert sum(allocated.sizes) == 4 * 1_000_020
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rounds_with_and_without_loans_may_follow_one_another(seed: int) -> None:
+    """The copies lie elsewhere in each kind: a difference is still that of its own round."""
+    chance = random.Random(seed)
+    tensors, moved = every_kind(), 0.0
+    staging = Staging(tensors)
+    before = [tensor.detach().to(torch.float64, copy=True) for tensor in tensors]
+    for _ in range(6):
+        if chance.random() < 0.5:
+            vector = whole(staging.take(lent=True))
+            staging.put(averages_of(vector + 1.0))
+        else:
+            vector = whole(staging.take(lent=False)).clone()
+            staging.add_difference(averages_of(vector + 1.0))
+        moved += 1.0
+    for tensor, was in zip(tensors, before, strict=True):
+        assert torch.allclose(
+            tensor.detach().double(), was + moved, atol=0.1 if tensor.dtype == torch.bfloat16 else 0.01
+        )
 
 
 @pytest.mark.parametrize(
