@@ -1,8 +1,10 @@
 """Serves this peer's state to those who join: snapshots under leases, and the record that says so.
 
-A lease is on a view of the state (`averaging.training.view`), hashed in the pool when the first one is opened. It is copied only if a lease
-is still open when the state is about to change: ahead of that, while this peer's round is on the network, so that a donor that trains is
-not stalled. Those who come in the same epoch share a view; it goes when its last lease is closed or has been idle for too long.
+A lease is on a view of the state (`averaging.training.view`), hashed in the pool when the first one is opened. A state in host memory is
+copied only if a lease is still open when the state is about to change: ahead of that, while this peer's round is on the network, so that a
+donor that trains is not stalled. A state on devices is copied to the host, once, while it is hashed: each view that is leased costs host
+memory for all of the state. Those who come in the same epoch share a view; it goes when its last lease is closed or has been idle for too
+long.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class DonorConfig:
 
     serve: bool = True  # False: this peer never gives its state
     leases_max: int = 16  # downloads at once
-    snapshots_max: int = 2  # states of different epochs leased at once, each a copy in memory; further joiners wait until one is free
+    snapshots_max: int = 2  # states of different epochs leased at once, each a copy in host memory; further joiners wait until one is free
     # a download that has taken so long, and at its pace would take another `copy_worth_s` for all of the state, is served from a copy, made
     # beside it. Too small: memory and time for what would have been over soon; too large: whoever is about to write has all of the copy to
     # make
@@ -94,6 +96,7 @@ class Donor:
         """From now on this peer's state is worth having."""
         if self._config.serve and not self._serving:
             self._serving = True
+            self._state.written()  # a model's first values may have been set without the state's lock
             self.changed()
 
     def changed(self) -> None:
@@ -222,7 +225,11 @@ class Donor:
 
     def _hashed(self) -> StateView:
         view = self._state.view()
-        view.hash()
+        try:
+            view.hash()
+        except BaseException:  # nobody gets this view: no writer must copy it
+            view.close()
+            raise
         return view
 
     def _drop_idle(self) -> None:

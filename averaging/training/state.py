@@ -7,13 +7,15 @@ structured parts (hyperparameters, schedule) only numbers are taken over, never 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from blake3 import blake3
 
+from averaging.reduction.sharded import refuse_sharded
+from averaging.training.device_reads import DeviceReader, DeviceReads, reader_of
+from averaging.training.probe import is_statistic, probe, probe_shapes
 from averaging.training.snapshot import (
     ALIGNMENT_BYTES,
     DTYPE_NAMES,
@@ -44,15 +46,23 @@ class TrainingState:
     """The one owner of what training changes. Parameters change only while `lock` is held, so that a view of it is of one moment."""
 
     def __init__(
-        self, inner: torch.optim.Optimizer, extra_tensors: Sequence[torch.Tensor] = (), scheduler: Scheduler | None = None
+        self,
+        inner: torch.optim.Optimizer,
+        extra_tensors: Sequence[torch.Tensor] = (),
+        scheduler: Scheduler | None = None,
+        make_reader: Callable[[torch.device], DeviceReader | None] = reader_of,
     ) -> None:
+        """`make_reader`: returns what reads tensors on a device, None for the host; tests put a simulated device in its place."""
         self.inner, self.scheduler, self.extras = inner, scheduler, tuple(extra_tensors)
         self.parameters = _parameters(inner)
         self._probed: list[dict[str, Any]] | None = None
+        refuse_sharded(self.parameters, "parameter")
+        refuse_sharded(self.extras, "extra tensor")
+        self._reads = DeviceReads((tensor.device for tensor in (*self.parameters, *self.extras)), make_reader)
         self._reading = threading.RLock()
         self._views: list[StateView] = []  # somebody reads the state of a moment
         # to be held by whoever changes the state: views that are open are copied before that
-        self.lock = WriteLock(self._reading, self._views)
+        self.lock = WriteLock(self._reading, self._views, self._reads)
         self.epoch = 0
         self.version = 0  # changes whenever the state does
         self.canonical = False  # the state is the output of an averaging round, equal on all peers whatever their processors
@@ -61,12 +71,18 @@ class TrainingState:
                 raise UsageError(f"tensors of {tensor.dtype} cannot be shared; known are {', '.join(DTYPE_NAMES.values())}")
         # Buffers move with every forward pass, on the trainer's thread, differently on each peer: served is what all agreed on last.
         self._agreed_extras = [tensor.detach().clone() for tensor in self.extras]
+        self.written()
 
     def moved(self, epoch: int, *, canonical: bool = False) -> None:
         """The state has changed; call it with the lock still held."""
         self.epoch, self.canonical = epoch, canonical
         self.version += 1
         self._probed = None  # what was probed may be part of the state now
+        self.written()
+
+    def written(self) -> None:
+        """What this thread has asked the devices so far is part of the state, before anybody reads it; implied when `lock` is released."""
+        self._reads.written()
 
     # averaging
 
@@ -91,7 +107,10 @@ class TrainingState:
 
     def extra_counts(self) -> list[int]:
         """All values of the whole-number extra tensors (BatchNorm's batch counters)."""
-        return [int(value) for t in self.extras if not t.is_floating_point() for value in t.flatten().tolist()]
+        whole = [t.detach().flatten().to(torch.int64) for t in self.extras if not t.is_floating_point()]
+        devices = {t.device for t in whole}
+        values = {device: iter(torch.cat([t for t in whole if t.device == device]).tolist()) for device in devices}  # one transfer for each
+        return [next(values[t.device]) for t in whole for _ in range(t.numel())]
 
     def counters_digest(self) -> bytes:
         """Of everything that must be equal without being averaged: step counters, hyperparameters, schedule, epoch."""
@@ -102,7 +121,7 @@ class TrainingState:
     def view(self) -> StateView:
         """The state of this moment, to be read while training goes on: copied when it is about to change, and not before. `close` it."""
         with self._reading, torch.no_grad():
-            view = StateView((self.epoch, self.version, self.canonical), self._scalars(), self._named(), self._reading)
+            view = StateView((self.epoch, self.version, self.canonical), self._scalars(), self._named(), self._reading, self._reads)
             self._views[:] = [*(other for other in self._views if not other.closed), view]
             return view
 
@@ -140,7 +159,7 @@ class TrainingState:
         if not isinstance(groups, list) or len(groups) != len(self.inner.param_groups):
             raise PeerError("the state has another number of parameter groups than this optimizer")
         if any(_lacks_values(index, one, tensors, mapping(counters.get(str(index)))) for index, one in enumerate(structure)):
-            structure = _probe(self.inner, self.parameters, shapes_only=False)
+            structure = self._completed(probe(self.inner, self.parameters))
         with self.lock, torch.no_grad():
             for index, p in enumerate(self.parameters):
                 p.copy_(tensors[f"p.{index}"])
@@ -176,7 +195,7 @@ class TrainingState:
         missing = known.keys() - tensors.keys()
         if missing:
             raise PeerError(f"the state lacks {len(missing)} tensors of ours, {min(missing)} among them: another model or optimizer")
-        known |= {f"s.{i}.{key}": t for i, s in enumerate(structure) for key, t in s.items() if _is_statistic(self.parameters[i], key, t)}
+        known |= {f"s.{i}.{key}": t for i, s in enumerate(structure) for key, t in s.items() if is_statistic(self.parameters[i], key, t)}
         for name, tensor in tensors.items():
             own = known.get(name)
             if own is None:
@@ -188,7 +207,7 @@ class TrainingState:
             if not is_finite(tensor):
                 raise PeerError(f"the state's {name[:40]!r} is not finite")
         for index, (p, wanted) in enumerate(zip(self.parameters, structure, strict=True)):
-            held = [f"s.{index}.{key}" in tensors for key, t in wanted.items() if _is_statistic(p, key, t)]
+            held = [f"s.{index}.{key}" in tensors for key, t in wanted.items() if is_statistic(p, key, t)]
             if any(held) and not all(held):
                 raise PeerError(f"the state has only some statistics of parameter {index}")
 
@@ -202,7 +221,7 @@ class TrainingState:
                     raise UsageError(
                         f"{type(self.inner).__name__} keeps {key!r} as a {type(value).__name__}; only tensors and numbers can be shared"
                     )
-                if _is_statistic(p, key, value):
+                if is_statistic(p, key, value):
                     named.append((f"s.{index}.{key}", value))
         return named
 
@@ -211,40 +230,41 @@ class TrainingState:
         return parameters + self._statistics() + [(f"x.{index}", t) for index, t in enumerate(self._agreed_extras)]
 
     def _scalars(self) -> dict[str, Any]:
+        """The header of a snapshot. Of tensors on devices all numbers come in one transfer.
+
+        A view holds the state's lock for as long as that takes. It delays no writer: what is written next was computed from the state that
+        the last write left, so that this write is over on the device before the next one is due.
+        """
+        schedule = None if self.scheduler is None else self.scheduler.state_dict()
+        if not self._reads:
+            return self._header(schedule, torch.Tensor.item)
+        tensors: list[torch.Tensor] = []
+        self._header(schedule, tensors.append)
+        numbers = dict(zip(map(id, tensors), self._reads.numbers(tensors), strict=True))
+        return self._header(schedule, lambda tensor: numbers[id(tensor)])
+
+    def _header(self, schedule: dict[str, Any] | None, number: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
+        """`number`: returns the value of a tensor with one element."""
         counters = {}
         for index, p in enumerate(self.parameters):
-            held = {key: plain(value, 0) for key, value in self.inner.state.get(p, {}).items() if not _is_statistic(p, key, value)}
+            held = {key: plain(value, 0, number) for key, value in self.inner.state.get(p, {}).items() if not is_statistic(p, key, value)}
             if held:
                 counters[str(index)] = held
-        groups = [{key: plain(value, 0) for key, value in group.items() if key != "params"} for group in self.inner.param_groups]
-        schedule = None if self.scheduler is None else plain(self.scheduler.state_dict(), 0)
-        return {"epoch": self.epoch, "state": counters, "groups": groups, "schedule": schedule}
+        groups = [{key: plain(value, 0, number) for key, value in group.items() if key != "params"} for group in self.inner.param_groups]
+        return {"epoch": self.epoch, "state": counters, "groups": groups, "schedule": plain(schedule, 0, number)}
 
     def _structure(self) -> list[dict[str, Any]]:
-        """Per parameter, the statistics that this optimizer keeps: key -> tensor or number.
-
-        An optimizer makes them in its first step. Here a second optimizer of the same class makes that step, with zero gradients, on
-        copies: joining must not move weights, and a real step with zero gradients does (weight decay). The copies have shapes and no
-        memory, where the optimizer can be had to step so: its statistics then are without memory, too.
-        """
-        own = [dict(self.inner.state.get(p, {})) for p in self.parameters]
-        if all(statistics or not p.requires_grad for statistics, p in zip(own, self.parameters, strict=True)):
-            return own
+        """Per parameter, the statistics that this optimizer keeps: key -> tensor or number; those that a first step is going to make have
+        no memory where `probe_shapes` can find them."""
+        if all(self.inner.state.get(p) or not p.requires_grad for p in self.parameters):
+            return self._completed([{}] * len(self.parameters))
         if self._probed is None:  # its size is asked for before a download, its tensors are used after it
-            self._probed = _probe_shapes(self.inner, self.parameters) or _probe(self.inner, self.parameters, shapes_only=False)
-        return self._probed
+            self._probed = probe_shapes(self.inner, self.parameters) or probe(self.inner, self.parameters)
+        return self._completed(self._probed)
 
-
-def _probe_shapes(inner: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> list[dict[str, Any]] | None:
-    """The probe without memory, in no time; None where an optimizer looks at values, or keeps a counter beside its parameter."""
-    try:
-        probed = _probe(inner, parameters, shapes_only=True)
-    except UsageError:
-        return None
-    for p, statistics in zip(parameters, probed, strict=True):
-        if any(isinstance(t, torch.Tensor) and t.is_meta and not _is_statistic(p, key, t) for key, t in statistics.items()):
-            return None
-    return probed
+    def _completed(self, probed: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Per parameter, the statistics that there are; those of a probe where there are none yet."""
+        return [dict(self.inner.state.get(p, {})) or made for p, made in zip(self.parameters, probed, strict=True)]
 
 
 def _lacks_values(index: int, structure: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], counters: Mapping[str, Any]) -> bool:
@@ -258,41 +278,9 @@ def _made(value: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(value, device=p.device) if value.is_meta else value
 
 
-def _probe(inner: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], *, shapes_only: bool) -> list[dict[str, Any]]:
-    def copied(tensor: torch.Tensor, *, shape: bool) -> torch.Tensor:
-        return torch.empty_like(tensor, device="meta") if shape else tensor.detach().clone()
-
-    copies = {p: copied(p.detach(), shape=shapes_only).requires_grad_(p.requires_grad) for p in parameters}
-    for copy in copies.values():
-        copy.grad = torch.zeros_like(copy) if copy.requires_grad else None
-    probe = type(inner).__new__(type(inner))
-    probe.__dict__ = {key: value for key, value in inner.__dict__.items() if key != "step"}  # a scheduler replaces `step` on the instance
-    probe.__dict__ |= {key: OrderedDict() for key in inner.__dict__ if key.startswith("_optimizer_") and key.endswith("_hooks")}
-    probe.param_groups = [{**group, "params": [copies[p] for p in group["params"]]} for group in inner.param_groups]
-    probe.state = defaultdict(dict)
-    for p, copy in copies.items():
-        if inner.state.get(p):
-            probe.state[copy] = {
-                key: copied(value, shape=shapes_only and _is_statistic(p, key, value)) if isinstance(value, torch.Tensor) else value
-                for key, value in inner.state[p].items()
-            }
-    try:
-        probe.step()
-    except (RuntimeError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UsageError(
-            f"cannot find out which statistics {type(inner).__name__} keeps: a step with zero gradients failed ({error})"
-        ) from error
-    return [dict(probe.state.get(copies[p], {})) for p in parameters]
-
-
 def _parameters(inner: torch.optim.Optimizer) -> list[torch.Tensor]:
     seen: dict[int, torch.Tensor] = {}
     for group in inner.param_groups:
         for p in group["params"]:
             seen.setdefault(id(p), p)
     return list(seen.values())
-
-
-def _is_statistic(p: torch.Tensor, key: str, value: Any) -> bool:
-    """A tensor of values, not a counter: torch keeps its step counters as tensors without dimensions."""
-    return isinstance(value, torch.Tensor) and key != "step" and (value.dim() > 0 or value.shape == p.shape)
