@@ -22,6 +22,7 @@ from averaging.training.runexchange import chunk_head, parse_chunks_request
 from averaging.training.state import TrainingState
 from averaging.training.view import StateView
 from swarm.clock import Clock
+from swarm.device import is_out_of_memory
 from swarm.dht.service import DhtService
 from swarm.errors import NetworkError, PeerError, SwarmError, UsageError
 from swarm.ids import Contact, Key, PeerId
@@ -224,7 +225,12 @@ class Donor:
             return self._fresh
 
     def _hashed(self) -> StateView:
-        view = self._state.view()
+        try:
+            view = self._state.view()
+        except (MemoryError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise PeerError("this peer has no memory to read its state with: ask another") from error
+            raise
         try:
             view.hash()
         except BaseException:  # nobody gets this view: no writer must copy it

@@ -161,9 +161,10 @@ class TrainingState:
         if any(_lacks_values(index, one, tensors, mapping(counters.get(str(index)))) for index, one in enumerate(structure)):
             structure = self._completed(probe(self.inner, self.parameters))
         with self.lock, torch.no_grad():
+            rooms = self._rooms(structure, tensors)  # first: there may be no memory for them
             for index, p in enumerate(self.parameters):
                 p.copy_(tensors[f"p.{index}"])
-                self._load_statistics(index, p, structure[index], tensors, mapping(counters.get(str(index))))
+                self._load_statistics(index, p, structure[index], tensors, mapping(counters.get(str(index))), rooms[index])
             for index, (extra, agreed) in enumerate(zip(self.extras, self._agreed_extras, strict=True)):
                 extra.copy_(tensors[f"x.{index}"])
                 agreed.copy_(extra)
@@ -173,19 +174,32 @@ class TrainingState:
                 self.scheduler.load_state_dict(merge(self.scheduler.state_dict(), header.get("schedule"), 0))
             self.moved(header["epoch"])
 
+    def _rooms(self, structure: Sequence[dict[str, Any]], tensors: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """Per parameter, where each statistic of a snapshot goes: the tensors that are there, else those of the probe."""
+        rooms = []
+        for index, (p, statistics) in enumerate(zip(self.parameters, structure, strict=True)):
+            own = self.inner.state.get(p, {})
+            held = [key for key in statistics if f"s.{index}.{key}" in tensors]
+            rooms.append({key: own[key] if key in own else _made(statistics[key], p) for key in held})
+        return rooms
+
     def _load_statistics(
-        self, index: int, p: torch.Tensor, structure: dict[str, Any], tensors: Mapping[str, torch.Tensor], counters: Mapping[str, Any]
+        self,
+        index: int,
+        p: torch.Tensor,
+        structure: dict[str, Any],
+        tensors: Mapping[str, torch.Tensor],
+        counters: Mapping[str, Any],
+        rooms: Mapping[str, torch.Tensor],
     ) -> None:
-        """Statistics of one parameter: into the tensors that are there, else into those of the probe."""
+        """Statistics of one parameter: tensors into their rooms, counters merged with ours."""
         if not any(f"s.{index}.{key}" in tensors or key in counters for key in structure):
             self.inner.state.pop(p, None)
             return
         own = self.inner.state[p]
         for key, value in structure.items():
-            if f"s.{index}.{key}" in tensors:
-                target = own[key] if key in own else _made(value, p)
-                target.copy_(tensors[f"s.{index}.{key}"])
-                own[key] = target
+            if key in rooms:
+                own[key] = rooms[key].copy_(tensors[f"s.{index}.{key}"])
             else:
                 own[key] = merge(value, counters.get(key), 0)
 

@@ -152,7 +152,7 @@ class StateView:
         if not length:
             return torch.empty(shape, dtype=dtype)
         raw = self._read(start, start + length)
-        return torch.frombuffer(raw if self.settled else bytearray(raw), dtype=torch.uint8).view(dtype).reshape(shape)
+        return torch.frombuffer(bytearray(raw) if raw.readonly else raw, dtype=torch.uint8).view(dtype).reshape(shape)
 
     def settle(self) -> None:
         """Complete the copy, a few chunks at a time, so that a writer who comes meanwhile can go on with it."""

@@ -203,6 +203,19 @@ def test_a_reader_waits_for_the_device_without_the_lock_and_a_writer_after_it_no
     assert free == [True, True]
 
 
+def donor_of(state: TrainingState, pool: ThreadPoolExecutor) -> Donor:
+    """A donor in this thread's event loop; nobody declares anything."""
+
+    def own() -> Contact:
+        raise AssertionError
+
+    loop = asyncio.get_running_loop()
+    services = DonorServices(own=own, dht=None, clock=SystemClock(), loop=loop, pool=pool)  # type: ignore[arg-type]
+    donor = Donor(services, "run", state, DonorConfig())
+    donor.start()
+    return donor
+
+
 class _Stream:
     """What a joiner asks for in one message, and what it gets."""
 
@@ -225,14 +238,8 @@ def test_a_donor_waits_for_the_device_in_the_pool_only_and_copies_once_for_two_j
     expected = bytes(made().snapshot().blob)
 
     async def main() -> list[bytes]:
-        def own() -> Contact:
-            raise AssertionError("nobody declares anything here")
-
         with ThreadPoolExecutor(2) as pool:
-            loop = asyncio.get_running_loop()
-            services = DonorServices(own=own, dht=None, clock=SystemClock(), loop=loop, pool=pool)  # type: ignore[arg-type]
-            donor = Donor(services, "run", state, DonorConfig())
-            donor.start()
+            donor = donor_of(state, pool)
             got = []
             for name in ("one", "other"):
                 peer: Any = name
@@ -293,6 +300,27 @@ def test_without_memory_readers_are_told_and_the_trainer_goes_on(
         views[2].chunk(0)
     monkeypatch.undo()
     assert blob_of(state.view())
+
+
+@pytest.mark.parametrize("place", ["host_memory", "flat"])
+def test_a_donor_without_memory_refuses_and_leaves_the_writer_nothing_to_copy(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = SimulatedCuda(1)
+    state = made(cuda.reader, "adam")
+
+    def full(*arguments: object) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    async def main() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            peer: Any = "one"
+            await donor_of(state, pool).on_open(peer, state_pb2.OpenRequest(run="run"))
+
+    monkeypatch.setattr(CudaReader, place, full)
+    with pytest.raises(PeerError, match=r"memory|open the state again"):
+        asyncio.run(main())
+    monkeypatch.undo()
+    write(state, cuda)
+    assert cuda.transfers == 0
 
 
 def test_a_device_without_streams_is_read_through_the_same_windows() -> None:

@@ -300,6 +300,22 @@ def test_statistics_that_there_are_stay_when_others_are_missing() -> None:
     assert state.snapshot().digest == donor.digest
 
 
+def test_loading_without_memory_for_statistics_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    donor = made(1)
+    train(*donor, 2)
+    net, state = made(2)
+    before, digest = weights(net), state.snapshot().digest
+
+    def full(*arguments: object, **options: object) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("averaging.training.state._made", full)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        state.load(donor[1].snapshot().blob)
+    assert same(before, weights(net))
+    assert state.snapshot().digest == digest
+
+
 class TestDTensor:
     @pytest.fixture
     def sharded(self) -> Iterator[torch.nn.Parameter]:
