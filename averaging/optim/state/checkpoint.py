@@ -80,9 +80,14 @@ def write(
     """Write a view to a file: to one beside it first, which takes its place when all of it lies on the disk.
     SwarmError when it cannot.
     """
-    view.hash()
     named = public_names(view.names, parameters)
-    tensors = {name: view.tensor(place) for place, name in enumerate(named)}
+    try:
+        view.hash()
+        tensors = {name: view.tensor(place) for place, name in enumerate(named)}
+    except (MemoryError, PeerError) as error:  # a view that could not be copied is closed
+        raise SwarmError(
+            f"the checkpoint {path} could not be written: there is no memory for a copy of the state"
+        ) from error
     order = [[inner, name] for inner, name in zip(view.names, named, strict=True)]
     metadata = {
         "format": "pt",  # what readers of safetensors look for: torch's tensors

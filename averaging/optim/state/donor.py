@@ -1,9 +1,11 @@
 """Serves this peer's state to those who join: snapshots under leases, and the record that says so.
 
 A lease is on a view of the state (`averaging.optim.state.view`), hashed in the pool when the first one is
-opened. It is copied only if a lease is still open when the state is about to change: ahead of that, while
-this peer's round is on the network, so that a donor that trains is not stalled. Those who come in the same
-epoch share a view; it goes when its last lease is closed or has been idle for too long.
+opened. A state in host memory is copied only if a lease is still open when the state is about to change:
+ahead of that, while this peer's round is on the network, so that a donor that trains is not stalled. A state
+on devices is copied to the host, once, while it is hashed: each view that is leased costs host memory for all
+of the state. Those who come in the same epoch share a view; it goes when its last lease is closed or has been
+idle for too long.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from averaging.optim.exchange import chunk_head, parse_chunks_request
 from averaging.optim.state.training_state import TrainingState
 from averaging.optim.state.view import StateView
 from swarm.core.clock import Clock
+from swarm.core.device import is_out_of_memory
 from swarm.core.errors import NetworkError, PeerError, SwarmError, UsageError
 from swarm.core.ids import Contact, Key, PeerId
 from swarm.dht.service.dht_service import DhtService
@@ -38,7 +41,8 @@ class DonorConfig:
 
     serve: bool = True  # False: this peer never gives its state
     leases_max: int = 16  # downloads at once
-    # states of different epochs leased at once, each a copy in memory; further joiners wait until one is free
+    # states of different epochs leased at once, each a copy in host memory; further joiners wait until one is
+    # free
     snapshots_max: int = 2
     # a download that has taken so long, and at its pace would take another `copy_worth_s` for all of the
     # state, is served from a copy, made beside it. Too small: memory and time for what would have been over
@@ -105,6 +109,7 @@ class Donor:
         """From now on this peer's state is worth having."""
         if self._config.serve and not self._serving:
             self._serving = True
+            self._state.written()  # a model's first values may have been set without the state's lock
             self.changed()
 
     def changed(self) -> None:
@@ -243,8 +248,17 @@ class Donor:
             return self._fresh
 
     def _hashed(self) -> StateView:
-        view = self._state.view()
-        view.hash()
+        try:
+            view = self._state.view()
+        except (MemoryError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise PeerError("this peer has no memory to read its state with: ask another") from error
+            raise
+        try:
+            view.hash()
+        except BaseException:  # nobody gets this view: no writer must copy it
+            view.close()
+            raise
         return view
 
     def _drop_idle(self) -> None:

@@ -6,9 +6,10 @@ digests, so that each chunk can be checked by itself, whoever sent it. Equal sta
 
 from __future__ import annotations
 
+import bisect
 import math
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,15 +72,39 @@ def pieces_digest(pieces: Iterable[bytes | memoryview]) -> bytes:
     return whole.digest()
 
 
+@dataclass(frozen=True, slots=True)
+class BlobLayout:
+    """Where everything lies in the blob of a state: the prefix (header length and header), then the tensors,
+    with zeros between them.
+    """
+
+    prefix: bytes
+    starts: list[int]  # of each tensor, in bytes from the beginning of the blob
+    lengths: list[int]  # of each tensor, in bytes
+    total_bytes: int
+
+    def spans(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (place of the tensor, low, high) for every tensor that has bytes [low, high) of the blob's
+        bytes [begin, end).
+        """
+        for place in range(max(bisect.bisect_right(self.starts, begin) - 1, 0), len(self.starts)):
+            start = self.starts[place]
+            if start >= end:
+                break
+            low, high = max(begin, start), min(end, start + self.lengths[place])
+            if low < high:
+                yield place, low, high
+
+
 def encode_snapshot(
     epoch: int, header: Mapping[str, Any], named: Sequence[tuple[str, torch.Tensor]]
 ) -> bytearray:
     """The blob of `named` tensors and a header of plain values (`plain`)."""
-    prefix, places, total_bytes = plan_snapshot(epoch, header, named)
-    blob = bytearray(total_bytes)
-    blob[: len(prefix)] = prefix
+    layout = plan_snapshot(epoch, header, named)
+    blob = bytearray(layout.total_bytes)
+    blob[: len(layout.prefix)] = layout.prefix
     flat = torch.frombuffer(blob, dtype=torch.uint8)
-    for (_, tensor), start in zip(named, places, strict=True):
+    for (_, tensor), start in zip(named, layout.starts, strict=True):
         if tensor.numel():
             flat[start : start + tensor.nbytes].copy_(flat_bytes(tensor))
     return blob
@@ -87,12 +112,14 @@ def encode_snapshot(
 
 def plan_snapshot(
     epoch: int, header: Mapping[str, Any], named: Sequence[tuple[str, torch.Tensor]]
-) -> tuple[bytes, list[int], int]:
-    """What a blob begins with, where each tensor's bytes go, and the length of the whole."""
+) -> BlobLayout:
+    """Lay out the blob of `named` tensors and a header of plain values (`plain`), without reading a tensor."""
     described = [[name, DTYPE_NAMES[t.dtype], list(t.shape)] for name, t in named]
     packed = pack({**header, "format": _FORMAT, "epoch": epoch, "tensors": described})
-    places, total_bytes = _places(4 + len(packed), [t for _, t in named])
-    return struct.pack("<I", len(packed)) + packed, places, total_bytes
+    starts, total_bytes = _places(4 + len(packed), [t for _, t in named])
+    return BlobLayout(
+        struct.pack("<I", len(packed)) + packed, starts, [t.nbytes for _, t in named], total_bytes
+    )
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -213,19 +240,23 @@ def mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def plain(value: Any, depth: int) -> Any:
-    """The numbers of a nested structure, fit for msgpack; None stands for whatever else is in it."""
+def plain(value: Any, depth: int, number: Callable[[torch.Tensor], Any] = torch.Tensor.item) -> Any:
+    """The numbers of a nested structure, fit for msgpack; None stands for whatever else is in it. `number`:
+    of a tensor of one element.
+    """
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, torch.Tensor):
-        return value.item() if value.numel() == 1 else None
+        return number(value) if value.numel() == 1 else None
     if depth >= _DEPTH_MAX:
         return None
     if isinstance(value, (list, tuple)):
-        return [plain(item, depth + 1) for item in value]
+        return [plain(item, depth + 1, number) for item in value]
     if isinstance(value, Mapping):
         return {
-            key: plain(value[key], depth + 1) for key in sorted(value, key=str) if isinstance(key, (str, int))
+            key: plain(value[key], depth + 1, number)
+            for key in sorted(value, key=str)
+            if isinstance(key, (str, int))
         }
     return None
 

@@ -9,13 +9,14 @@ structure.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from blake3 import blake3
 
+from averaging.optim.state.device_reads import DeviceReader, DeviceReads, reader_of
+from averaging.optim.state.probe import is_statistic, probe, probe_shapes
 from averaging.optim.state.snapshot import (
     ALIGNMENT_BYTES,
     DTYPE_NAMES,
@@ -31,6 +32,7 @@ from averaging.optim.state.snapshot import (
     read_tensors,
 )
 from averaging.optim.state.view import StateView, WriteLock
+from averaging.reduction.sharded import refuse_sharded
 from swarm.core.errors import PeerError, UsageError
 
 
@@ -52,14 +54,21 @@ class TrainingState:
         inner: torch.optim.Optimizer,
         extra_tensors: Sequence[torch.Tensor] = (),
         scheduler: Scheduler | None = None,
+        make_reader: Callable[[torch.device], DeviceReader | None] = reader_of,
     ) -> None:
+        """`make_reader`: returns what reads tensors on a device, None for the host; tests put a simulated
+        device in its place.
+        """
         self.inner, self.scheduler, self.extras = inner, scheduler, tuple(extra_tensors)
         self.parameters = _parameters(inner)
         self._probed: list[dict[str, Any]] | None = None
+        refuse_sharded(self.parameters, "parameter")
+        refuse_sharded(self.extras, "extra tensor")
+        self._reads = DeviceReads((tensor.device for tensor in (*self.parameters, *self.extras)), make_reader)
         self._reading = threading.RLock()
         self._views: list[StateView] = []  # somebody reads the state of a moment
         # to be held by whoever changes the state: views that are open are copied before that
-        self.lock = WriteLock(self._reading, self._views)
+        self.lock = WriteLock(self._reading, self._views, self._reads)
         self.epoch = 0
         self.version = 0  # changes whenever the state does
         # the state is the output of an averaging round, equal on all peers whatever their processors
@@ -72,12 +81,20 @@ class TrainingState:
         # Buffers move with every forward pass, on the trainer's thread, differently on each peer: served is
         # what all agreed on last.
         self._agreed_extras = [tensor.detach().clone() for tensor in self.extras]
+        self.written()
 
     def moved(self, epoch: int, *, canonical: bool = False) -> None:
         """The state has changed; call it with the lock still held."""
         self.epoch, self.canonical = epoch, canonical
         self.version += 1
         self._probed = None  # what was probed may be part of the state now
+        self.written()
+
+    def written(self) -> None:
+        """What this thread has asked the devices so far is part of the state, before anybody reads it;
+        implied when `lock` is released.
+        """
+        self._reads.written()
 
     # averaging
 
@@ -110,9 +127,13 @@ class TrainingState:
 
     def extra_counts(self) -> list[int]:
         """All values of the whole-number extra tensors (BatchNorm's batch counters)."""
-        return [
-            int(value) for t in self.extras if not t.is_floating_point() for value in t.flatten().tolist()
-        ]
+        whole = [t.detach().flatten().to(torch.int64) for t in self.extras if not t.is_floating_point()]
+        devices = {t.device for t in whole}
+        # one transfer for each
+        values = {
+            device: iter(torch.cat([t for t in whole if t.device == device]).tolist()) for device in devices
+        }
+        return [next(values[t.device]) for t in whole for _ in range(t.numel())]
 
     def counters_digest(self) -> bytes:
         """Of everything that must be equal without being averaged: step counters, hyperparameters, schedule,
@@ -128,7 +149,11 @@ class TrainingState:
         """
         with self._reading, torch.no_grad():
             view = StateView(
-                (self.epoch, self.version, self.canonical), self._scalars(), self._named(), self._reading
+                (self.epoch, self.version, self.canonical),
+                self._scalars(),
+                self._named(),
+                self._reading,
+                self._reads,
             )
             self._views[:] = [*(other for other in self._views if not other.closed), view]
             return view
@@ -181,11 +206,14 @@ class TrainingState:
             _lacks_values(index, one, tensors, mapping(counters.get(str(index))))
             for index, one in enumerate(structure)
         ):
-            structure = _probe(self.inner, self.parameters, shapes_only=False)
+            structure = self._completed(probe(self.inner, self.parameters))
         with self.lock, torch.no_grad():
+            rooms = self._rooms(structure, tensors)  # first: there may be no memory for them
             for index, p in enumerate(self.parameters):
                 p.copy_(tensors[f"p.{index}"])
-                self._load_statistics(index, p, structure[index], tensors, mapping(counters.get(str(index))))
+                self._load_statistics(
+                    index, p, structure[index], tensors, mapping(counters.get(str(index))), rooms[index]
+                )
             for index, (extra, agreed) in enumerate(zip(self.extras, self._agreed_extras, strict=True)):
                 extra.copy_(tensors[f"x.{index}"])
                 agreed.copy_(extra)
@@ -197,6 +225,19 @@ class TrainingState:
                 self.scheduler.load_state_dict(merge(self.scheduler.state_dict(), header.get("schedule"), 0))
             self.moved(header["epoch"])
 
+    def _rooms(
+        self, structure: Sequence[dict[str, Any]], tensors: Mapping[str, torch.Tensor]
+    ) -> list[dict[str, torch.Tensor]]:
+        """Per parameter, where each statistic of a snapshot goes: the tensors that are there, else those of
+        the probe.
+        """
+        rooms = []
+        for index, (p, statistics) in enumerate(zip(self.parameters, structure, strict=True)):
+            own = self.inner.state.get(p, {})
+            held = [key for key in statistics if f"s.{index}.{key}" in tensors]
+            rooms.append({key: own[key] if key in own else _made(statistics[key], p) for key in held})
+        return rooms
+
     def _load_statistics(
         self,
         index: int,
@@ -204,17 +245,16 @@ class TrainingState:
         structure: dict[str, Any],
         tensors: Mapping[str, torch.Tensor],
         counters: Mapping[str, Any],
+        rooms: Mapping[str, torch.Tensor],
     ) -> None:
-        """Statistics of one parameter: into the tensors that are there, else into those of the probe."""
+        """Statistics of one parameter: tensors into their rooms, counters merged with ours."""
         if not any(f"s.{index}.{key}" in tensors or key in counters for key in structure):
             self.inner.state.pop(p, None)
             return
         own = self.inner.state[p]
         for key, value in structure.items():
-            if f"s.{index}.{key}" in tensors:
-                target = own[key] if key in own else _made(value, p)
-                target.copy_(tensors[f"s.{index}.{key}"])
-                own[key] = target
+            if key in rooms:
+                own[key] = rooms[key].copy_(tensors[f"s.{index}.{key}"])
             else:
                 own[key] = merge(value, counters.get(key), 0)
 
@@ -230,7 +270,7 @@ class TrainingState:
             f"s.{i}.{key}": t
             for i, s in enumerate(structure)
             for key, t in s.items()
-            if _is_statistic(self.parameters[i], key, t)
+            if is_statistic(self.parameters[i], key, t)
         }
         for name, tensor in tensors.items():
             own = known.get(name)
@@ -245,7 +285,7 @@ class TrainingState:
             if not is_finite(tensor):
                 raise PeerError(f"the state's {name[:40]!r} is not finite")
         for index, (p, wanted) in enumerate(zip(self.parameters, structure, strict=True)):
-            held = [f"s.{index}.{key}" in tensors for key, t in wanted.items() if _is_statistic(p, key, t)]
+            held = [f"s.{index}.{key}" in tensors for key, t in wanted.items() if is_statistic(p, key, t)]
             if any(held) and not all(held):
                 raise PeerError(f"the state has only some statistics of parameter {index}")
 
@@ -259,7 +299,7 @@ class TrainingState:
                     raise UsageError(
                         f"{type(self.inner).__name__} keeps {key!r} as a {type(value).__name__}; only tensors and numbers can be shared"
                     )
-                if _is_statistic(p, key, value):
+                if is_statistic(p, key, value):
                     named.append((f"s.{index}.{key}", value))
         return named
 
@@ -272,57 +312,59 @@ class TrainingState:
         )
 
     def _scalars(self) -> dict[str, Any]:
+        """The header of a snapshot. Of tensors on devices all numbers come in one transfer.
+
+        A view holds the state's lock for as long as that takes. It delays no writer: what is written next was
+        computed from the state that the last write left, so that this write is over on the device before the
+        next one is due.
+        """
+        schedule = None if self.scheduler is None else self.scheduler.state_dict()
+        if not self._reads:
+            return self._header(schedule, torch.Tensor.item)
+        tensors: list[torch.Tensor] = []
+        self._header(schedule, tensors.append)
+        numbers = dict(zip(map(id, tensors), self._reads.numbers(tensors), strict=True))
+        return self._header(schedule, lambda tensor: numbers[id(tensor)])
+
+    def _header(
+        self, schedule: dict[str, Any] | None, number: Callable[[torch.Tensor], Any]
+    ) -> dict[str, Any]:
+        """`number`: returns the value of a tensor with one element."""
         counters = {}
         for index, p in enumerate(self.parameters):
             held = {
-                key: plain(value, 0)
+                key: plain(value, 0, number)
                 for key, value in self.inner.state.get(p, {}).items()
-                if not _is_statistic(p, key, value)
+                if not is_statistic(p, key, value)
             }
             if held:
                 counters[str(index)] = held
         groups = [
-            {key: plain(value, 0) for key, value in group.items() if key != "params"}
+            {key: plain(value, 0, number) for key, value in group.items() if key != "params"}
             for group in self.inner.param_groups
         ]
-        schedule = None if self.scheduler is None else plain(self.scheduler.state_dict(), 0)
-        return {"epoch": self.epoch, "state": counters, "groups": groups, "schedule": schedule}
+        return {
+            "epoch": self.epoch,
+            "state": counters,
+            "groups": groups,
+            "schedule": plain(schedule, 0, number),
+        }
 
     def _structure(self) -> list[dict[str, Any]]:
-        """Per parameter, the statistics that this optimizer keeps: key -> tensor or number.
-
-        An optimizer makes them in its first step. Here a second optimizer of the same class makes that step,
-        with zero gradients, on copies: joining must not move weights, and a real step with zero gradients
-        does (weight decay). The copies have shapes and no memory, where the optimizer can be had to step so:
-        its statistics then are without memory, too.
+        """Per parameter, the statistics that this optimizer keeps: key -> tensor or number; those that a
+        first step is going to make have no memory where `probe_shapes` can find them.
         """
-        own = [dict(self.inner.state.get(p, {})) for p in self.parameters]
-        if all(statistics or not p.requires_grad for statistics, p in zip(own, self.parameters, strict=True)):
-            return own
+        if all(self.inner.state.get(p) or not p.requires_grad for p in self.parameters):
+            return self._completed([{}] * len(self.parameters))
         if self._probed is None:  # its size is asked for before a download, its tensors are used after it
-            self._probed = _probe_shapes(self.inner, self.parameters) or _probe(
-                self.inner, self.parameters, shapes_only=False
-            )
-        return self._probed
+            self._probed = probe_shapes(self.inner, self.parameters) or probe(self.inner, self.parameters)
+        return self._completed(self._probed)
 
-
-def _probe_shapes(
-    inner: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]
-) -> list[dict[str, Any]] | None:
-    """The probe without memory, in no time; None where an optimizer looks at values, or keeps a counter
-    beside its parameter.
-    """
-    try:
-        probed = _probe(inner, parameters, shapes_only=True)
-    except UsageError:
-        return None
-    for p, statistics in zip(parameters, probed, strict=True):
-        if any(
-            isinstance(t, torch.Tensor) and t.is_meta and not _is_statistic(p, key, t)
-            for key, t in statistics.items()
-        ):
-            return None
-    return probed
+    def _completed(self, probed: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Per parameter, the statistics that there are; those of a probe where there are none yet."""
+        return [
+            dict(self.inner.state.get(p, {})) or made for p, made in zip(self.parameters, probed, strict=True)
+        ]
 
 
 def _lacks_values(
@@ -344,52 +386,9 @@ def _made(value: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(value, device=p.device) if value.is_meta else value
 
 
-def _probe(
-    inner: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], *, shapes_only: bool
-) -> list[dict[str, Any]]:
-    def copied(tensor: torch.Tensor, *, shape: bool) -> torch.Tensor:
-        return torch.empty_like(tensor, device="meta") if shape else tensor.detach().clone()
-
-    copies = {p: copied(p.detach(), shape=shapes_only).requires_grad_(p.requires_grad) for p in parameters}
-    for copy in copies.values():
-        copy.grad = torch.zeros_like(copy) if copy.requires_grad else None
-    probe = type(inner).__new__(type(inner))
-    # a scheduler replaces `step` on the instance
-    probe.__dict__ = {key: value for key, value in inner.__dict__.items() if key != "step"}
-    probe.__dict__ |= {
-        key: OrderedDict()
-        for key in inner.__dict__
-        if key.startswith("_optimizer_") and key.endswith("_hooks")
-    }
-    probe.param_groups = [
-        {**group, "params": [copies[p] for p in group["params"]]} for group in inner.param_groups
-    ]
-    probe.state = defaultdict(dict)
-    for p, copy in copies.items():
-        if inner.state.get(p):
-            probe.state[copy] = {
-                key: copied(value, shape=shapes_only and _is_statistic(p, key, value))
-                if isinstance(value, torch.Tensor)
-                else value
-                for key, value in inner.state[p].items()
-            }
-    try:
-        probe.step()
-    except (RuntimeError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UsageError(
-            f"cannot find out which statistics {type(inner).__name__} keeps: a step with zero gradients failed ({error})"
-        ) from error
-    return [dict(probe.state.get(copies[p], {})) for p in parameters]
-
-
 def _parameters(inner: torch.optim.Optimizer) -> list[torch.Tensor]:
     seen: dict[int, torch.Tensor] = {}
     for group in inner.param_groups:
         for p in group["params"]:
             seen.setdefault(id(p), p)
     return list(seen.values())
-
-
-def _is_statistic(p: torch.Tensor, key: str, value: Any) -> bool:
-    """A tensor of values, not a counter: torch keeps its step counters as tensors without dimensions."""
-    return isinstance(value, torch.Tensor) and key != "step" and (value.dim() > 0 or value.shape == p.shape)

@@ -1,13 +1,16 @@
 """The state of one moment, read chunk by chunk while training goes on: copied lazily, before the next write.
 
-As long as nothing is written a view reads the live tensors: a download that is over before the epoch is costs
-no copy at all. Whoever is about to write takes `WriteLock`, which completes the copy of every open view
-first; a copy that began ahead of that, beside a round (`settle`), leaves the writer little to do.
+A view of a state in host memory reads the live tensors as long as nothing is written: a download that is over
+before the epoch is costs no copy at all. A view of a state that lies on a device, even in part, is copied to
+the host when it is first read, each byte once, and hashed and served from that copy: it costs host memory for
+the whole state until it is closed, and 16 MiB of pinned memory while it is made.
+
+Whoever is about to write takes `WriteLock`, which completes the copy of every open view first; a copy that
+began ahead of that, beside a round (`settle`), leaves the writer little to do.
 """
 
 from __future__ import annotations
 
-import bisect
 import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +19,7 @@ from typing import Any
 
 import torch
 
+from averaging.optim.state.device_reads import DeviceReads, HostCopy
 from averaging.optim.state.snapshot import (
     CHUNK_BYTES,
     Blob,
@@ -27,10 +31,12 @@ from averaging.optim.state.snapshot import (
     room,
     snapshot_digest,
 )
+from swarm.core.device import is_out_of_memory
 from swarm.core.errors import PeerError
 
 _log = logging.getLogger(__name__)
 
+_GONE = "this copy of the state is gone: open the state again"
 _SETTLE_CHUNKS = 8  # copied while the lock is held once: a writer that comes meanwhile waits for so many
 
 
@@ -45,19 +51,25 @@ class StateView:
         header: Mapping[str, Any],
         named: Sequence[tuple[str, torch.Tensor]],
         lock: threading.RLock,
+        reads: DeviceReads,
     ) -> None:
-        """`moment`: epoch, version, canonical. To be made with the lock held."""
+        """`moment`: epoch, version, canonical. `reads`: how tensors on devices are read. To be made with the
+        lock held.
+        """
         self.epoch, self.version, self.canonical = moment
         self.names = [name for name, _ in named]
-        self._prefix, self._starts, self.total_bytes = plan_snapshot(self.epoch, header, named)
+        self._layout = plan_snapshot(self.epoch, header, named)
+        self.total_bytes = self._layout.total_bytes
         self._header = dict(header)
-        self._live: list[torch.Tensor] = [flat_bytes(tensor) for _, tensor in named]
-        # what lies in this machine's own memory is read without a detour through tensors
-        self._memory = [memory_of(live) for live in self._live]
         self._shapes = [(tensor.dtype, tuple(tensor.shape)) for _, tensor in named]
-        self._lock = lock
+        self._lock, self._reads = lock, reads
+        self._on_device = any(reads.of(tensor.device) is not None for _, tensor in named)
+        self._live = [tensor.detach() if self._on_device else flat_bytes(tensor) for _, tensor in named]
+        # what lies in this machine's own memory is read without a detour through tensors
+        self._memory = [] if self._on_device else [memory_of(live) for live in self._live]
+        self._fetched: HostCopy | None = None  # copies `_live` from devices, from the first read on
         self._blob: Blob | None = None
-        self._copied = 0  # chunks that are in the blob, from the first on
+        self._gathered = 0  # chunks that were copied from host memory to the blob, from the first on
         self._digests: tuple[bytes, ...] = ()
         self.closed = False
 
@@ -65,6 +77,11 @@ class StateView:
     def chunks(self) -> int:
         """How many there are."""
         return -(-self.total_bytes // CHUNK_BYTES)
+
+    @property
+    def _copied(self) -> int:
+        """Chunks that are in the blob, from the first on."""
+        return self._gathered if self._fetched is None else self._fetched.copied_chunks
 
     @property
     def settled(self) -> bool:
@@ -78,9 +95,9 @@ class StateView:
 
     @property
     def blob(self) -> Blob:
-        """The whole copy, once it is settled."""
-        assert self._blob is not None
-        assert self.settled
+        """The whole copy, once it is settled; PeerError when it never will be."""
+        if self._blob is None or not self.settled:
+            raise PeerError(_GONE)
         return self._blob
 
     @property
@@ -93,21 +110,25 @@ class StateView:
         return snapshot_digest(self.total_bytes, self._digests)
 
     def hash(self) -> None:
-        """Work out the digests: a second for a gigabyte, from live memory or from the copy."""
+        """Work out the digests: a second for a gigabyte, from live memory or from the copy. PeerError without
+        memory for the copy.
+        """
         if not self._digests:
             self._digests = tuple(self._digest(index) for index in range(self.chunks))
 
     def _digest(self, index: int) -> bytes:
-        begin, end = index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, self.total_bytes)
+        begin, end = self._bounds(index)
+        if self._on_device:
+            return chunk_digest(self._read(begin, end))
         with self._lock:
-            if None in self._memory or self.settled or self.closed:
+            if self.settled or self.closed:
                 return chunk_digest(self._read(begin, end))
             return pieces_digest(self._pieces(begin, end))
 
     def chunk(self, index: int, before: bytes = b"") -> bytes:
         """One chunk, and what is to stand `before` it. PeerError when there was no memory for the copy."""
-        begin, end = index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, self.total_bytes)
-        if index >= self._copied:
+        begin, end = self._bounds(index)
+        if index >= self._copied and not self._on_device:
             with self._lock:
                 if self._is_live(index):
                     return b"".join((before, *self._pieces(begin, end)))
@@ -119,7 +140,7 @@ class StateView:
         """
         if index < self._copied:
             return self.chunk(index, before)
-        if not self._lock.acquire(blocking=False):
+        if self._on_device or not self._lock.acquire(blocking=False):
             return None
         try:
             return self.chunk(index, before) if self._is_live(index) else None
@@ -128,20 +149,30 @@ class StateView:
 
     def _is_live(self, index: int) -> bool:
         """Whether a chunk can be read where the tensors lie; with the lock held."""
-        return not (self.closed or index < self._copied or None in self._memory)
+        return not (self.closed or index < self._copied)
+
+    def _bounds(self, index: int) -> tuple[int, int]:
+        return index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, self.total_bytes)
 
     def tensor(self, place: int) -> torch.Tensor:
-        """A copy, on the CPU, of the tensor `names[place]`."""
+        """The tensor `names[place]` on the CPU, as it was: to be read only. It is a part of the view's copy
+        where there is one.
+        """
         dtype, shape = self._shapes[place]
-        start = self._starts[place]
-        length = self._live_bytes(place)
+        start, length = self._layout.starts[place], self._layout.lengths[place]
         if not length:
             return torch.empty(shape, dtype=dtype)
-        raw = torch.frombuffer(bytearray(self._read(start, start + length)), dtype=torch.uint8)
-        return raw.view(dtype).reshape(shape)
+        raw = self._read(start, start + length)
+        return (
+            torch.frombuffer(bytearray(raw) if raw.readonly else raw, dtype=torch.uint8)
+            .view(dtype)
+            .reshape(shape)
+        )
 
     def settle(self) -> None:
         """Complete the copy, a few chunks at a time, so that a writer who comes meanwhile can go on with it."""
+        if self._on_device:
+            self._fetch(self.chunks)
         while not (self.settled or self.closed):
             with self._lock:
                 self.settle_now(self._copied + _SETTLE_CHUNKS)
@@ -149,6 +180,9 @@ class StateView:
     def settle_now(self, until: int | None = None) -> None:
         """The same in one go, up to a chunk; with the lock held. Without memory for it the view is closed,
         and readers are told.
+
+        Afterwards the tensors may be written by this thread. Bytes may still be on their way from a device:
+        `settled` is false until a reader has waited for them.
         """
         if self.closed or self.settled:
             return
@@ -156,90 +190,123 @@ class StateView:
         if until <= self._copied:
             return
         try:
-            if self._blob is None:
-                self._blob = room(self.total_bytes)
-            begin, end = self._copied * CHUNK_BYTES, min(until * CHUNK_BYTES, self.total_bytes)
-            self._gather(begin, end, memoryview(self._blob)[begin:end])
-        except MemoryError:
+            if self._on_device:
+                self._ask_for(until * CHUNK_BYTES)
+            else:
+                if self._blob is None:
+                    self._blob = room(self.total_bytes)
+                begin, end = self._copied * CHUNK_BYTES, min(until * CHUNK_BYTES, self.total_bytes)
+                self._gather(begin, end, memoryview(self._blob)[begin:end])
+                self._gathered = until
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
             _log.warning(
                 "there is no memory for a copy of the state of epoch %d: those who download it must begin anew",
                 self.epoch,
             )
             self.close()
             return
-        self._copied = until
-        if until == self.chunks:
+        if self._gathered == self.chunks:
             self._live, self._memory = [], []
 
     def close(self) -> None:
         """Nobody reads it any more: it is not copied when the state changes."""
         self.closed = True
 
-    def _live_bytes(self, place: int) -> int:
-        dtype, shape = self._shapes[place]
-        return torch.Size(shape).numel() * dtype.itemsize
-
     def _read(self, begin: int, end: int) -> memoryview:
-        if self.settled:
-            return memoryview(self.blob)[begin:end]
-        with self._lock:
-            if self._blob is not None and end <= self._copied * CHUNK_BYTES:  # meanwhile
-                return memoryview(self._blob)[begin:end]
-            if self.closed:
-                raise PeerError("this copy of the state is gone: open the state again")
-            if None not in self._memory:
-                return memoryview(b"".join(self._pieces(begin, end)))
-            out = bytearray(end - begin)
-            self._gather(begin, end, memoryview(out))
-        return memoryview(out)
+        """The blob's bytes [begin, end): a part of the copy, or copied from host memory."""
+        if self._on_device:
+            self._fetch(-(-end // CHUNK_BYTES))
+        if not self._has(end):
+            with self._lock:
+                if not self._has(end):  # nor meanwhile
+                    if self.closed or self._on_device:
+                        raise PeerError(_GONE)
+                    return memoryview(b"".join(self._pieces(begin, end)))
+        assert self._blob is not None
+        return memoryview(self._blob)[begin:end]
 
     def _pieces(self, begin: int, end: int) -> Iterator[bytes | memoryview]:
-        """The blob's bytes [begin, end) where they lie, with the lock held."""
-        at = begin
-        if at < len(self._prefix):
-            yield self._prefix[at:end]
-            at = min(end, len(self._prefix))
-        for place in range(max(bisect.bisect_right(self._starts, at) - 1, 0), len(self._starts)):
-            live, start = self._memory[place], self._starts[place]
-            if start >= end:
-                break
+        """The blob's bytes [begin, end) where they lie in host memory, with the lock held."""
+        prefix = self._layout.prefix[begin:end]
+        yield prefix
+        at = begin + len(prefix)
+        for place, low, high in self._layout.spans(begin, end):
+            live, start = self._memory[place], self._layout.starts[place]
             assert live is not None
-            low, high = max(at, start), min(end, start + len(live))
-            if low < high:
-                yield bytes(low - at)  # between tensors
-                yield live[low - start : high - start]
-                at = high
+            yield bytes(low - at)  # between tensors
+            yield live[low - start : high - start]
+            at = high
         yield bytes(end - at)
 
+    def _has(self, end: int) -> bool:
+        """Whether the blob's bytes before `end` are copied."""
+        return self.settled or end <= self._copied * CHUNK_BYTES
+
     def _gather(self, begin: int, end: int, out: memoryview) -> None:
-        """Copy the blob's bytes [begin, end) out of the live tensors; what is between tensors stays zero."""
-        if begin < len(self._prefix):
-            piece = self._prefix[begin:end]
-            out[: len(piece)] = piece
+        """Copy the blob's bytes [begin, end) out of live host memory; what is between tensors stays zero."""
+        prefix = self._layout.prefix[begin:end]
+        out[: len(prefix)] = prefix
         flat = torch.frombuffer(out, dtype=torch.uint8)
-        place = max(bisect.bisect_right(self._starts, begin) - 1, 0)
-        while place < len(self._starts) and self._starts[place] < end:
-            live, start = self._live[place], self._starts[place]
-            low, high = max(begin, start), min(end, start + live.numel())
-            if low < high:
-                flat[low - begin : high - begin].copy_(live[low - start : high - start])
-            place += 1
+        for place, low, high in self._layout.spans(begin, end):
+            start = self._layout.starts[place]
+            flat[low - begin : high - begin].copy_(self._live[place][low - start : high - start])
+
+    # what lies on devices
+
+    def _fetch(self, until: int) -> None:
+        """Copy chunks to the host, up to one. The lock is held while bytes are asked for, and not while they
+        are waited for.
+        """
+        while self._copied < until and not self.closed:
+            with self._lock:
+                self.settle_now(self._copied + 1)
+            if self._fetched is not None:
+                self._fetched.arrive()
+
+    def _ask_for(self, until_bytes: int) -> None:
+        """Ask for bytes up to these, and for as many beyond them as there is room for, with the lock held.
+
+        Waits for a device only when those bytes are more than the windows of a copy take.
+        """
+        if self._fetched is None:
+            self._blob = room(self.total_bytes)
+            self._fetched, self._live = HostCopy(self._layout, self._live, self._reads, self._blob), []
+        while self._fetched.asked_bytes < min(until_bytes, self.total_bytes):
+            if not self._fetched.ask():
+                self._fetched.arrive()
+        while self._fetched.ask():
+            pass
 
 
 class WriteLock:
-    """Held while the state is changed, any number of times by one thread. Open views are copied first."""
+    """Held while the state is changed, any number of times by one thread. Open views are copied first.
 
-    def __init__(self, lock: threading.RLock, views: list[StateView]) -> None:
-        self._lock, self._views = lock, views
+    What the thread's current streams are asked while it holds the lock begins after the reads of the old
+    values are over, on the device; reads of the new values begin after it. The thread itself waits for
+    neither.
+    """
+
+    def __init__(self, lock: threading.RLock, views: list[StateView], reads: DeviceReads) -> None:
+        self._lock, self._views, self._reads = lock, views, reads
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        with torch.no_grad():
-            for view in self._views:
-                view.settle_now()
-        self._views.clear()  # what is settled is not ours any more
+        try:
+            with torch.no_grad():
+                for view in self._views:
+                    view.settle_now()
+            self._views.clear()  # nothing of them is left to ask for
+            self._reads.before_write()
+        except BaseException:
+            self._lock.release()
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._lock.release()
+        try:
+            self._reads.written()
+        finally:
+            self._lock.release()

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgpack
@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from averaging.optim.state.probe import probe, probe_shapes
 from averaging.optim.state.snapshot import CHUNK_BYTES, chunk_digest, is_finite, merge, plain, snapshot_digest
-from averaging.optim.state.training_state import TrainingState, _probe, _probe_shapes
+from averaging.optim.state.training_state import TrainingState
 from swarm.core.errors import PeerError, UsageError
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -19,6 +20,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.1, weight_decay=0.1, amsgrad=True),
     "adam-fused": lambda ps: torch.optim.Adam(ps, lr=0.1, fused=True),
+    "adamw-fused-amsgrad": lambda ps: torch.optim.AdamW(ps, lr=0.1, fused=True, amsgrad=True),
+    "adamw-foreach": lambda ps: torch.optim.AdamW(ps, lr=0.1, foreach=True),
+    "momentum-fused": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, fused=True),
+    "momentum-foreach": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, foreach=True),
     "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.1),
     "rprop": torch.optim.Rprop,
     "adadelta": torch.optim.Adadelta,
@@ -251,15 +256,17 @@ def test_an_optimizer_whose_state_is_not_tensors_is_refused() -> None:
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_the_probe_without_memory_finds_what_a_step_makes(optimizer: str) -> None:
     _, state = made(1, optimizer)
-    shapes = _probe_shapes(state.inner, state.parameters)
-    assert (shapes is None) == (optimizer in ("adam-fused", "adafactor")), (
-        "only what is fused or looks at values needs memory"
-    )
-    stepped = _probe(state.inner, state.parameters, shapes_only=False)
+    shapes = probe_shapes(state.inner, state.parameters)
+    assert (shapes is None) == (optimizer == "adafactor"), "only what looks at values needs memory"
+    stepped = probe(state.inner, state.parameters)
     for one, other in zip(shapes or stepped, stepped, strict=True):
         assert one.keys() == other.keys()
         for key, value in other.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and key == "step":
+                assert torch.equal(one[key], value)
+                assert (one[key].dtype, one[key].device) == (value.dtype, value.device)
+            elif isinstance(value, torch.Tensor):
+                assert one[key].is_meta or shapes is None
                 assert (one[key].shape, one[key].dtype, one[key].stride()) == (
                     value.shape,
                     value.dtype,
@@ -267,6 +274,91 @@ def test_the_probe_without_memory_finds_what_a_step_makes(optimizer: str) -> Non
                 )
             else:
                 assert one[key] == value
+
+
+@pytest.mark.parametrize(
+    "flags", [{"fused": True}, {"capturable": True}, {"capturable": True, "amsgrad": True}]
+)
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_counters_are_found_beside_their_parameters_where_the_step_wants_them_there(
+    kind: type[torch.optim.Adam], flags: dict[str, bool]
+) -> None:
+    """The meta device stands for one that is not the host."""
+    parameters = [
+        torch.nn.Parameter(torch.empty(30, 40, device="meta")),
+        torch.nn.Parameter(torch.empty(3, dtype=torch.bfloat16)),
+    ]
+    lr = torch.tensor(0.1) if "capturable" in flags else 0.1
+    shapes = probe_shapes(kind(parameters, lr=lr, **flags), parameters)  # type: ignore[arg-type]
+    assert shapes is not None
+    for p, statistics in zip(parameters, shapes, strict=True):
+        assert (statistics["step"].device, statistics["step"].dtype, statistics["step"].dim()) == (
+            p.device,
+            torch.float32,
+            0,
+        )
+        keys = {"step", "exp_avg", "exp_avg_sq"} | ({"max_exp_avg_sq"} if "amsgrad" in flags else set())
+        assert statistics.keys() == keys
+        assert all(
+            (statistics[key].shape, statistics[key].dtype) == (p.shape, p.dtype) for key in keys - {"step"}
+        )
+
+
+def test_statistics_that_there_are_stay_when_others_are_missing() -> None:
+    """A frozen layer was thawed: its parameters have no statistics yet, those of others are in the middle of
+    their course.
+    """
+    net, state = made(1)
+    train(net, state, 3)
+    thawed = state.parameters[0]
+    donor = state.snapshot()
+    del state.inner.state[thawed]
+    fourth = state.inner.state[state.parameters[1]]["step"].clone()
+    assert state.bytes_max() >= len(donor.blob)
+    assert torch.equal(state._structure()[1]["step"], fourth)
+    assert state._structure()[0]["exp_avg"].is_meta
+    state.load(donor.blob)
+    assert state.snapshot().digest == donor.digest
+
+
+def test_loading_without_memory_for_statistics_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    donor = made(1)
+    train(*donor, 2)
+    net, state = made(2)
+    before, digest = weights(net), state.snapshot().digest
+
+    def full(*arguments: object, **options: object) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("averaging.optim.state.training_state._made", full)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        state.load(donor[1].snapshot().blob)
+    assert same(before, weights(net))
+    assert state.snapshot().digest == digest
+
+
+class TestDTensor:
+    @pytest.fixture
+    def sharded(self) -> Iterator[torch.nn.Parameter]:
+        distributed = pytest.importorskip("torch.distributed.tensor")
+        fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+        torch.distributed.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=2)
+        try:
+            mesh = torch.distributed.init_device_mesh("cpu", (2,))
+            yield torch.nn.Parameter(
+                distributed.distribute_tensor(torch.ones(4, 4), mesh, [distributed.Shard(0)])
+            )
+        finally:
+            torch.distributed.destroy_process_group()
+
+    def test_sharded_parameters_are_refused_with_what_to_pass_instead(
+        self, sharded: torch.nn.Parameter
+    ) -> None:
+        whole = torch.nn.Parameter(torch.ones(3))
+        with pytest.raises(UsageError, match=r"parameter 1 is a DTensor.*pass its whole tensors"):
+            TrainingState(torch.optim.SGD([whole, sharded], lr=0.1))
+        with pytest.raises(UsageError, match="extra tensor 0 is a DTensor"):
+            TrainingState(torch.optim.SGD([whole], lr=0.1), [sharded])
 
 
 def test_counters_without_statistics_leave_none_without_memory() -> None:

@@ -98,14 +98,17 @@ def test_readers_and_a_trainer_at_the_same_time() -> None:
         trainer.join(10)
 
 
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")], ids=repr
+)
 def test_without_memory_for_the_copy_readers_are_told_and_the_trainer_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
+    error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = made()
     view = state.view()
 
     def full(*arguments: object) -> None:
-        raise MemoryError
+        raise error
 
     monkeypatch.setattr(view, "_gather", full)
     move(state)

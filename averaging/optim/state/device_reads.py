@@ -1,0 +1,332 @@
+"""Reads of a training state that lies on accelerators: ordered against the trainer's writes, beside its work,
+each byte copied once.
+
+A GPU executes what a stream is asked in order, and nothing orders two streams but events. The trainer writes
+the state on its current stream, while threads of the pool read it. So every device has a stream for reads. It
+waits for an event that is recorded on the trainer's stream when a write ends (`written`), and a write waits,
+on the device and not on the host, for the reads that were asked for before it (`before_write`). Reads are
+asked for only by a thread that holds the state's lock; arrivals are waited for without it.
+
+Not yet run on a GPU. `tests/averaging/optim/simulated_cuda.py` executes streams in every order that CUDA
+allows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from averaging.optim.state.snapshot import CHUNK_BYTES, Blob, BlobLayout, copy_bytes, flat_bytes
+
+# copied at a time. Smaller: more waits; larger: more pinned memory, of which a view needs two windows
+WINDOW_BYTES = 8 * CHUNK_BYTES
+_WINDOWS = 2  # one is on its way from the device while the other is put in its place and hashed
+
+
+class Transfer(Protocol):
+    """Copies to the host that were asked for."""
+
+    def wait(self) -> None:
+        """Return when the bytes have arrived. The thread sleeps meanwhile and lets other threads run."""
+        ...
+
+
+class DeviceReader(Protocol):
+    """Reads tensors on one device. Any thread may use it."""
+
+    def written(self) -> None:
+        """Let all reads that are asked for from now on come after what this thread's current stream was asked
+        so far.
+        """
+        ...
+
+    def before_write(self) -> None:
+        """Let what this thread's current stream is asked from now on come after all reads that were asked for
+        so far.
+        """
+        ...
+
+    def flat(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the bytes of `tensors`, one after another, on the device; for `fetch` only. One contiguous
+        tensor is not copied.
+        """
+        ...
+
+    def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
+        """Copy each source, bytes on the device, to its target in `host_memory`. Sources must live until the
+        transfer is over.
+        """
+        ...
+
+    def host_memory(self, size_bytes: int) -> torch.Tensor:
+        """Return uninitialised bytes on the host that `fetch` can copy to without blocking."""
+        ...
+
+
+class _CudaTransfer:
+    def __init__(self, done: Any) -> None:
+        self._done = done
+
+    def wait(self) -> None:
+        self._done.synchronize()
+
+
+class CudaReader:
+    """Reads of one CUDA device, on a stream of their own."""
+
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        """Wait for the device once: on whatever streams the tensors were made, they are there now.
+
+        `cuda` is the module `torch.cuda`, or what stands for it in tests.
+        """
+        self._cuda, self._device = cuda, device
+        self._reads = cuda.Stream(device=device)
+        cuda.synchronize(device)
+
+    def written(self) -> None:
+        self._reads.wait_event(self._mark(self._cuda.current_stream(self._device)))
+
+    def before_write(self) -> None:
+        self._cuda.current_stream(self._device).wait_event(self._mark(self._reads))
+
+    def flat(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        with self._cuda.stream(self._reads):
+            return _joined(tensors)
+
+    def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
+        with self._cuda.stream(self._reads):
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+        return _CudaTransfer(self._mark(self._reads))
+
+    def host_memory(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(
+            size_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._device.type == "cuda"
+        )
+
+    def _mark(self, stream: Any) -> Any:
+        # a thread that waits sleeps, and leaves its core to the trainer
+        event = self._cuda.Event(blocking=True)
+        event.record(stream)
+        return event
+
+
+class _Arrived:
+    def wait(self) -> None:
+        return
+
+
+class PlainReader:
+    """Reads of a device without streams that we know of (MPS): it executes everything in the order in which
+    it is asked.
+    """
+
+    def written(self) -> None:
+        return
+
+    def before_write(self) -> None:
+        return
+
+    def flat(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return _joined(tensors)
+
+    def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
+        for source, target in pairs:
+            target.copy_(source)
+        return _Arrived()
+
+    def host_memory(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    flat = [flat_bytes(tensor) for tensor in tensors]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def reader_of(device: torch.device) -> DeviceReader | None:
+    """Return a new reader of this device; None for the host, whose memory is read where it lies."""
+    if device.type == "cpu":
+        return None
+    return CudaReader(device) if device.type == "cuda" else PlainReader()
+
+
+class DeviceReads:
+    """The readers of all devices that a state lies on; none when that is the host alone."""
+
+    def __init__(
+        self,
+        devices: Iterable[torch.device] = (),
+        make: Callable[[torch.device], DeviceReader | None] = reader_of,
+    ) -> None:
+        self._make = make
+        self._readers = {device: make(device) for device in dict.fromkeys(devices)}
+
+    def __bool__(self) -> bool:
+        return any(reader is not None for reader in self._readers.values())
+
+    def of(self, device: torch.device) -> DeviceReader | None:
+        """Return the device's reader, made now where a statistic lies on a device that no parameter is on;
+        None for the host.
+        """
+        if device not in self._readers:
+            self._readers.setdefault(device, self._make(device))
+        return self._readers[device]
+
+    def written(self) -> None:
+        """Do what `DeviceReader.written` does, on all devices."""
+        for reader in list(self._readers.values()):
+            if reader is not None:
+                reader.written()
+
+    def before_write(self) -> None:
+        """Do what `DeviceReader.before_write` does, on all devices."""
+        for reader in list(self._readers.values()):
+            if reader is not None:
+                reader.before_write()
+
+    def numbers(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """Return the value of each tensor, which has one element, as `item` does; with one transfer for all
+        of a device.
+        """
+        found: list[Any] = [tensor.item() if self.of(tensor.device) is None else None for tensor in tensors]
+        places: dict[torch.device, list[int]] = {}
+        for place, tensor in enumerate(tensors):
+            if self.of(tensor.device) is not None:
+                places.setdefault(tensor.device, []).append(place)
+        begun = []
+        for device, those in places.items():
+            reader = self.of(device)
+            assert reader is not None
+            source = reader.flat([tensors[place] for place in those])
+            target = reader.host_memory(source.numel())
+            begun.append((those, source, target, reader.fetch([(source, target)])))
+        for those, _, target, transfer in begun:
+            transfer.wait()
+            at = 0
+            for place in those:
+                dtype = tensors[place].dtype
+                # a view as another type begins at a multiple of its size
+                raw = target[at : at + dtype.itemsize].clone()
+                found[place] = raw.view(dtype).item()
+                at += dtype.itemsize
+        return found
+
+
+@dataclass(slots=True)
+class _Window:
+    end: int
+    buffer: torch.Tensor
+    transfers: list[Transfer]
+
+
+class HostCopy:
+    """A copy of a state in host memory, made from the first byte to the last, window by window.
+
+    It needs memory for the whole state, and two pinned windows until it is complete. It keeps the tensors
+    alive for as long.
+    """
+
+    def __init__(
+        self, layout: BlobLayout, tensors: Sequence[torch.Tensor], reads: DeviceReads, blob: Blob
+    ) -> None:
+        """`blob`: `layout.total_bytes` zeros, which become the copy. `tensors`: of any stride, on any
+        devices, the host too.
+        """
+        self.blob = blob
+        self.asked_bytes = 0  # from the first on: copied, or on their way
+        self.copied_bytes = 0  # these lie in the blob
+        self._layout, self._tensors, self._reads = layout, list(tensors), reads
+        # of the tensor that was read last: a window may end within it
+        self._flat: tuple[int, torch.Tensor] | None = None
+        self._free: list[torch.Tensor] = []
+        self._buffers = 0
+        self._under_way: deque[_Window] = deque()
+        self._arriving = threading.Lock()
+
+    @property
+    def copied_chunks(self) -> int:
+        """How many chunks lie in the blob, from the first on; the last one may be shorter than the others."""
+        copied = self.copied_bytes
+        return -(-copied // CHUNK_BYTES) if copied == self._layout.total_bytes else copied // CHUNK_BYTES
+
+    @property
+    def all_asked(self) -> bool:
+        """Whether the tensors need not be read any more, but by what was asked for."""
+        return self.asked_bytes == self._layout.total_bytes
+
+    def ask(self) -> bool:
+        """Ask for the next window, with the state's lock held; False when there is none, or no buffer is
+        free. Does not wait for a device.
+
+        MemoryError, or torch's error, when the host or the device has no memory for it; nothing was asked for
+        then.
+        """
+        if self.all_asked or not (self._free or self._buffers < _WINDOWS):
+            return False
+        begin, end = self.asked_bytes, min(self.asked_bytes + WINDOW_BYTES, self._layout.total_bytes)
+        buffer = self._buffer()
+        pairs: dict[DeviceReader, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        memory = memoryview(buffer.numpy())  # type: ignore[arg-type, unused-ignore]
+        prefix = self._layout.prefix[begin:end]
+        memory[: len(prefix)] = prefix
+        at = begin + len(prefix)
+        for place, low, high in self._layout.spans(begin, end):
+            memory[at - begin : low - begin] = bytes(low - at)  # between tensors
+            reader = self._reads.of(self._tensors[place].device)
+            start = self._layout.starts[place]
+            source, target = (
+                self._bytes_of(place, reader)[low - start : high - start],
+                buffer[low - begin : high - begin],
+            )
+            if reader is None:
+                target.copy_(source)
+            else:
+                pairs.setdefault(reader, []).append((source, target))
+            at = high
+        memory[at - begin : end - begin] = bytes(end - at)
+        self._under_way.append(_Window(end, buffer, [reader.fetch(those) for reader, those in pairs.items()]))
+        self.asked_bytes = end
+        return True
+
+    def arrive(self) -> None:
+        """Wait for the oldest window that is under way, if there is one, and put it in its place. Needs no
+        lock of the state.
+        """
+        with self._arriving:
+            if not self._under_way:
+                return
+            window = self._under_way[0]
+            for transfer in window.transfers:
+                transfer.wait()
+            begin, end = self.copied_bytes, window.end
+            copy_bytes(memoryview(window.buffer.numpy())[: end - begin], memoryview(self.blob)[begin:end])  # type: ignore[arg-type, unused-ignore]
+            self.copied_bytes = end
+            self._under_way.popleft()
+            self._free.append(window.buffer)
+            if end == self._layout.total_bytes:
+                self._tensors, self._free, self._flat = [], [], None
+
+    def _buffer(self) -> torch.Tensor:
+        if self._free:
+            return self._free.pop()
+        reader = next(
+            one for one in (self._reads.of(tensor.device) for tensor in self._tensors) if one is not None
+        )
+        buffer = reader.host_memory(min(WINDOW_BYTES, self._layout.total_bytes))
+        self._buffers += 1
+        return buffer
+
+    def _bytes_of(self, place: int, reader: DeviceReader | None) -> torch.Tensor:
+        """The bytes of a tensor where it lies. Of one that is not contiguous they are a copy, one such tensor
+        at a time.
+        """
+        if self._flat is None or self._flat[0] != place:
+            tensor = self._tensors[place]
+            self._flat = (place, flat_bytes(tensor) if reader is None else reader.flat([tensor]))
+        return self._flat[1]
