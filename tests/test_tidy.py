@@ -24,7 +24,7 @@ WIDE = {
     "averaging/averager.py:step": 7,
     "averaging/optimizer.py:__init__": 17,
     "averaging/groups/service.py:__init__": 10,
-    "moe/expert.py:__init__": 7,
+    "moe/expert.py:__init__": 8,
     "averaging/training/catchup.py:__init__": 7,
     "averaging/groups/matchmaking.py:__init__": 7,
     "averaging/groups/presence.py:__init__": 7,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from swarm.errors import UsageError
 
+_RECOVERY = 64  # a limit that memory has set grows by a 64th with each batch that succeeds: it doubles in 45 batches
 _IDLE_CALLERS_MAX = 1024  # whose virtual ends are remembered although nothing of theirs waits
 
 
@@ -79,6 +80,7 @@ class Batcher:
         self._callers: dict[Hashable, int] = {}  # requests that wait
         self._ends: dict[Hashable, float] = {}  # the virtual end of each caller's last request
         self._virtual = 0.0
+        self._limits: dict[Hashable, int] = {}  # samples of a batch, of those queues whose batches ran out of memory
 
     @property
     def queued(self) -> int:
@@ -131,9 +133,10 @@ class Batcher:
         (start, _), key = min(due, key=lambda one: one[0])
         self._virtual = max(self._virtual, start)
         queue, batch, samples = self._queues[key], list[Queued](), 0
+        samples_max = self.samples_max(key)
         while queue.waiting and len(batch) < self.config.batch_requests_max:
             request, _ = queue.waiting[queue.head()[1]]
-            if samples + request.samples > self.config.batch_samples_max:
+            if batch and samples + request.samples > samples_max:
                 break
             batch.append(request)
             samples += request.samples
@@ -141,6 +144,25 @@ class Batcher:
         if not self._where:
             self._ends.clear()  # nobody waits: nobody is ahead of anybody
         return batch
+
+    def samples_max(self, queue: Hashable) -> int:
+        """The most samples that a batch of this queue may have now; a request alone may have more."""
+        return self._limits.get(queue, self.config.batch_samples_max)
+
+    def ran_out_of_memory(self, queue: Hashable, samples_fit: int) -> None:
+        """A batch of this queue was too large for the device, and so many samples were not: later batches have no more at first."""
+        self._limits[queue] = min(max(samples_fit, 1), self.samples_max(queue))
+
+    def succeeded(self, queue: Hashable) -> None:
+        """A batch of this queue was computed at once: if memory had set a limit, the next may be a little larger."""
+        limit = self._limits.get(queue)
+        if limit is None:
+            return
+        limit += max(limit // _RECOVERY, 1)
+        if limit < self.config.batch_samples_max:
+            self._limits[queue] = limit
+        else:
+            del self._limits[queue]
 
     def due_s(self) -> float | None:
         """When the next batch is due, be it long ago; None when nobody waits."""

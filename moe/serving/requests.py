@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from moe.expert import Expert
 from moe.schema import Leaf
-from moe.serving.compute import ComputeThread, Outcome
-from moe.tensors import Header
+from moe.serving.compute import ComputeThread
+from moe.serving.jobs import Outcome, Received
+from moe.tensors import Encoded, Header
 from moe.uid import ExpertUid
 from swarm.compression import Codec
 from swarm.ids import PeerId
@@ -53,19 +52,28 @@ class PendingJob:
 class KeptInputs:
     """Of a forward pass."""
 
-    tensors: list[torch.Tensor]
+    tensors: list[Received]
     batch: int
     versions: list[int]  # of the tensors: a module may write into what it is given
 
     @classmethod
-    def of(cls, tensors: list[torch.Tensor], batch: int) -> KeptInputs:
+    def of(cls, tensors: list[Received], batch: int) -> KeptInputs:
         """As they are now."""
-        return cls(tensors, batch, [tensor._version for tensor in tensors])
+        return cls(tensors, batch, _versions(tensors))
 
     @property
     def untouched(self) -> bool:
         """Still what was sent."""
-        return self.versions == [tensor._version for tensor in self.tensors]
+        return self.versions == _versions(self.tensors)
+
+    @property
+    def size_bytes(self) -> int:
+        """What they take on the host."""
+        return sum((one.raw if isinstance(one, Encoded) else one).nbytes for one in self.tensors)
+
+
+def _versions(tensors: list[Received]) -> list[int]:
+    return [(one.raw if isinstance(one, Encoded) else one)._version for one in tensors]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
