@@ -21,7 +21,7 @@ class CausalLayer(nn.Module):
     def __init__(self, layer: nn.Module, sequence_length: int) -> None:
         super().__init__()
         self.layer = layer
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(sequence_length), persistent=False)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(sequence_length, dtype=torch.float32), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x, src_mask=self.mask, is_causal=True)  # type: ignore[no-any-return]
@@ -40,8 +40,10 @@ def causal_transformer(settings: ExpertSettings) -> tuple[nn.Module, tuple[Any, 
 def _layer(settings: ExpertSettings) -> nn.Module:
     hidden = settings.hidden_dim
     heads = max(1, hidden // _HEAD_DIM) if hidden % _HEAD_DIM == 0 else 1
-    return nn.TransformerEncoderLayer(hidden, heads, _EXPANSION * hidden, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+    return nn.TransformerEncoderLayer(
+        hidden, heads, _EXPANSION * hidden, dropout=0.0, activation="gelu", batch_first=True, norm_first=True, dtype=torch.float32
+    )
 
 
 def _sample(settings: ExpertSettings) -> torch.Tensor:
-    return torch.zeros(1, settings.sequence_length, settings.hidden_dim)
+    return torch.zeros(1, settings.sequence_length, settings.hidden_dim, dtype=torch.float32)

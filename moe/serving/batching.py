@@ -80,7 +80,7 @@ class Batcher:
         self._callers: dict[Hashable, int] = {}  # requests that wait
         self._ends: dict[Hashable, float] = {}  # the virtual end of each caller's last request
         self._virtual = 0.0
-        self._limits: dict[Hashable, int] = {}  # samples of a batch, of those queues whose batches ran out of memory
+        self._limits: dict[Hashable, float] = {}  # samples of a batch, of those queues whose batches ran out of memory
 
     @property
     def queued(self) -> int:
@@ -127,7 +127,7 @@ class Batcher:
 
     def take(self, now_s: float) -> list[Queued]:
         """The next batch, all of one queue and in the order of their turns; [] when none is due yet."""
-        due = [(queue.head(), key) for key, queue in self._queues.items() if self._is_due(queue, now_s)]
+        due = [(queue.head(), key) for key, queue in self._queues.items() if self._is_due(key, queue, now_s)]
         if not due:
             return []
         (start, _), key = min(due, key=lambda one: one[0])
@@ -147,7 +147,7 @@ class Batcher:
 
     def samples_max(self, queue: Hashable) -> int:
         """The most samples that a batch of this queue may have now; a request alone may have more."""
-        return self._limits.get(queue, self.config.batch_samples_max)
+        return int(self._limits.get(queue, self.config.batch_samples_max))
 
     def ran_out_of_memory(self, queue: Hashable, samples_fit: int) -> None:
         """A batch of this queue was too large for the device, and so many samples were not: later batches have no more at first."""
@@ -158,7 +158,7 @@ class Batcher:
         limit = self._limits.get(queue)
         if limit is None:
             return
-        limit += max(limit // _RECOVERY, 1)
+        limit *= 1.0 + 1.0 / _RECOVERY
         if limit < self.config.batch_samples_max:
             self._limits[queue] = limit
         else:
@@ -166,14 +166,14 @@ class Batcher:
 
     def due_s(self) -> float | None:
         """When the next batch is due, be it long ago; None when nobody waits."""
-        times = [
-            queue.oldest_s() + (0.0 if queue.samples >= self.config.batch_samples_min else self.config.linger_s)
-            for queue in self._queues.values()
-        ]
+        times = [queue.oldest_s() + (0.0 if self._is_enough(key, queue) else self.config.linger_s) for key, queue in self._queues.items()]
         return min(times, default=None)
 
-    def _is_due(self, queue: _Queue, now_s: float) -> bool:
-        return queue.samples >= self.config.batch_samples_min or queue.oldest_s() + self.config.linger_s <= now_s
+    def _is_due(self, key: Hashable, queue: _Queue, now_s: float) -> bool:
+        return self._is_enough(key, queue) or queue.oldest_s() + self.config.linger_s <= now_s
+
+    def _is_enough(self, key: Hashable, queue: _Queue) -> bool:
+        return queue.samples >= min(self.config.batch_samples_min, self.samples_max(key))
 
     def _remove(self, number: int) -> None:
         key = self._where.pop(number)
