@@ -68,7 +68,7 @@ async def receive_payload(stream: Stream, size_bytes: int) -> torch.Tensor:
     PeerError when the stream ends before or goes on behind it, or is silent for SILENCE_S_MAX: what is
     announced holds memory.
     """
-    payload = torch.empty(size_bytes, dtype=torch.uint8)
+    payload = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
     array = payload.numpy()
     filled = 0
     while filled < size_bytes:

@@ -57,6 +57,28 @@ class Header:
     absent: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """One tensor as a peer has sent it, checked and not yet decoded."""
+
+    leaf: Leaf
+    batch: int
+    codec: Codec | None  # None: its elements as they are
+    raw: torch.Tensor  # flat uint8, on the host
+
+    def decoded(self, raw: torch.Tensor) -> torch.Tensor:
+        """The tensor, (batch, *shape), on the device of `raw`: `self.raw` or a copy of it. It may be a view
+        of `raw`.
+        """
+        shape, numel = (self.batch, *self.leaf.shape), self.batch * self.leaf.elements
+        if self.codec is not None:
+            values = torch.empty(numel, dtype=torch.float32, device=raw.device)
+            return self.codec.decode(raw, values).to(self.leaf.dtype).reshape(shape)
+        if not numel:
+            return torch.empty(shape, dtype=self.leaf.dtype, device=raw.device)
+        return raw.view(self.leaf.dtype).reshape(shape)
+
+
 ABSENT = TensorPayload(0, 0, b"", absent=True)
 
 
@@ -153,21 +175,38 @@ def decode(
     PeerError when the payload has another size, or an element is not what its dtype or codec allows, or NaN
     or infinity.
     """
+    return [
+        None if one is None else one.decoded(one.raw)
+        for one in check_payload(headers, leaves, batch, payload, what=what)
+    ]
+
+
+def check_payload(
+    headers: Sequence[Header],
+    leaves: Sequence[Leaf],
+    batch: int,
+    payload: Buffer | torch.Tensor,
+    *,
+    what: str = "tensor",
+) -> list[Encoded | None]:
+    """The same checks as `decode`, and the same errors; what has passed them can be decoded later and on
+    another device.
+    """
     raw = payload if isinstance(payload, torch.Tensor) else view_bytes(payload)
-    tensors: list[torch.Tensor | None] = []
+    found: list[Encoded | None] = []
     start = 0
     for number, (header, leaf) in enumerate(zip(headers, leaves, strict=True)):
         end = start + header.size_bytes
         if end > raw.numel():
             raise PeerError(f"the payload ends within {what} {number}")
         if header.absent:
-            tensors.append(None)
+            found.append(None)
             continue
-        tensors.append(_decoded(header, leaf, batch, raw[start:end], f"{what} {number}"))
+        found.append(_checked(header, leaf, batch, raw[start:end], f"{what} {number}"))
         start = end + -end % ALIGNMENT
     if start != raw.numel():
         raise PeerError(f"the payload has {raw.numel()} bytes, not {start}")
-    return tensors
+    return found
 
 
 def finite(tensor: torch.Tensor) -> bool:
@@ -180,26 +219,62 @@ def finite(tensor: torch.Tensor) -> bool:
     return check.is_finite(tensor.detach().reshape(-1).view(torch.uint8)) if tensor.numel() else True
 
 
+def encoded_on_device(tensor: torch.Tensor, codec: Codec | None) -> tuple[Header, torch.Tensor]:
+    """The bytes of one tensor as `encode` makes them, flat uint8 on its device: the calls are queued, and
+    nothing waits for the device.
+    """
+    if codec is not None and tensor.is_floating_point():
+        flat = tensor.to(torch.float32).reshape(-1)
+        out = torch.empty(codec.encoded_bytes(flat.numel()), dtype=torch.uint8, device=flat.device)
+        codec.write(flat, out)
+        return Header(codec.wire_id, codec.version, out.numel()), out
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return Header(0, 0, raw.numel()), raw
+
+
+def finite_flags(tensors: Sequence[torch.Tensor | None]) -> tuple[list[int], torch.Tensor]:
+    """Which of several tensors on one device have no NaN and no infinity: the numbers of those that could
+    have, and in their order a flag each, flat uint8 on the device. The calls are queued, and nothing waits
+    for the device.
+    """
+    by_dtype: dict[torch.dtype, tuple[list[int], list[torch.Tensor]]] = {}
+    for number, tensor in enumerate(tensors):
+        if tensor is not None and tensor.dtype.is_floating_point and tensor.numel():
+            numbers, alike = by_dtype.setdefault(tensor.dtype, ([], []))
+            numbers.append(number)
+            alike.append(tensor)
+    if not by_dtype:
+        return [], torch.empty(0, dtype=torch.uint8, device="cpu")
+    # the largest magnitude of each tensor, in which NaN and infinity show: one call for all tensors of a
+    # dtype
+    flags = [
+        torch.isfinite(torch.stack(torch._foreach_norm(alike, float("inf"))))
+        for _, alike in by_dtype.values()
+    ]
+    return [number for numbers, _ in by_dtype.values() for number in numbers], torch.cat(flags).view(
+        torch.uint8
+    )
+
+
 def _encoded(tensor: torch.Tensor, codec: Codec | None) -> TensorPayload:
     if codec is not None and tensor.is_floating_point():
         flat = tensor.to(torch.float32).reshape(-1)
-        scratch = torch.empty(codec.encoded_bytes(flat.numel()), dtype=torch.uint8)
+        scratch = torch.empty(codec.encoded_bytes(flat.numel()), dtype=torch.uint8, device="cpu")
         return TensorPayload(codec.wire_id, codec.version, codec.encode(flat, scratch))
     flat = tensor.contiguous().to("cpu").reshape(-1)
     return TensorPayload(0, 0, view_tensor(flat) if flat.numel() else b"")
 
 
-def _decoded(header: Header, leaf: Leaf, batch: int, raw: torch.Tensor, what: str) -> torch.Tensor:
-    shape, numel = (batch, *leaf.shape), batch * leaf.elements
+def _checked(header: Header, leaf: Leaf, batch: int, raw: torch.Tensor, what: str) -> Encoded:
     if header.codec:
         codec = find_wire_id(header.codec, header.version)
         assert codec is not None  # check_headers
-        flaw = codec.flaw(raw, numel)
+        flaw = codec.flaw(raw, batch * leaf.elements)
         if flaw:
             raise PeerError(f"{what}: {flaw}")
-        return codec.decode(raw, torch.empty(numel)).to(leaf.dtype).reshape(shape)
-    if not numel:
-        return torch.empty(shape, dtype=leaf.dtype)
+        return Encoded(leaf, batch, codec, raw)
+    if not raw.numel():
+        return Encoded(leaf, batch, None, raw)
     if leaf.dtype == torch.bool and int(np.maximum.reduce(raw.numpy())) > 1:
         raise PeerError(f"{what}: a bool is 0 or 1")
     values = raw.view(leaf.dtype)
@@ -208,4 +283,4 @@ def _decoded(header: Header, leaf: Leaf, batch: int, raw: torch.Tensor, what: st
         raise PeerError(
             f"{what}: element {place} (sample {place // max(math.prod(leaf.shape), 1)}) is NaN or infinity"
         )
-    return values.reshape(shape)
+    return Encoded(leaf, batch, None, raw)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -73,14 +73,17 @@ class ExpertCheckpoints:
             resumed.append(uid)
         return resumed
 
-    def save(self) -> int:
-        """Write what has changed; how many experts that were. OSError when the disk does not take it: the
-        files of before are whole.
+    def save(self, failed: Collection[torch.device] = ()) -> int:
+        """Write what has changed; how many experts that were. Those on a `failed` device are left out:
+        nothing of it can be trusted.
+
+        OSError when the disk does not take it, DeviceFailed when a device cannot be read: the files of before
+        are whole.
         """
         written = 0
         for uid, expert in self._experts.items():
             stamp = (expert.version, expert.samples)
-            if self._saved.get(uid) == stamp:
+            if self._saved.get(uid) == stamp or expert.device in failed:
                 continue
             with expert.lock:
                 stamp, state = (expert.version, expert.samples), expert.state()

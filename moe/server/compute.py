@@ -1,5 +1,10 @@
-"""The computing thread of a server: takes batches from the queues, one at a time, and hands results back to
+"""The computing thread of a device: takes batches from the queues, one at a time, and hands results back to
 the network loop.
+
+For experts on a CUDA device three threads share the work, each with a batch of its own: one takes the next
+batch and begins to copy its tensors to the device, one computes, and one waits until results are on the host
+and hands them on. So copies in, computation and copies out of successive batches run at the same time. For
+experts on the host there is one thread, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -9,61 +14,25 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 
 import torch
 
-from moe.protocol.tensors import TensorPayload, encode, finite
-from moe.server.expert import ComputationFailed, Expert, Tensors, joined, split
+from moe.server.devices import DeviceFailed, using
+from moe.server.jobs import Counts, Job, Outcome, samples_of
+from moe.server.links import Link
 from moe.server.logic.batching import Batcher, BatchingConfig, Queued
-from swarm.compression import Codec
+from moe.server.passes import BatchPass
+from moe.server.transfers import Answers, DeviceTransfer, HostTransfer, Staged, Transfer
 from swarm.core.ids import PeerId
 
 _log = logging.getLogger(__name__)
 
 BACKWARD_COST = 3.0  # of a backward pass that computes forward again, in forward passes
+_BATCHES_UNDER_WAY_MAX = 3  # on a device with a link: one is copied in, one is computed, one is copied out
 _RATE_SHARE = 0.1  # of the newest batch in the moving averages
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One request, checked."""
-
-    number: int
-    uid: str
-    expert: Expert
-    caller: PeerId
-    name: tuple[PeerId, bytes]  # of the pass, for activations that are kept
-    inputs: Tensors
-    gradients: Sequence[torch.Tensor | None] | None  # None: a forward pass
-    keep: bool
-    batch: int
-    size_bytes: int
-    codec: Codec | None  # for the answer
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What came of a job: tensors as they travel, or a reason why there are none."""
-
-    pieces: Sequence[TensorPayload]
-    version: int
-    failure: str = ""
-
-
-@dataclass(slots=True)
-class Counts:
-    """Of one expert, since the server started."""
-
-    forward_requests: int = 0
-    forward_samples: int = 0
-    forward_batches: int = 0
-    backward_requests: int = 0
-    backward_samples: int = 0
-    backward_batches: int = 0
-    failed_requests: int = 0
-    busy_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -81,35 +50,64 @@ class _Pace:
         self.samples_per_s += share * (samples / seconds - self.samples_per_s)
 
 
-class ComputeThread:
-    """Requests in, results out. `deliver` gets the results of a whole batch, on this thread."""
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """One batch from the queues to its callers."""
 
-    def __init__(self, config: BatchingConfig, deliver: Callable[[list[tuple[Job, Outcome]]], None]) -> None:
+    jobs: list[Job]
+    queue: Hashable
+    cost: float
+    is_repeated: bool = False  # its job was in a batch before
+    staged: Staged | None = None
+    answers: list[Answers] = field(default_factory=list)
+    has_stepped: bool = False  # computing a job of it again would make another step
+
+
+class ComputeThread:
+    """Requests for the experts of one device in, results out.
+
+    `deliver` gets the results of a whole batch, and `report` the failure after which nothing more is
+    computed; both on a thread of this object. `link` is the way to the device (`moe.server.links.link_of`);
+    None computes on one thread.
+    """
+
+    def __init__(
+        self,
+        config: BatchingConfig,
+        deliver: Callable[[list[tuple[Job, Outcome]]], None],
+        report: Callable[[DeviceFailed], None],
+        device: torch.device,
+        link: Link | None = None,
+    ) -> None:
         self._batcher = Batcher(config)
-        self._deliver = deliver
+        self._deliver, self._report = deliver, report
+        self._device, self._link = device, link
+        self._transfer: Transfer = HostTransfer() if link is None else DeviceTransfer(link)
         self._jobs: dict[int, Job] = {}  # that wait
+        self._again: deque[Job] = deque()  # that failed in a batch, and are computed by themselves
         self._lock = threading.Lock()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._asleep = False
         self._stopping = False
-        self._computing = 0  # requests of the batch in progress
-        self._begun_s = 0.0
-        self._batch_s = 0.0  # expected, of the batch in progress
+        self._failure: DeviceFailed | None = None
+        self._reported = False
+        # taken, and not delivered yet, in the order in which they were taken
+        self._under_way: deque[_Batch] = deque()
+        self._begun_s = 0.0  # when the oldest of them was taken, or the one before it delivered
         self._pace = _Pace()
         self.counts: dict[str, Counts] = {}
-        self._thread = threading.Thread(target=self._run, name="swarm-experts", daemon=True)
-        self._thread.start()
+        self._threads = self._start()
 
     def offer(self, job: Job) -> str:
         """Queue it; a reason when there is no room. Any thread."""
-        cost = job.batch * (1.0 if job.gradients is None else BACKWARD_COST)
+        cost = job.batch * (BACKWARD_COST if job.is_backward else 1.0)
         kept = job.keep and job.expert.keeps
         # what keeps activations is a batch of its own
-        kind: object = (job.uid, job.gradients is not None, job.number if kept else None)
+        kind: object = (*job.kind, job.number) if kept else job.kind
         queued = Queued(job.number, kind, job.caller, job.batch, job.size_bytes, cost)
         with self._lock:
             refusal = (
-                "this server is leaving" if self._stopping else self._batcher.offer(queued, time.monotonic())
+                self._batcher.offer(queued, time.monotonic()) if not self._stopping else self._why_stopping()
             )
             if refusal:
                 return refusal
@@ -131,6 +129,13 @@ class ComputeThread:
             return self._batcher.withdraw(number)
 
     @property
+    def decodes(self) -> bool:
+        """Whether jobs bring their tensors as they came (`moe.protocol.tensors.Encoded`), for the device to
+        decode.
+        """
+        return self._link is not None
+
+    @property
     def queued(self) -> int:
         """Requests that wait."""
         return self._batcher.queued
@@ -139,13 +144,15 @@ class ComputeThread:
     def unfinished(self) -> int:
         """Requests that wait or are being computed."""
         with self._lock:
-            return self._batcher.queued + self._computing
+            return self._batcher.queued + len(self._again) + sum(len(batch.jobs) for batch in self._under_way)
 
     @property
     def wait_s(self) -> float:
         """How long a request that comes now would wait, as far as the pace until now tells."""
-        running_s = max(self._begun_s + self._batch_s - time.monotonic(), 0.0) if self._computing else 0.0
-        return running_s + self._batcher.queued_cost * self._pace.s_per_cost
+        with self._lock:
+            expected_s = sum(batch.cost for batch in self._under_way) * self._pace.s_per_cost
+            running_s = max(self._begun_s + expected_s - time.monotonic(), 0.0) if self._under_way else 0.0
+            return running_s + self._batcher.queued_cost * self._pace.s_per_cost
 
     @property
     def samples_per_s(self) -> float:
@@ -153,95 +160,209 @@ class ComputeThread:
         return self._pace.samples_per_s
 
     def halt(self) -> None:
-        """Take nothing more; the batch in progress is finished, what waits is dropped."""
+        """Take nothing more; batches in progress are finished, what waits is dropped."""
         with self._lock:
             self._stopping = True
         self._wake.put(None)
 
     def stop(self, timeout_s: float) -> bool:
-        """`halt`, and wait for the batch in progress; False when that took too long."""
+        """`halt`, and wait for batches in progress; False when that took too long."""
         self.halt()
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        deadline_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(deadline_s - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    # --- the threads
+
+    def _start(self) -> list[threading.Thread]:
+        work: list[tuple[str, Callable[[], None]]] = [("swarm-experts", self._run)]
+        if self._link is not None:
+            room = threading.Semaphore(_BATCHES_UNDER_WAY_MAX)
+            staged: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
+            computed: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
+
+            def take() -> _Batch | None:
+                room.acquire()
+                return self._take()
+
+            def finish(batch: _Batch) -> None:
+                self._finish(batch)
+                room.release()
+
+            work = [
+                ("swarm-experts-in", lambda: self._work(take, self._stage, staged.put)),
+                ("swarm-experts", lambda: self._work(staged.get, self._compute, computed.put)),
+                ("swarm-experts-out", lambda: self._work(computed.get, finish, lambda _: None)),
+            ]
+        threads = [threading.Thread(target=target, name=name, daemon=True) for name, target in work]
+        for thread in threads:
+            thread.start()
+        return threads
 
     def _run(self) -> None:
+        """All work on one thread."""
+        with using(self._device):
+            while (batch := self._take()) is not None:
+                self._compute(batch)
+                self._finish(batch)
+
+    def _work(
+        self,
+        take: Callable[[], _Batch | None],
+        work: Callable[[_Batch], None],
+        hand_on: Callable[[_Batch | None], None],
+    ) -> None:
+        """One stage of three: every batch that comes, until None does."""
+        assert self._link is not None
+        with self._link.using():
+            while (batch := take()) is not None:
+                work(batch)
+                hand_on(batch)
+            hand_on(None)
+
+    def _take(self) -> _Batch | None:
+        """Wait for the next batch; None when this object stops."""
         while True:
             with self._lock:
                 if self._stopping:
-                    return
+                    return None
                 now_s = time.monotonic()
-                batch = self._batcher.take(now_s)
-                jobs = [self._jobs.pop(one.number) for one in batch]
-                due_s = self._batcher.due_s() if not batch else None
-                self._asleep = not batch
-                self._computing = len(jobs)
-                cost = sum(one.cost for one in batch)
-                self._begun_s, self._batch_s = now_s, cost * self._pace.s_per_cost
-            if not jobs:
-                with contextlib.suppress(queue.Empty):
-                    self._wake.get(timeout=None if due_s is None else max(due_s - now_s, 0.0))
-                continue
-            outcomes = self._compute(jobs)
-            samples = sum(job.batch for job in jobs)
-            seconds = time.monotonic() - now_s
-            self._pace.note(seconds, cost, samples)
-            self.counts.setdefault(jobs[0].uid, Counts()).busy_s += seconds
-            self._deliver(list(zip(jobs, outcomes, strict=True)))
-            with self._lock:
-                self._computing = 0
+                batch = self._next(now_s)
+                if batch is not None:
+                    if not self._under_way:
+                        self._begun_s = now_s
+                    self._under_way.append(batch)
+                    return batch
+                due_s = self._batcher.due_s()
+                self._asleep = True
+            with contextlib.suppress(queue.Empty):
+                self._wake.get(timeout=None if due_s is None else max(due_s - now_s, 0.0))
 
-    def _compute(self, jobs: list[Job]) -> list[Outcome]:
-        expert, count = jobs[0].expert, self.counts.setdefault(jobs[0].uid, Counts())
-        samples = sum(job.batch for job in jobs)
-        if jobs[0].gradients is None:
-            count.forward_requests += len(jobs)
-            count.forward_samples += samples
-            count.forward_batches += 1
-        else:
+    def _next(self, now_s: float) -> _Batch | None:
+        """With the lock held."""
+        if self._again:
+            job = self._again.popleft()
+            return _Batch([job], job.kind, 0.0, is_repeated=True)
+        taken = self._batcher.take(now_s)
+        if not taken:
+            return None
+        return _Batch(
+            [self._jobs.pop(one.number) for one in taken], taken[0].queue, sum(one.cost for one in taken)
+        )
+
+    # --- the stages
+
+    def _stage(self, batch: _Batch) -> None:
+        if self._failure is not None:
+            return
+        try:
+            batch.staged = self._transfer.stage(batch.jobs)
+        except DeviceFailed as failure:
+            self._fail(failure)
+        # the computing thread tries it again, with less at once if memory ran out
+        except (RuntimeError, MemoryError) as error:
+            _log.debug("inputs of %s were not copied ahead: %s", batch.jobs[0].uid, error)
+
+    def _compute(self, batch: _Batch) -> None:
+        if self._failure is not None:
+            return
+        expert, jobs = batch.jobs[0].expert, batch.jobs
+        if not batch.is_repeated:
+            self._count(jobs)
+        staged, batch.staged = batch.staged, None
+        with expert.lock:
+            version = expert.version
+            compute = BatchPass(expert, self._transfer)
+            try:
+                batch.answers = compute.compute(jobs, staged)
+            except DeviceFailed as failure:
+                self._fail(failure)
+                return
+            batch.has_stepped = expert.version != version
+        with self._lock:
+            if compute.samples_fit is None:
+                self._batcher.succeeded(batch.queue)
+            else:
+                self._batcher.ran_out_of_memory(jobs[0].kind, compute.samples_fit)
+        if compute.samples_fit is not None:
+            _log.info(
+                "%d samples for %s did not fit into memory: %d do",
+                samples_of(jobs),
+                jobs[0].uid,
+                compute.samples_fit,
+            )
+
+    def _finish(self, batch: _Batch) -> None:
+        """Wait for results, and deliver them; what failed among others, and only now is known to have, is
+        computed again by itself.
+        """
+        done, again = list[tuple[Job, Outcome]](), list[Job]()
+        for answers in batch.answers:
+            try:
+                found = list(zip(answers.jobs, answers.outcomes(), strict=True))
+            except DeviceFailed as failure:
+                self._fail(failure)
+                break
+            repeatable = not answers.has_arrived and len(answers.jobs) > 1 and not batch.has_stepped
+            again += [job for job, outcome in found if outcome.failure and repeatable]
+            done += [(job, outcome) for job, outcome in found if not outcome.failure or not repeatable]
+        if self._failure is not None:
+            known = {job.number for job, _ in done}
+            reason = str(self._failure)
+            done += [
+                (job, Outcome((), job.expert.version, reason))
+                for job in batch.jobs
+                if job.number not in known
+            ]
+        elif again:
+            self._repeat(again)
+        self._note(batch, done)
+        self._deliver(done)
+        if self._failure is not None and not self._reported:
+            self._reported = True
+            self._report(self._failure)
+
+    def _repeat(self, jobs: list[Job]) -> None:
+        with self._lock:
+            self._again += jobs
+            wake, self._asleep = self._asleep, False
+        if wake:
+            self._wake.put(None)
+
+    def _fail(self, failure: DeviceFailed) -> None:
+        """Compute nothing more. Batches under way are answered with the failure, what waits is for who hears
+        the report.
+        """
+        with self._lock:
+            self._failure = self._failure or failure
+        self.halt()
+
+    def _why_stopping(self) -> str:
+        return "this server is leaving" if self._failure is None else str(self._failure)
+
+    def _count(self, jobs: list[Job]) -> None:
+        count, samples = self.counts.setdefault(jobs[0].uid, Counts()), samples_of(jobs)
+        if jobs[0].is_backward:
             count.backward_requests += len(jobs)
             count.backward_samples += samples
             count.backward_batches += 1
-        with expert.lock:
-            version = expert.version
-            outcomes = _attempt(expert, jobs)
-            if any(outcome.failure for outcome in outcomes) and len(jobs) > 1 and expert.version == version:
-                # whose request it was is found by computing each by itself: it costs the others nothing but
-                # time
-                outcomes = [_attempt(expert, [job])[0] for job in jobs]
-        for job, outcome in zip(jobs, outcomes, strict=True):
+        else:
+            count.forward_requests += len(jobs)
+            count.forward_samples += samples
+            count.forward_batches += 1
+
+    def _note(self, batch: _Batch, done: list[tuple[Job, Outcome]]) -> None:
+        """A batch is over. Its time began when the one before it was over, if it had been taken by then."""
+        count = self.counts.setdefault(batch.jobs[0].uid, Counts())
+        for job, outcome in done:
             if outcome.failure:
                 count.failed_requests += 1
                 _log.info("a call of %s by %s failed: %s", job.uid, job.caller.short, outcome.failure)
-        return outcomes
-
-
-def _attempt(expert: Expert, jobs: list[Job]) -> list[Outcome]:
-    """One batch, with the expert's lock held."""
-    version = expert.version
-    try:
-        if jobs[0].gradients is None:
-            parts = _forward(expert, jobs)
-        else:
-            parts = expert.backward([(job.name, job.inputs, job.gradients or ()) for job in jobs])
-        return [_outcome(job, tensors, version) for job, tensors in zip(jobs, parts, strict=True)]
-    # also of a device that is full
-    except (ComputationFailed, RuntimeError, ValueError, TypeError, MemoryError) as error:
-        return [Outcome((), version, str(error) or type(error).__name__)] * len(jobs)
-
-
-def _forward(expert: Expert, jobs: list[Job]) -> list[list[torch.Tensor | None]]:
-    if len(jobs) == 1 and jobs[0].keep and expert.keeps:
-        return [list(expert.forward_keeping(jobs[0].name, jobs[0].inputs))]
-    outputs = expert.forward(joined([job.inputs for job in jobs]))
-    return split(outputs, [job.batch for job in jobs])
-
-
-def _outcome(job: Job, tensors: Sequence[torch.Tensor | None], version: int) -> Outcome:
-    """Nobody is sent NaN or infinity."""
-    if all(tensor is None or finite(tensor) for tensor in tensors):
-        return Outcome(encode(tensors, job.codec), version)
-    return Outcome(
-        (),
-        version,
-        f"the expert made NaN or infinity of this request{'' if job.gradients is None else ', and made its step'}",
-    )
+        with self._lock:
+            now_s = time.monotonic()
+            seconds, self._begun_s = now_s - self._begun_s, now_s
+            self._under_way.popleft()  # batches keep their order
+            if batch.cost:
+                self._pace.note(seconds, batch.cost, samples_of(batch.jobs))
+            count.busy_s += seconds

@@ -11,11 +11,14 @@ from typing import Any, TypeAlias
 import torch
 
 from moe.protocol.schema import ExpertSchema, check, flatten, unflatten
+from moe.server.devices import using
+from swarm.core.device import is_device_failure, is_out_of_memory, resolve_device
 from swarm.core.errors import UsageError
 
 OptimizerFactory: TypeAlias = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 ScheduleFactory: TypeAlias = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 Tensors: TypeAlias = list[torch.Tensor]
+Gradients: TypeAlias = Sequence[torch.Tensor | None]
 
 
 class ComputationFailed(Exception):
@@ -30,11 +33,14 @@ class Expert:
     `optimizer`: called with the trainable parameters; one step per backward batch. None: the expert is
     frozen, and a backward pass only gives the gradients of its inputs. `schedule`: called with the optimizer,
     gives a learning-rate schedule, stepped once per step. `clip_norm`: gradients are scaled down to this
-    norm. `device`: the module is moved there. `keep_activations_bytes`: keep the activations of forward
-    passes that a backward pass is likely to follow, up to so many bytes of their tensors, instead of
-    computing forward again; it pays where no other caller's step comes between, each such request is a batch
-    of its own, and dropout is then the same in both directions. The module's mode (train or eval) is left as
-    it is.
+    norm. `device`: the module is moved there; `cuda` means the current CUDA device, and None the device that
+    the module is on. `keep_activations_bytes`: keep the activations of forward passes that a backward pass is
+    likely to follow, up to so many bytes of their tensors, instead of computing forward again; it pays where
+    no other caller's step comes between, each such request is a batch of its own, and dropout is then the
+    same in both directions. `autocast`: torch.bfloat16 or torch.float16, the dtype of `torch.autocast` around
+    the module in forward and backward passes; None computes in the module's own dtypes. The schema does not
+    depend on it: outputs are cast to the dtypes that they have without. Gradients are not scaled, so with
+    float16 small ones may become zero. The module's mode (train or eval) is left as it is.
     """
 
     def __init__(
@@ -47,6 +53,7 @@ class Expert:
         clip_norm: float | None = None,
         device: torch.device | str | None = None,
         keep_activations_bytes: int = 0,
+        autocast: torch.dtype | None = None,
     ) -> None:
         if not isinstance(sample_inputs, tuple | list) or not sample_inputs:
             raise UsageError(
@@ -54,10 +61,13 @@ class Expert:
             )
         if clip_norm is not None and not clip_norm > 0:
             raise UsageError(f"clip_norm is above 0, not {clip_norm!r}")
-        self.module = module if device is None else module.to(device)
-        self.device = torch.device(device) if device is not None else _device_of(module)
+        if autocast not in (None, torch.bfloat16, torch.float16):
+            raise UsageError(f"autocast is torch.bfloat16, torch.float16 or None, not {autocast!r}")
+        self.device = resolve_device(str(device), "device") if device is not None else _device_of(module)
+        self.module = module if device is None else module.to(self.device)
+        self.autocast = autocast
         tree, tensors = flatten(tuple(sample_inputs))
-        with torch.no_grad():
+        with using(self.device), torch.no_grad():
             outputs = self.module(*unflatten(tree, [tensor.to(self.device) for tensor in tensors]))
         self.schema = ExpertSchema.of(tuple(sample_inputs), outputs)
         trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -71,6 +81,7 @@ class Expert:
         # of everything below: the computing thread, checkpoints and averaging take turns
         self.lock = threading.Lock()
         self._trainable = trainable if self.optimizer is not None else []
+        self._accumulated = 0  # samples whose gradients no step has used yet
         self._kept = _Kept(keep_activations_bytes)
 
     @property
@@ -84,32 +95,53 @@ class Expert:
         return self._kept.bytes_max > 0
 
     def forward(self, inputs: Tensors) -> Tensors:
-        """One batch, flat tensors on the host both ways, without gradients. ComputationFailed."""
-        with torch.no_grad():
-            return [tensor.to("cpu") for tensor in self._outputs(self._placed(inputs), len(inputs[0]))]
+        """Compute one batch without gradients. `inputs` are flat, on any device; the outputs are on the
+        expert's. ComputationFailed.
+        """
+        with using(self.device), torch.no_grad():
+            return self._outputs(self._placed(inputs), len(inputs[0]))
 
     def forward_keeping(self, name: object, inputs: Tensors) -> Tensors:
         """The same, and what a backward pass of this `name` needs is kept for as long as there is room and no
         step comes between.
         """
-        with torch.enable_grad():
+        with using(self.device), torch.enable_grad():
             placed = self._leaves(inputs)
             outputs = self._outputs(placed, len(inputs[0]))
         self._kept.put(name, self.version, placed, outputs)
-        return [tensor.detach().to("cpu") for tensor in outputs]
+        return [tensor.detach() for tensor in outputs]
+
+    def forget_kept(self) -> None:
+        """Drop all kept activations: backward passes compute forward again."""
+        self._kept.clear()
 
     def backward(
-        self, passes: Sequence[tuple[object, Tensors, Sequence[torch.Tensor | None]]]
+        self, passes: Sequence[tuple[object, Tensors, Gradients]]
     ) -> list[list[torch.Tensor | None]]:
-        """One optimizer step for several backward passes, each (name, inputs, gradients of floating outputs
-        or None for zeros).
+        """Make one optimizer step for several backward passes, each (name, inputs, gradients of floating
+        outputs or None for zeros).
 
-        The gradients of each pass's floating inputs; None where the expert does not depend on one.
-        ComputationFailed: no step was made.
+        Returns the gradients of each pass's floating inputs, on the expert's device; None where the expert
+        does not depend on one. ComputationFailed: no step was made.
         """
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
+        self.discard()
         try:
+            found = self.accumulate(passes)
+            self.apply()
+        except BaseException:
+            self.discard()
+            raise
+        return found
+
+    def accumulate(
+        self, passes: Sequence[tuple[object, Tensors, Gradients]]
+    ) -> list[list[torch.Tensor | None]]:
+        """The first half of `backward`: add the passes' gradients of the parameters to those of earlier
+        calls, for `apply`.
+
+        After an exception the parameters' gradients may be those of a part of the passes: `discard` them.
+        """
+        with using(self.device):
             found: dict[int, list[torch.Tensor | None]] = {}
             anew = []
             for number, (name, _, gradients) in enumerate(passes):
@@ -128,14 +160,24 @@ class Expert:
                 together = self._differentiate(placed, outputs, gradients)
                 for number, parts in zip(anew, split(together, sizes), strict=True):
                     found[number] = parts
-            if self.optimizer is not None:
-                self._step()
-        except BaseException:
-            if self.optimizer is not None:
-                self.optimizer.zero_grad(set_to_none=True)
-            raise
-        self.samples += sum(len(inputs[0]) for _, inputs, _ in passes)
+        self._accumulated += sum(len(inputs[0]) for _, inputs, _ in passes)
         return [found[number] for number in range(len(passes))]
+
+    def apply(self) -> None:
+        """The second half of `backward`: one optimizer step with what was accumulated. ComputationFailed: no
+        step was made.
+        """
+        if self.optimizer is not None:
+            with using(self.device):
+                self._step()
+        self.samples += self._accumulated
+        self._accumulated = 0
+
+    def discard(self) -> None:
+        """Forget what was accumulated."""
+        self._accumulated = 0
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
 
     def replaced(self, version: int) -> None:
         """Somebody else has written the parameters (averaging, a checkpoint); with the lock held."""
@@ -143,15 +185,16 @@ class Expert:
         self._kept.clear()
 
     def state(self) -> dict[str, Any]:
-        """A copy on the host of all that a checkpoint needs."""
-        return {
-            "schema": self.schema.digest,
-            "version": self.version,
-            "samples": self.samples,
-            "module": _copied(self.module.state_dict()),
-            "optimizer": _copied(self.optimizer.state_dict()) if self.optimizer is not None else None,
-            "schedule": self.schedule.state_dict() if self.schedule is not None else None,
-        }
+        """A copy on the host of all that a checkpoint needs. DeviceFailed: it cannot be read any more."""
+        with using(self.device):
+            return {
+                "schema": self.schema.digest,
+                "version": self.version,
+                "samples": self.samples,
+                "module": _copied(self.module.state_dict()),
+                "optimizer": _copied(self.optimizer.state_dict()) if self.optimizer is not None else None,
+                "schedule": self.schedule.state_dict() if self.schedule is not None else None,
+            }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from there. UsageError when it is another expert's; what is loaded half is then not to be
@@ -160,9 +203,10 @@ class Expert:
         try:
             if state["schema"] != self.schema.digest:
                 raise UsageError("it is of an expert with another schema")
-            self.module.load_state_dict(state["module"])
-            if self.optimizer is not None and state["optimizer"] is not None:
-                self.optimizer.load_state_dict(state["optimizer"])
+            with using(self.device):
+                self.module.load_state_dict(state["module"])
+                if self.optimizer is not None and state["optimizer"] is not None:
+                    self.optimizer.load_state_dict(state["optimizer"])
             if self.schedule is not None and state["schedule"] is not None:
                 self.schedule.load_state_dict(state["schedule"])
             self.replaced(int(state["version"]))
@@ -185,34 +229,51 @@ class Expert:
 
     def _outputs(self, inputs: Tensors, batch: int) -> Tensors:
         try:
-            _, outputs = flatten(self.module(*unflatten(self.schema.inputs, inputs)))
+            if self.autocast is None:
+                _, outputs = flatten(self.module(*unflatten(self.schema.inputs, inputs)))
+            else:
+                with torch.autocast(self.device.type, self.autocast):
+                    _, outputs = flatten(self.module(*unflatten(self.schema.inputs, inputs)))
+                outputs = self._cast(outputs)
             found = check(self.schema.output_leaves, outputs, "output")
         # whatever a module raises is the answer to its caller, and ends nothing else
         except Exception as error:
+            _raise_if_of_device(error)
             raise ComputationFailed(f"the module failed: {type(error).__name__}: {error}") from error
         if found != batch:
             raise ComputationFailed(f"the module made {found} samples of {batch}")
         return outputs
 
-    def _joined_gradients(
-        self, many: list[Sequence[torch.Tensor | None]], sizes: list[int]
-    ) -> list[torch.Tensor | None]:
+    def _cast(self, outputs: Tensors) -> Tensors:
+        """Floating outputs that autocast has made, in the dtypes of the schema."""
+        expected = self.schema.output_leaves
+        if len(outputs) != len(expected):
+            return outputs  # `check` says so
+        return [
+            tensor.to(leaf.dtype) if leaf.is_floating and tensor.is_floating_point() else tensor
+            for leaf, tensor in zip(expected, outputs, strict=True)
+        ]
+
+    def _joined_gradients(self, many: list[Gradients], sizes: list[int]) -> list[torch.Tensor | None]:
         """Of several passes, one behind the other; None where none of them has one."""
         found: list[torch.Tensor | None] = []
         for number, leaf in enumerate(self.schema.gradient_leaves):
             parts = [gradients[number] for gradients in many]
-            if all(part is None for part in parts):
+            given = next((part for part in parts if part is not None), None)
+            if given is None:
                 found.append(None)
                 continue
             filled = [
-                torch.zeros((size, *leaf.shape), dtype=leaf.dtype) if part is None else part
+                torch.zeros((size, *leaf.shape), dtype=leaf.dtype, device=given.device)
+                if part is None
+                else part
                 for part, size in zip(parts, sizes, strict=True)
             ]
             found.append(filled[0] if len(filled) == 1 else torch.cat(filled))
         return found
 
     def _differentiate(
-        self, inputs: Tensors, outputs: Tensors, gradients: Sequence[torch.Tensor | None]
+        self, inputs: Tensors, outputs: Tensors, gradients: Gradients
     ) -> list[torch.Tensor | None]:
         """The gradients of floating inputs; those of the parameters are added to theirs."""
         floating = [tensor for tensor in outputs if tensor.dtype.is_floating_point]
@@ -230,8 +291,9 @@ class Expert:
             if into:
                 torch.autograd.backward(roots, seeds, inputs=into)
         except Exception as error:
+            _raise_if_of_device(error)
             raise ComputationFailed(f"the module's backward pass failed: {error}") from error
-        return [tensor.grad.to("cpu") if tensor.grad is not None else None for tensor in wanted]
+        return [tensor.grad for tensor in wanted]
 
     def _step(self) -> None:
         assert self.optimizer is not None
@@ -254,6 +316,9 @@ class Expert:
             if self.schedule is not None:
                 self.schedule.step()
         except Exception as error:
+            if is_device_failure(error):
+                raise
+            # also when memory ran out: the step may have been made in part, and is not made again
             raise ComputationFailed(f"the optimizer failed: {type(error).__name__}: {error}") from error
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -337,6 +402,12 @@ def _copied(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_copied(one) for one in value)
     return value
+
+
+def _raise_if_of_device(error: Exception) -> None:
+    """Raise what is not the module's fault as it is: the device has no memory left, or is lost."""
+    if is_out_of_memory(error) or is_device_failure(error):
+        raise error
 
 
 def _device_of(module: torch.nn.Module) -> torch.device:

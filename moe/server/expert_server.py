@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Mapping
@@ -11,15 +12,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import torch
+
 from moe.protocol.declarations import Declarations, DeclaringConfig, ServerLoad
 from moe.protocol.names import ExpertUid
 from moe.server.checkpoints import ExpertCheckpoints
-from moe.server.compute import ComputeThread, Counts, Job, Outcome
+from moe.server.compute import ComputeThread
+from moe.server.devices import DeviceFailed
 from moe.server.expert import Expert
 from moe.server.hosting import HostingService
+from moe.server.jobs import Counts, Job, Outcome
+from moe.server.links import link_of
 from moe.server.logic.batching import BatchingConfig
 from moe.server.replicating import Replicating, ReplicatingConfig
 from moe.server.requests import Hosted
+from swarm.core.device import is_device_failure
 from swarm.core.errors import DeadlineExceeded, UsageError
 
 if TYPE_CHECKING:
@@ -60,9 +67,10 @@ class ExpertStatistics:
 class ServerStatistics:
     """The server as it is now."""
 
-    queued: int
-    wait_s: float  # of a request that comes now, expected
-    samples_per_s: float  # while it computes
+    queued: int  # over all devices
+    # of a request that comes now, expected; the mean over the experts, which may be on several devices
+    wait_s: float
+    samples_per_s: float  # while it computes; the sum over all devices
     experts: dict[str, ExpertStatistics]
 
 
@@ -71,9 +79,15 @@ class ExpertServer:
     context manager.
 
     Requests of many callers are batched per expert, up to `max_batch_size` samples (also the largest
-    request). The experts are declared in the DHT and declarations renewed; `close` finishes what is being
-    computed, saves checkpoints and takes the declarations back. UsageError: a name is none, or hosted on this
-    node already, or a checkpoint does not fit. `resumed`: experts that came from one.
+    request). Experts may be on several devices, each of which computes by itself. The experts are declared in
+    the DHT and declarations renewed; `close` finishes what is being computed, saves checkpoints and takes the
+    declarations back. UsageError: a name is none, or hosted on this node already, or a checkpoint does not
+    fit. `resumed`: experts that came from one.
+
+    `ended` is set when the server has ended: it was closed, or a device failed in a way that only a new
+    process recovers from (an index out of range on a GPU is one). Then `failed` says so in a sentence, all
+    experts have been withdrawn, and what is on that device is not saved any more. `failed` is None while
+    there is no such failure.
     """
 
     def __init__(
@@ -104,33 +118,49 @@ class ExpertServer:
         self._saving = threading.Lock()
         self._lock = threading.Lock()
         self._closed = False
-        self._compute = ComputeThread(batching, self._deliver)
+        self.failed: str | None = None
+        self.ended = threading.Event()
+        self._failed_devices: set[torch.device] = set()
+        self._compute = {
+            device: ComputeThread(batching, self._deliver, self._device_failed, device, link_of(device))
+            for device in dict.fromkeys(expert.device for expert in self.experts.values())
+        }
         self._hosted = [
-            Hosted(uid=uid, expert=expert, compute=self._compute, batch_size_max=max_batch_size)
+            Hosted(
+                uid=uid, expert=expert, compute=self._compute[expert.device], batch_size_max=max_batch_size
+            )
             for uid, expert in self.experts.items()
         ]
         try:
             node.network.run(self._open(), 10.0)
         except BaseException:
-            self._compute.stop(1.0)
+            self._stop_computing(1.0)
             raise
 
     def statistics(self) -> ServerStatistics:
         """Counts and load; any thread."""
-        compute = self._compute
+        load = self._load()
         return ServerStatistics(
-            queued=compute.queued,
-            wait_s=compute.wait_s,
-            samples_per_s=compute.samples_per_s,
+            queued=sum(compute.queued for compute in self._compute.values()),
+            wait_s=load.wait_s,
+            samples_per_s=load.samples_per_s,
             experts={
                 str(one.uid): ExpertStatistics(
                     version=one.expert.version,
-                    counts=replace(compute.counts.get(str(one.uid), Counts())),
+                    counts=replace(one.compute.counts.get(str(one.uid), Counts())),
                     refusals=dict(one.refusals),
                 )
                 for one in self._hosted
             },
         )
+
+    def _load(self) -> ServerLoad:
+        """Of all devices: the wait is the mean over experts, since callers of a server know of one number for
+        all of them.
+        """
+        waits_s = {compute: compute.wait_s for compute in self._compute.values()}
+        wait_s = sum(waits_s[one.compute] for one in self._hosted) / len(self._hosted)
+        return ServerLoad(wait_s, sum(compute.samples_per_s for compute in self._compute.values()))
 
     def save(self) -> int:
         """Write checkpoints of what has changed, now; how many experts that were."""
@@ -138,10 +168,12 @@ class ExpertServer:
             return 0
         with self._saving:
             try:
-                return self._checkpoints.save()
+                return self._checkpoints.save(self._failed_devices)
             except OSError as error:
                 _log.error("checkpoints of this server's experts were not written: %s", error)
-                return 0
+            except DeviceFailed as failure:
+                self._device_failed(failure)
+            return 0
 
     def close(self) -> None:
         """Take the declarations back, finish what is being computed, save. Idempotent; ends with the node at
@@ -154,9 +186,15 @@ class ExpertServer:
                 self.node.network.run(self._close_on_loop(self.config.drain_s), self.config.drain_s + 2.0)
             except DeadlineExceeded:
                 _log.warning("the server of experts did not end in time")
-            self._replicating.close()
-        self._compute.stop(0.5)
+            self.ended.wait(self.config.drain_s + 2.0)  # a failed device may be ending it already
+            try:
+                self._replicating.close()
+            except RuntimeError as error:
+                if not is_device_failure(error):
+                    raise
+        self._stop_computing(0.5)
         self.save()
+        self.ended.set()
 
     def __enter__(self) -> ExpertServer:
         return self
@@ -179,7 +217,7 @@ class ExpertServer:
             node.dht.service,
             lambda: node.contact,
             {uid: expert.schema.digest for uid, expert in self.experts.items()},
-            lambda: ServerLoad(self._compute.wait_s, self._compute.samples_per_s),
+            self._load,
             self.config.declaring,
         )
         try:
@@ -213,15 +251,39 @@ class ExpertServer:
             task.cancel()
         withdrawing = self.node.supervisor.spawn("withdrawing experts", self._declarations.withdraw)
         self._service.close(self._hosted)
+        if self.failed is not None:
+            self._service.dropped(
+                [one for one in self._hosted if one.expert.device in self._failed_devices], self.failed
+            )
         await self._service.drained(self._hosted, drain_s)
-        self._compute.halt()
-        self._service.dropped(self._hosted, "its server is leaving")
+        for compute in self._compute.values():
+            compute.halt()
+        self._service.dropped(self._hosted, self.failed or "its server is leaving")
         await asyncio.wait([withdrawing])
+        self.ended.set()
 
     async def _save_now_and_then(self) -> None:
         while True:
             await asyncio.sleep(self.config.checkpoint_s)
             await asyncio.get_running_loop().run_in_executor(None, self.save)
+
+    def _device_failed(self, failure: DeviceFailed) -> None:
+        """From a computing thread, or from who saves: take everything back, for the owner to end the process."""
+        self._failed_devices.add(failure.device)
+        if self.failed is None:
+            _log.error("this server of experts ends: %s", failure)
+            self.failed = str(failure)
+        with contextlib.suppress(RuntimeError):  # the node was closed meanwhile
+            self._loop.call_soon_threadsafe(self._end_failed)
+
+    def _end_failed(self) -> None:
+        self.node.supervisor.spawn("ending a failed server of experts", self._close_with_node)
+
+    def _stop_computing(self, timeout_s: float) -> None:
+        for compute in self._compute.values():
+            compute.halt()
+        for compute in self._compute.values():
+            compute.stop(timeout_s)
 
     def _deliver(self, done: list[tuple[Job, Outcome]]) -> None:
         """From the computing thread."""

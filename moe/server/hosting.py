@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,8 +29,8 @@ from moe.protocol.methods import (
     send_pieces,
     wire_headers,
 )
-from moe.protocol.tensors import check_headers, decode, expected_bytes, joined, payload_bytes
-from moe.server.compute import Job, Outcome
+from moe.protocol.tensors import check_headers, check_payload, decode, expected_bytes, joined, payload_bytes
+from moe.server.jobs import Job, Outcome, Received
 from moe.server.logic.applied import Applied, AppliedConfig
 from moe.server.logic.remembered import Remembered, RememberedConfig
 from moe.server.requests import Admitted, Hosted, KeptInputs, PendingJob, Refused, overloaded, refused
@@ -90,7 +90,7 @@ class HostingService:
         """Results of a computing thread; on the loop."""
         for job, outcome in done:
             pending = self._jobs.pop(job.number, None)
-            if job.gradients is not None:
+            if job.is_backward:
                 self._pending.pop(job.name, None)
                 self._inputs.drop(job.caller, (job.name[1], job.uid))
                 if not outcome.failure:
@@ -298,18 +298,20 @@ class HostingService:
             )
         return answer
 
-    async def _decoded(self, admitted: Admitted, payload: Buffer | torch.Tensor) -> list[torch.Tensor | None]:
+    async def _decoded(self, admitted: Admitted, payload: Buffer | torch.Tensor) -> Sequence[Received | None]:
+        """The payload's tensors, checked; decoded, too, unless the expert's device does that."""
+        read: Callable[..., Sequence[Received | None]] = (
+            check_payload if admitted.hosted.compute.decodes else decode
+        )
         arguments = (admitted.headers, admitted.leaves, admitted.request.batch, payload)
         try:
             if len(payload) <= _POOLED_BYTES:
-                return decode(*arguments)
-            return await asyncio.get_running_loop().run_in_executor(
-                self._node.network.pool, decode, *arguments
-            )
+                return read(*arguments)
+            return await asyncio.get_running_loop().run_in_executor(self._node.network.pool, read, *arguments)
         except PeerError as error:
             raise refused(str(error)) from None
 
-    def _begin(self, admitted: Admitted, tensors: list[torch.Tensor | None]) -> PendingJob:
+    def _begin(self, admitted: Admitted, tensors: Sequence[Received | None]) -> PendingJob:
         """Queue it. Refused when there is no room."""
         hosted, request = admitted.hosted, admitted.request
         if admitted.is_backward and request.inputs_kept:
@@ -340,10 +342,8 @@ class HostingService:
             self._pending.pop(job.name, None)
             raise overloaded(hosted, busy)
         if request.keep and not admitted.is_backward:
-            size = sum(tensor.nbytes for tensor in inputs)
-            self._inputs.put(
-                admitted.caller, (request.request_id, request.uid), KeptInputs.of(inputs, request.batch), size
-            )
+            kept = KeptInputs.of(inputs, request.batch)
+            self._inputs.put(admitted.caller, (request.request_id, request.uid), kept, kept.size_bytes)
         return pending
 
     def _reply(self, admitted: Admitted, outcome: Outcome) -> ExpertReply:

@@ -9,13 +9,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from moe.protocol.names import ExpertUid
 from moe.protocol.schema import Leaf
-from moe.protocol.tensors import Header
-from moe.server.compute import ComputeThread, Outcome
+from moe.protocol.tensors import Encoded, Header
+from moe.server.compute import ComputeThread
 from moe.server.expert import Expert
+from moe.server.jobs import Outcome, Received
 from swarm.compression import Codec
 from swarm.core.ids import PeerId
 from swarm.wire import expert_pb2
@@ -55,19 +54,28 @@ class PendingJob:
 class KeptInputs:
     """Of a forward pass."""
 
-    tensors: list[torch.Tensor]
+    tensors: list[Received]
     batch: int
     versions: list[int]  # of the tensors: a module may write into what it is given
 
     @classmethod
-    def of(cls, tensors: list[torch.Tensor], batch: int) -> KeptInputs:
+    def of(cls, tensors: list[Received], batch: int) -> KeptInputs:
         """As they are now."""
-        return cls(tensors, batch, [tensor._version for tensor in tensors])
+        return cls(tensors, batch, _versions(tensors))
 
     @property
     def untouched(self) -> bool:
         """Still what was sent."""
-        return self.versions == [tensor._version for tensor in self.tensors]
+        return self.versions == _versions(self.tensors)
+
+    @property
+    def size_bytes(self) -> int:
+        """What they take on the host."""
+        return sum((one.raw if isinstance(one, Encoded) else one).nbytes for one in self.tensors)
+
+
+def _versions(tensors: list[Received]) -> list[int]:
+    return [(one.raw if isinstance(one, Encoded) else one)._version for one in tensors]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -29,6 +30,35 @@ def test_an_idle_device_starts_at_once() -> None:
     assert batcher.offer(request(1), 5.0) == ""
     assert batcher.due_s() == 5.0
     assert numbers(batcher.take(5.0)) == [1]
+
+
+def test_a_size_that_fitted_into_memory_limits_later_batches_of_its_queue_and_is_forgotten_slowly() -> None:
+    batcher = Batcher(BatchingConfig(batch_samples_max=64, batch_samples_min=64, linger_s=100.0))
+    batcher.ran_out_of_memory("a", 10)
+    for number in range(16):
+        batcher.offer(request(number, queue="a", samples=4), 0.0)
+        batcher.offer(request(100 + number, queue="b", samples=4), 0.0)
+    assert numbers(batcher.take(0.0)) == [0, 1]  # and it does not wait for more samples than it may have
+    assert len(batcher.take(0.0)) == 16
+    assert numbers(batcher.take(0.0)) == [2, 3]
+    assert numbers(batcher.take(0.0)) == [4, 5]
+    sizes = []
+    while batcher.samples_max("a") < 64:
+        batcher.succeeded("a")
+        sizes.append(batcher.samples_max("a"))
+    assert sizes == sorted(sizes)
+    assert 100 < len(sizes) < 150
+    assert max(later - earlier for earlier, later in itertools.pairwise(sizes)) <= 2
+    batcher.ran_out_of_memory("a", 1000)
+    assert batcher.samples_max("a") == 64
+
+
+def test_one_larger_than_what_fitted_into_memory_is_a_batch_of_its_own() -> None:
+    batcher = Batcher(BatchingConfig(batch_samples_max=64))
+    batcher.ran_out_of_memory("a", 2)
+    for number in range(2):
+        batcher.offer(request(number, samples=40), 0.0)
+    assert [numbers(batcher.take(0.0)) for _ in range(3)] == [[0], [1], []]
 
 
 def test_what_waits_meanwhile_becomes_one_batch_of_one_expert() -> None:

@@ -74,3 +74,15 @@ def test_names_that_are_not_there_are_said_with_those_that_are() -> None:
         expert_class("mine", Path("/nowhere/mine.py"))
     with pytest.raises(UsageError):
         ExpertSettings(hidden_dim=0)
+
+
+@pytest.mark.parametrize("name", ["ffn", "transformer", "causal_transformer", "nop"])
+def test_a_default_dtype_does_not_change_what_a_class_makes(name: str) -> None:
+    settings = ExpertSettings(hidden_dim=8, sequence_length=5)
+    expected = Expert(*make(name, expert_class(name), settings)).schema
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert Expert(*make(name, expert_class(name), settings)).schema == expected
+    finally:
+        torch.set_default_dtype(before)

@@ -5,6 +5,7 @@ raises.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from moe.protocol.names import ExpertUid
 from moe.server.checkpoints import ExpertCheckpoints, kept_names
+from moe.server.devices import DeviceFailed
 from moe.server.expert import ComputationFailed, Expert
 from swarm.core.errors import UsageError
 
@@ -233,3 +235,132 @@ def test_a_checkpoint_of_another_expert_is_named(tmp_path: Path) -> None:
     ExpertCheckpoints(tmp_path, {uid: Expert(network(4), (torch.zeros(1, 4),))}).save()
     with pytest.raises(UsageError, match="another schema"):
         ExpertCheckpoints(tmp_path, {uid: expert()}).load()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_computes_as_torch_does_and_leaves_the_schema_as_it_is(dtype: torch.dtype) -> None:
+    module = network()
+    learning = expert(copy.deepcopy(module), optimizer=sgd, autocast=dtype)
+    assert learning.schema.digest == expert(copy.deepcopy(module)).schema.digest
+    ((name, inputs, gradients),) = passes(1)
+    x = inputs[0].clone().requires_grad_()
+    with torch.autocast("cpu", dtype):
+        y = module(x)
+    assert y.dtype == dtype
+    (found,) = learning.forward(inputs)
+    assert torch.equal(found, y.to(torch.float32))
+    assert not torch.equal(found, expert(copy.deepcopy(module)).forward(inputs)[0])
+    y.to(torch.float32).backward(gradients[0])
+    ((of_x,),) = learning.backward([(name, inputs, gradients)])
+    assert x.grad is not None
+    assert of_x is not None
+    assert torch.equal(of_x, x.grad)
+    sgd(module.parameters()).step()
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(learning.module.parameters(), module.parameters(), strict=True)
+    )
+    assert all(parameter.dtype == torch.float32 for parameter in learning.module.parameters())
+
+
+def test_autocast_keeps_integers_and_kept_activations() -> None:
+    sample = (torch.zeros(1, dtype=torch.int64), {"used": torch.zeros(1, 4), "ignored": torch.zeros(1)})
+    learning = Expert(Nested(), sample, sgd, autocast=torch.bfloat16, keep_activations_bytes=10_000)
+    inputs = [torch.tensor([1, 2]), torch.zeros(2), torch.ones(2, 4)]
+    ids, used, total = learning.forward_keeping("x", inputs)
+    assert (ids.dtype, used.dtype, total.dtype) == (torch.int64, torch.float32, torch.float32)
+    ((_, of_used),) = learning.backward([("x", inputs, [None, torch.ones(2, 4)])])
+    assert of_used is not None
+    assert torch.equal(of_used, torch.ones(2, 4))
+
+
+def test_autocast_takes_a_dtype_of_half_precision() -> None:
+    for wrong in (torch.float32, "bfloat16", torch.int8):
+        with pytest.raises(UsageError, match=r"autocast is torch\.bfloat16, torch\.float16 or None"):
+            expert(autocast=wrong)
+
+
+class Moved(Exception):
+    """Where a module was moved to."""
+
+
+class Movable(torch.nn.Module):
+    def to(self, device: torch.device) -> Any:  # type: ignore[override]
+        raise Moved(device)
+
+
+@pytest.mark.parametrize(
+    ("device", "index"), [("cuda", 2), ("cuda:1", 1), (torch.device("cuda"), 2), (torch.device("cuda", 0), 0)]
+)
+def test_a_cuda_device_has_an_index_from_the_start(
+    monkeypatch: pytest.MonkeyPatch, device: Any, index: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    with pytest.raises(Moved) as moved:
+        expert(Movable(), device=device)
+    assert moved.value.args == (torch.device("cuda", index),)
+    with pytest.raises(UsageError, match="device cuda:7 was given, but this machine has cuda:0 to cuda:2"):
+        expert(Movable(), device="cuda:7")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_device_that_is_not_there_is_refused_with_a_sentence() -> None:
+    with pytest.raises(UsageError, match="device cuda was given, but "):
+        expert(device="cuda")
+
+
+@pytest.fixture
+def other_defaults() -> Iterator[None]:
+    """What a user's script may have set, for every thread or for its own."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+    torch.set_default_dtype(before)
+
+
+def test_defaults_of_torch_do_not_change_answers(request: pytest.FixtureRequest) -> None:
+    learning = [expert(optimizer=sgd, clip_norm=0.1) for _ in range(2)]
+    (one, (name, inputs, gradients)) = passes(2)
+    many = [one, (name, inputs, [None]), (name, inputs, gradients)]
+
+    def answers(of: Expert) -> list[torch.Tensor | None]:
+        return [
+            *of.forward(inputs),
+            *(part for parts in of.backward(many) for part in parts),
+            *of.forward(inputs),
+        ]
+
+    expected = answers(learning[0])
+    request.getfixturevalue("other_defaults")
+    for found, before in zip(answers(learning[1]), expected, strict=True):
+        assert found is not None
+        assert before is not None
+        assert found.dtype == before.dtype
+        assert torch.equal(found, before)
+
+
+def test_out_of_memory_and_a_lost_device_are_not_the_modules_fault() -> None:
+    """Who computes batches must be able to tell them apart from what a module raises."""
+    moody = Raising()
+    made = Expert(moody, (torch.zeros(1, 2),))
+    for error, expected in (
+        (torch.cuda.OutOfMemoryError("CUDA out of memory"), torch.cuda.OutOfMemoryError),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), DeviceFailed),
+        (RuntimeError("shapes differ"), ComputationFailed),
+    ):
+        moody.error = error
+        with pytest.raises(expected):
+            made.forward([torch.zeros(1, 2)])
+
+
+class Raising(torch.nn.Module):
+    error: Exception | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.error is not None:
+            raise self.error
+        return x

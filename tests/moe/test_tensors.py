@@ -11,10 +11,13 @@ from moe.protocol.tensors import (
     CHUNK_BYTES,
     Header,
     check_headers,
+    check_payload,
     chunks,
     decode,
     encode,
+    encoded_on_device,
     expected_bytes,
+    finite_flags,
     joined,
     payload_bytes,
 )
@@ -136,3 +139,55 @@ def test_broken_payloads_are_refused() -> None:
         decode(header, [Leaf(torch.bool, (16,))], 1, bytes([2] * 16))
     with pytest.raises(PeerError, match="block 0"):
         decode([Header(find("int8").wire_id, 1, find("int8").encoded_bytes(4))], [leaf], 1, b"\xff" * 64)
+
+
+@pytest.mark.parametrize("name", ["", "float32", "float16", "bfloat16", "int8", "int4", "sign"])
+@pytest.mark.parametrize("leaf", LEAVES, ids=str)
+def test_bytes_that_are_made_on_the_device_are_those_of_the_host(name: str, leaf: Leaf) -> None:
+    given = sample(leaf, 3)
+    codec = find(name) if name else None
+    (piece,) = encode([given.clone()], codec)
+    header, raw = encoded_on_device(given, codec)
+    assert header == Header(piece.codec, piece.version, piece.size_bytes)
+    assert raw.numpy().tobytes() == bytes(piece.payload)
+    (checked,) = check_payload([header], [leaf], 3, joined([piece]))
+    (expected,) = decode([header], [leaf], 3, joined([piece]))
+    assert checked is not None
+    assert expected is not None
+    assert torch.equal(checked.decoded(raw), expected)
+
+
+def test_flags_tell_which_tensors_are_finite_in_one_call_for_each_dtype() -> None:
+    tensors: list[torch.Tensor | None] = [torch.tensor([1, 2]), None, torch.empty(0, 3)]
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        tensors.append(torch.full((3, 2), torch.finfo(dtype).max, dtype=dtype))
+        for value in (float("nan"), float("inf"), -float("inf")):
+            tensor = torch.zeros(2, 5, dtype=dtype)
+            tensor[1, 3] = value
+            tensors.append(tensor)
+    numbers, flags = finite_flags(tensors)
+    assert sorted(numbers) == [
+        number
+        for number, one in enumerate(tensors)
+        if one is not None and one.is_floating_point() and one.numel()
+    ]
+    for number, flag in zip(numbers, flags.tolist(), strict=True):
+        tensor_found = tensors[number]
+        assert tensor_found is not None
+        assert bool(flag) == bool(torch.isfinite(tensor_found).all())
+    assert finite_flags([torch.tensor([1]), None])[0] == []
+
+
+def test_a_default_dtype_does_not_change_what_is_read() -> None:
+    codec, leaf = find("int8"), Leaf(torch.float32, (100,))
+    pieces = encode([torch.randn(3, 100, generator=torch.Generator().manual_seed(0))], codec)
+    (expected,) = decode(headers_of(pieces), [leaf], 3, joined(pieces))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        (found,) = decode(headers_of(pieces), [leaf], 3, joined(pieces))
+    finally:
+        torch.set_default_dtype(before)
+    assert found is not None
+    assert expected is not None
+    assert torch.equal(found, expected)

@@ -81,7 +81,7 @@ class BeamSearch:
         # [D + 1, B]: the most that the dimensions from d on can add
         self._rest = torch.cat([most.flip(0).cumsum(0).flip(0), most.new_zeros(1, batch)])
         self._best_BK = scores[0].new_full((batch, k), _NOTHING)
-        self._which_BK = torch.full((batch, k), -1, dtype=torch.int64)
+        self._which_BK = torch.full((batch, k), -1, dtype=torch.int64, device="cpu")
         self._experts: list[Prefix] = []
         self._frontier: list[Prefix] = [()]
         self._base_BF = scores[0].new_zeros(batch, 1)
@@ -141,25 +141,25 @@ class BeamSearch:
         return compact(self._experts, self._which_BK, self._certain)
 
     def _bounds(self) -> torch.Tensor:
-        depths = torch.tensor([len(prefix) for prefix in self._frontier])
+        depths = torch.tensor([len(prefix) for prefix in self._frontier], device="cpu")
         return self._base_BF + self._rest[depths].T
 
     def _sums(
         self, base_BF: torch.Tensor, depth: int, items: Sequence[tuple[int, Prefix, int]]
     ) -> torch.Tensor:
-        parents = torch.tensor([place for place, _, _ in items])
+        parents = torch.tensor([place for place, _, _ in items], device="cpu")
         first = self._dimensions[depth].start
-        columns = torch.tensor([child - first for _, _, child in items])
+        columns = torch.tensor([child - first for _, _, child in items], device="cpu")
         return base_BF[:, parents] + self._scores[depth][:, columns]
 
     def _take(self, depth: int, items: Sequence[tuple[int, Prefix, int]]) -> None:
         """Experts were found: keep the K best of them and those before, a part of the batch at a time."""
-        numbers = torch.arange(len(self._experts), len(self._experts) + len(items))
+        numbers = torch.arange(len(self._experts), len(self._experts) + len(items), device="cpu")
         self._experts += [(*prefix, child) for _, prefix, child in items]
         batch, k = self._best_BK.shape
         rows = max(1, self._config.elements_max // (len(items) + k))
-        parents = torch.tensor([place for place, _, _ in items])
-        columns = torch.tensor([child - self._dimensions[depth].start for _, _, child in items])
+        parents = torch.tensor([place for place, _, _ in items], device="cpu")
+        columns = torch.tensor([child - self._dimensions[depth].start for _, _, child in items], device="cpu")
         for start in range(0, batch, rows):
             part = slice(start, min(start + rows, batch))
             scores = self._base_BF[part][:, parents] + self._scores[depth][part][:, columns]
@@ -172,7 +172,8 @@ class BeamSearch:
 
 def compact(experts: Sequence[Prefix], which_BK: torch.Tensor, certain: bool) -> Selection:
     """Without the experts that no sample has chosen."""
-    renumbered = torch.full((len(experts) + 1,), -1, dtype=torch.int64)  # the last place stands for -1
+    # the last place stands for -1
+    renumbered = torch.full((len(experts) + 1,), -1, dtype=torch.int64, device="cpu")
     used = torch.bincount(which_BK[which_BK >= 0], minlength=len(experts)).nonzero().flatten()
-    renumbered[used] = torch.arange(len(used))
+    renumbered[used] = torch.arange(len(used), device="cpu")
     return Selection(tuple(experts[place] for place in used.tolist()), renumbered[which_BK], certain)

@@ -76,7 +76,9 @@ def add_up(
                 continue
             total = sums[number]
             if total is None:
-                total = sums[number] = torch.zeros(floating[number].shape, dtype=floating[number].dtype)
+                total = sums[number] = torch.zeros(
+                    floating[number].shape, dtype=floating[number].dtype, device="cpu"
+                )
             total.index_add_(0, place.rows, gradient.to(total.dtype))
     return sums
 

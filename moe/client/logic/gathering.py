@@ -49,9 +49,9 @@ class Gathering:
     ) -> None:
         self._k_min, self._patience = k_min, patience
         self._begun_s, self._until_s = begun_s, deadline_s
-        self._answered_B = torch.zeros(batch, dtype=torch.int64)
-        self._open_B = torch.zeros(batch, dtype=torch.int64)
-        self._doubted_B = torch.zeros(batch, dtype=torch.int64)
+        self._answered_B = torch.zeros(batch, dtype=torch.int64, device="cpu")
+        self._open_B = torch.zeros(batch, dtype=torch.int64, device="cpu")
+        self._doubted_B = torch.zeros(batch, dtype=torch.int64, device="cpu")
         self._rows: dict[int, torch.Tensor] = {}  # of those that are still out
         self._doubted: set[int] = set()
         self._usual_s: dict[int, float] = {}

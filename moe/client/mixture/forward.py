@@ -75,8 +75,8 @@ class ForwardPass:
         self._deadline_s = self._begun_s + terms.forward_timeout_s
         batch = inputs[0].shape[0]
         self._gathering = Gathering(batch, terms.k_min, terms.patience, self._begun_s, self._deadline_s)
-        self._coordinates = torch.zeros(batch, 0, len(terms.grid.dimensions), dtype=torch.int64)
-        self._there_BS = torch.zeros(batch, 0, dtype=torch.bool)
+        self._coordinates = torch.zeros(batch, 0, len(terms.grid.dimensions), dtype=torch.int64, device="cpu")
+        self._there_BS = torch.zeros(batch, 0, dtype=torch.bool, device="cpu")
         self._places: list[Places] = []  # of every call
         self._uids: list[ExpertUid] = []
         self._made: dict[int, ForwardResult] = {}
@@ -87,7 +87,8 @@ class ForwardPass:
         self._anew = self._asked_anew = self._desperate = self._last_resort = False
         self._lost = True  # some sample may have too few experts
         self._silent: set[PeerId] = set()  # peers that were not heard of in this pass when others were
-        self._replaced_B = torch.zeros(batch, dtype=torch.int64)  # how often others were looked for
+        # how often others were looked for
+        self._replaced_B = torch.zeros(batch, dtype=torch.int64, device="cpu")
         self._unread = ""  # why the DHT could not say which experts there are
 
     async def run(self, empty: Sequence[torch.Tensor]) -> MixtureOutput:
@@ -97,7 +98,7 @@ class ForwardPass:
         gathering, clock = self._gathering, self._calls.clock
         chosen = await self._search(self._scores, self._terms.k_best)
         async with asyncio.TaskGroup() as tasks:
-            self._ask(tasks, chosen, torch.arange(len(self._there_BS)))
+            self._ask(tasks, chosen, torch.arange(len(self._there_BS), device="cpu"))
             at_first = self._there_BS
             while True:
                 self._doubt_stalled()
@@ -155,8 +156,8 @@ class ForwardPass:
         """Call the chosen experts; `chosen.which_BK` is for these rows of the batch."""
         batch, before = self._there_BS.shape
         found_BKD = self._from_zero(chosen.experts)[chosen.which_BK]
-        coordinates = torch.zeros(batch, *found_BKD.shape[1:], dtype=torch.int64)
-        there = torch.zeros(batch, found_BKD.shape[1], dtype=torch.bool)
+        coordinates = torch.zeros(batch, *found_BKD.shape[1:], dtype=torch.int64, device="cpu")
+        there = torch.zeros(batch, found_BKD.shape[1], dtype=torch.bool, device="cpu")
         coordinates[rows], there[rows] = found_BKD, chosen.which_BK >= 0
         self._coordinates = torch.cat([self._coordinates, coordinates], dim=1)
         self._there_BS = torch.cat([self._there_BS, there], dim=1)
@@ -252,7 +253,7 @@ class ForwardPass:
         -1.
         """
         firsts = tuple(dimension.start for dimension in self._terms.grid.dimensions)
-        return torch.tensor([*experts, firsts]) - torch.tensor(firsts)
+        return torch.tensor([*experts, firsts], device="cpu") - torch.tensor(firsts, device="cpu")
 
     async def _result(self, at_first: torch.Tensor, empty: Sequence[torch.Tensor]) -> MixtureOutput:
         numbers = sorted(self._made)

@@ -87,7 +87,9 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
         )
         self.grid, self.in_features, self.terms = self._mixture.grid, in_features, self._mixture.terms
         for dimension, size in enumerate(self.grid.shape):
-            self.register_buffer(f"utilization_{dimension}", torch.full((size,), 1.0 / size))
+            self.register_buffer(
+                f"utilization_{dimension}", torch.full((size,), 1.0 / size, dtype=torch.float32)
+            )
 
     @property
     def gate(self) -> ProductKeyGate:
@@ -133,9 +135,9 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
         """What to take from the scores of one dimension."""
         if not self.training or self.config.grid_dropout >= 1.0:
             return score.new_zeros(score.shape[1])
-        return _DROPPED * (torch.rand(score.shape[1], device=score.device) >= self.config.grid_dropout).to(
-            score.dtype
-        )
+        return _DROPPED * (
+            torch.rand(score.shape[1], dtype=torch.float32, device=score.device) >= self.config.grid_dropout
+        ).to(score.dtype)
 
     @torch.no_grad()
     def _count(self, coordinates_BSD: torch.Tensor, chosen_BS: torch.Tensor) -> None:

@@ -64,7 +64,7 @@ def crossed(
     `backward` is called even when no input needs a gradient, so that experts learn. A loss that overflowed
     (GradScaler looks for just that) reaches no expert: the gradients are NaN then.
     """
-    anchor = torch.zeros((), requires_grad=torch.is_grad_enabled())
+    anchor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=torch.is_grad_enabled())
     return tuple(_Crossed.apply(_RemoteFunction(backward), list(outputs), anchor, *inputs))  # type: ignore[no-untyped-call]
 
 

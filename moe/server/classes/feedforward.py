@@ -18,11 +18,13 @@ def feedforward(settings: ExpertSettings) -> tuple[nn.Module, tuple[Any, ...]]:
     """
     hidden = settings.hidden_dim
     module = nn.Sequential(
-        nn.Linear(hidden, _EXPANSION * hidden), nn.GELU(), nn.Linear(_EXPANSION * hidden, hidden)
+        nn.Linear(hidden, _EXPANSION * hidden, dtype=torch.float32),
+        nn.GELU(),
+        nn.Linear(_EXPANSION * hidden, hidden, dtype=torch.float32),
     )
-    return module, (torch.zeros(1, hidden),)
+    return module, (torch.zeros(1, hidden, dtype=torch.float32),)
 
 
 def nop(settings: ExpertSettings) -> tuple[nn.Module, tuple[Any, ...]]:
     """(batch, hidden_dim) as it comes: to measure everything but the computation."""
-    return nn.Identity(), (torch.zeros(1, settings.hidden_dim),)
+    return nn.Identity(), (torch.zeros(1, settings.hidden_dim, dtype=torch.float32),)

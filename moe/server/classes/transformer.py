@@ -26,7 +26,9 @@ class CausalLayer(nn.Module):
         super().__init__()
         self.layer = layer
         self.register_buffer(
-            "mask", nn.Transformer.generate_square_subsequent_mask(sequence_length), persistent=False
+            "mask",
+            nn.Transformer.generate_square_subsequent_mask(sequence_length, dtype=torch.float32),
+            persistent=False,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -47,9 +49,16 @@ def _layer(settings: ExpertSettings) -> nn.Module:
     hidden = settings.hidden_dim
     heads = max(1, hidden // _HEAD_DIM) if hidden % _HEAD_DIM == 0 else 1
     return nn.TransformerEncoderLayer(
-        hidden, heads, _EXPANSION * hidden, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        hidden,
+        heads,
+        _EXPANSION * hidden,
+        dropout=0.0,
+        activation="gelu",
+        batch_first=True,
+        norm_first=True,
+        dtype=torch.float32,
     )
 
 
 def _sample(settings: ExpertSettings) -> torch.Tensor:
-    return torch.zeros(1, settings.sequence_length, settings.hidden_dim)
+    return torch.zeros(1, settings.sequence_length, settings.hidden_dim, dtype=torch.float32)

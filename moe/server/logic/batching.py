@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 
 from swarm.core.errors import UsageError
 
+# a limit that memory has set grows by a 64th with each batch that succeeds: it doubles in 45 batches
+_RECOVERY = 64
 _IDLE_CALLERS_MAX = 1024  # whose virtual ends are remembered although nothing of theirs waits
 
 
@@ -90,6 +92,8 @@ class Batcher:
         self._callers: dict[Hashable, int] = {}  # requests that wait
         self._ends: dict[Hashable, float] = {}  # the virtual end of each caller's last request
         self._virtual = 0.0
+        # samples of a batch, of those queues whose batches ran out of memory
+        self._limits: dict[Hashable, float] = {}
 
     @property
     def queued(self) -> int:
@@ -142,15 +146,16 @@ class Batcher:
 
     def take(self, now_s: float) -> list[Queued]:
         """The next batch, all of one queue and in the order of their turns; [] when none is due yet."""
-        due = [(queue.head(), key) for key, queue in self._queues.items() if self._is_due(queue, now_s)]
+        due = [(queue.head(), key) for key, queue in self._queues.items() if self._is_due(key, queue, now_s)]
         if not due:
             return []
         (start, _), key = min(due, key=lambda one: one[0])
         self._virtual = max(self._virtual, start)
         queue, batch, samples = self._queues[key], list[Queued](), 0
+        samples_max = self.samples_max(key)
         while queue.waiting and len(batch) < self.config.batch_requests_max:
             request, _ = queue.waiting[queue.head()[1]]
-            if samples + request.samples > self.config.batch_samples_max:
+            if batch and samples + request.samples > samples_max:
                 break
             batch.append(request)
             samples += request.samples
@@ -159,19 +164,42 @@ class Batcher:
             self._ends.clear()  # nobody waits: nobody is ahead of anybody
         return batch
 
+    def samples_max(self, queue: Hashable) -> int:
+        """The most samples that a batch of this queue may have now; a request alone may have more."""
+        return int(self._limits.get(queue, self.config.batch_samples_max))
+
+    def ran_out_of_memory(self, queue: Hashable, samples_fit: int) -> None:
+        """A batch of this queue was too large for the device, and so many samples were not: later batches
+        have no more at first.
+        """
+        self._limits[queue] = min(max(samples_fit, 1), self.samples_max(queue))
+
+    def succeeded(self, queue: Hashable) -> None:
+        """A batch of this queue was computed at once: if memory had set a limit, the next may be a little
+        larger.
+        """
+        limit = self._limits.get(queue)
+        if limit is None:
+            return
+        limit *= 1.0 + 1.0 / _RECOVERY
+        if limit < self.config.batch_samples_max:
+            self._limits[queue] = limit
+        else:
+            del self._limits[queue]
+
     def due_s(self) -> float | None:
         """When the next batch is due, be it long ago; None when nobody waits."""
         times = [
-            queue.oldest_s()
-            + (0.0 if queue.samples >= self.config.batch_samples_min else self.config.linger_s)
-            for queue in self._queues.values()
+            queue.oldest_s() + (0.0 if self._is_enough(key, queue) else self.config.linger_s)
+            for key, queue in self._queues.items()
         ]
         return min(times, default=None)
 
-    def _is_due(self, queue: _Queue, now_s: float) -> bool:
-        return (
-            queue.samples >= self.config.batch_samples_min or queue.oldest_s() + self.config.linger_s <= now_s
-        )
+    def _is_due(self, key: Hashable, queue: _Queue, now_s: float) -> bool:
+        return self._is_enough(key, queue) or queue.oldest_s() + self.config.linger_s <= now_s
+
+    def _is_enough(self, key: Hashable, queue: _Queue) -> bool:
+        return queue.samples >= min(self.config.batch_samples_min, self.samples_max(key))
 
     def _remove(self, number: int) -> None:
         key = self._where.pop(number)

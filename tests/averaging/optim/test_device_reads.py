@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from averaging.optim.state.exchange import unpack_chunk
 
 from averaging.optim.state import checkpoint, device_reads
 from averaging.optim.state.device_reads import CudaReader, PlainReader
 from averaging.optim.state.donor import Donor, DonorConfig, DonorServices
-from averaging.optim.state.exchange import unpack_chunk
 from averaging.optim.state.snapshot import CHUNK_BYTES, digests_of, snapshot_digest
 from averaging.optim.state.training_state import TrainingState
 from averaging.optim.state.view import StateView

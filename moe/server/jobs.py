@@ -1,0 +1,83 @@
+"""Requests on their way through a server: what is to be computed, what came of it, and how many there were."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from moe.protocol.tensors import Encoded, TensorPayload
+from moe.server.expert import Expert, Gradients, Tensors
+from swarm.compression import Codec
+from swarm.core.ids import PeerId
+
+# on the host; Encoded for experts whose device decodes by itself
+Received: TypeAlias = torch.Tensor | Encoded
+# the inputs of a request and the gradients of its outputs, decoded, where they are used
+Given: TypeAlias = tuple[Tensors, Gradients]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One request, checked."""
+
+    number: int
+    uid: str
+    expert: Expert
+    caller: PeerId
+    name: tuple[PeerId, bytes]  # of the pass, for activations that are kept
+    inputs: Sequence[Received]
+    gradients: Sequence[Received | None] | None  # None: a forward pass
+    keep: bool
+    batch: int
+    size_bytes: int
+    codec: Codec | None  # for the answer
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is a backward pass."""
+        return self.gradients is not None
+
+    @property
+    def kind(self) -> tuple[str, bool]:
+        """What requests of one batch have in common: the expert and the direction."""
+        return self.uid, self.is_backward
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a job: tensors as they travel, or a reason why there are none."""
+
+    pieces: Sequence[TensorPayload]
+    version: int
+    failure: str = ""
+
+
+@dataclass(slots=True)
+class Counts:
+    """Of one expert, since the server started."""
+
+    forward_requests: int = 0
+    forward_samples: int = 0
+    forward_batches: int = 0
+    backward_requests: int = 0
+    backward_samples: int = 0
+    backward_batches: int = 0
+    failed_requests: int = 0
+    busy_s: float = 0.0
+
+
+def samples_of(jobs: Sequence[Job]) -> int:
+    """The samples of all of them."""
+    return sum(job.batch for job in jobs)
+
+
+def not_finite(job: Job, version: int) -> Outcome:
+    """The outcome of a job whose results have NaN or infinity: nobody is sent those."""
+    return Outcome(
+        (),
+        version,
+        f"the expert made NaN or infinity of this request{', and made its step' if job.is_backward else ''}",
+    )

@@ -1,0 +1,125 @@
+"""A computing thread without a network, for tests: jobs in, outcomes out."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from moe.protocol.tensors import Header, check_payload, decode, encode, joined
+from moe.server.compute import ComputeThread
+from moe.server.devices import DeviceFailed
+from moe.server.expert import Expert
+from moe.server.jobs import Job, Outcome
+from moe.server.logic.batching import BatchingConfig
+from swarm.compression import find
+from swarm.core.ids import PeerId
+from tests.moe.late_link import HOST, LateLink
+
+TIMEOUT_S = 20.0
+_numbers = itertools.count(1)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def headers_of(pieces: Any) -> list[Header]:
+    return [Header(one.codec, one.version, one.size_bytes, one.absent) for one in pieces]
+
+
+def job_of(
+    expert: Expert,
+    inputs: list[torch.Tensor],
+    gradients: list[torch.Tensor | None] | None = None,
+    *,
+    codec: str = "",
+    encoded: bool = False,
+) -> Job:
+    """A request as `hosting` makes it. `encoded`: its tensors are for the device to decode."""
+    schema, batch, found = expert.schema, len(inputs[0]), find(codec) if codec else None
+    leaves = [*schema.input_leaves, *(schema.gradient_leaves if gradients is not None else ())]
+    pieces = encode([*inputs, *(gradients or ())], found)
+    received: Any = (check_payload if encoded else decode)(headers_of(pieces), leaves, batch, joined(pieces))
+    number = next(_numbers)
+    return Job(
+        number=number,
+        uid="ffn.0",
+        expert=expert,
+        caller=PeerId(bytes(32)),
+        name=(PeerId(bytes(32)), number.to_bytes(16, "big")),
+        inputs=received[: len(inputs)],
+        gradients=received[len(inputs) :] if gradients is not None else None,
+        keep=False,
+        batch=batch,
+        size_bytes=1,
+        codec=found,
+    )
+
+
+def tensors_of(job: Job, outcome: Outcome) -> list[torch.Tensor | None]:
+    """What the caller of a job decodes."""
+    assert not outcome.failure, outcome.failure
+    schema = job.expert.schema
+    leaves = schema.input_gradient_leaves if job.is_backward else schema.output_leaves
+    return decode(headers_of(outcome.pieces), leaves, job.batch, joined(outcome.pieces))
+
+
+class Computing:
+    """A computing thread, and what came of it."""
+
+    def __init__(self, link: LateLink | None = None, config: BatchingConfig | None = None) -> None:
+        self.link = link
+        self.outcomes: dict[int, Outcome] = {}
+        self.failures: list[DeviceFailed] = []
+        self._done: queue.SimpleQueue[tuple[Job, Outcome]] = queue.SimpleQueue()
+        self.reported: queue.SimpleQueue[DeviceFailed] = queue.SimpleQueue()
+        self.thread = ComputeThread(config or BatchingConfig(), self._deliver, self.reported.put, HOST, link)
+
+    def _deliver(self, done: list[tuple[Job, Outcome]]) -> None:
+        for one in done:
+            self._done.put(one)
+
+    def job(self, expert: Expert, inputs: list[torch.Tensor], gradients: Any = None, codec: str = "") -> Job:
+        return job_of(expert, inputs, gradients, codec=codec, encoded=self.link is not None)
+
+    def offer(self, *jobs: Job) -> None:
+        """Queue jobs; several at once become one batch where the limits allow it."""
+        expert = jobs[0].expert
+        with expert.lock:  # the thread may take the first alone, and then waits here
+            for job in jobs:
+                assert not self.thread.offer(job)
+
+    def results(self, *jobs: Job) -> list[Outcome]:
+        """The outcomes of these jobs, which come exactly once."""
+        while not all(job.number in self.outcomes for job in jobs):
+            job, outcome = self._done.get(timeout=TIMEOUT_S)
+            assert job.number not in self.outcomes
+            self.outcomes[job.number] = outcome
+        return [self.outcomes[job.number] for job in jobs]
+
+    def run(self, *jobs: Job) -> list[Outcome]:
+        self.offer(*jobs)
+        return self.results(*jobs)
+
+
+def batching_of(count: int, samples_max: int = 4096) -> BatchingConfig:
+    """Batches wait until `count` requests of a sample or more are there: so tests know what is computed
+    together.
+    """
+    return BatchingConfig(batch_samples_max=samples_max, batch_samples_min=count, linger_s=TIMEOUT_S)
+
+
+@contextmanager
+def computing(link: LateLink | None = None, config: BatchingConfig | None = None) -> Iterator[Computing]:
+    made = Computing(link, config)
+    try:
+        yield made
+    finally:
+        if link is not None:
+            link.open_landing.set()
+        assert made.thread.stop(TIMEOUT_S)
