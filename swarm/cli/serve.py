@@ -13,7 +13,7 @@ from swarm.cli.identity import open_identity
 from swarm.cli.render.serve import ExpertLoad, Served, ServerLoad, make_view
 from swarm.cli.shutdown import Leaving
 from swarm.core.device import check_device_present, resolve_device
-from swarm.core.errors import NetworkError, UsageError
+from swarm.core.errors import NetworkError, SwarmError, UsageError
 from swarm.core.ids import Contact
 from swarm.run.events import Listening, Notice
 
@@ -253,9 +253,11 @@ def _served(choices: ServeChoices, node: Node, server: ExpertServer, factory: _F
 
 
 def _watch(server: ExpertServer, leaving: Leaving, view: Any, every_s: float) -> None:
-    """Show the load until somebody wants the command to end."""
+    """Show the load until somebody wants the command to end; SwarmError when a device of the server failed."""
     before, before_s = server.statistics(), time.monotonic()
     while not leaving.requested.wait(every_s):
+        if server.failed is not None:
+            raise SwarmError(f"{server.failed}; its experts were withdrawn: start `swarm serve` again")
         now, now_s = server.statistics(), time.monotonic()
         rows = []
         for name, one in now.experts.items():

@@ -1,0 +1,30 @@
+"""`swarm serve` ends when a device of its experts cannot be used any more."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from moe.server.expert_server import ServerStatistics
+from swarm.cli.serve import _watch
+from swarm.core.errors import SwarmError
+
+
+class FailingServer:
+    """Reports a failed device from the second look on."""
+
+    failed: str | None = None
+
+    def statistics(self) -> ServerStatistics:
+        self.failed = "cuda:1 cannot be used any more until the server's process ends: CUDA error"
+        return ServerStatistics(queued=0, wait_s=0.0, samples_per_s=0.0, experts={})
+
+
+def test_serving_ends_with_an_error_when_a_device_fails() -> None:
+    leaving = SimpleNamespace(requested=threading.Event())
+    view = SimpleNamespace(emit=lambda event: None)
+    with pytest.raises(SwarmError, match="cuda:1 cannot be used .* start `swarm serve` again"):
+        _watch(cast(Any, FailingServer()), cast(Any, leaving), view, 0.001)
