@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from averaging.optim.state.exchange import unpack_chunk
+from averaging.optim.exchange import unpack_chunk
 
 from averaging.optim.state import checkpoint, device_reads
 from averaging.optim.state.device_reads import CudaReader, PlainReader
