@@ -96,7 +96,7 @@ SECTIONS = {
     "slowdown": Section(rows=_once(lambda asked: [*slowdown.rows(asked.setting.say), *speeds.rows(asked.setting.say)])),
     "convergence": Section(rows=lambda asked: convergence.rows(asked.setting.say, asked.docs)),
     "churn": Section(rows=_once(lambda asked: churn.rows(asked.setting.say))),
-    "cuda": Section(rows=_once(lambda asked: cuda.rows(asked.setting.say)), check=cuda.check),
+    "cuda": Section(rows=lambda asked: cuda.rows(asked.setting.say), check=cuda.check),
 }
 
 
