@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from click.testing import CliRunner
 from benchmarks import cuda
 from benchmarks.__main__ import main
 from benchmarks.cuda.device import DEVICE_VARIABLE
+from benchmarks.cuda.peers import recorded_waits
 from benchmarks.report import as_record
 
 
@@ -26,6 +29,19 @@ def test_every_part_measures_something_that_can_be_kept() -> None:
     on_the_device_alone = {name for name in found if "memory" in name or "pinned" in name}
     assert all(record["ours_value"] > 0 for name, record in found.items() if name not in on_the_device_alone)
     assert len(said) >= len(rows)
+
+
+def test_waits_are_recorded_on_the_threads_that_are_watched_and_on_no_others() -> None:
+    def pin() -> None:
+        with contextlib.suppress(RuntimeError):  # there is no CUDA device to page-lock memory for
+            torch.zeros(3, pin_memory=True)
+
+    with recorded_waits(["swarm-network"]) as found:
+        for name in ("swarm-network", "swarm-network-pool_0"):
+            thread = threading.Thread(target=pin, name=name)
+            thread.start()
+            thread.join()
+    assert found == ["pinned zeros on swarm-network"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device: nothing to refuse")

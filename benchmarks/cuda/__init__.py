@@ -27,7 +27,7 @@ from swarm.node import Node
 __all__ = ["TINY", "Size", "check", "rows"]
 
 ALONE = "torch alone"
-_STEPS_S = 30.0  # of one measurement of training steps
+_STEPS_S = 18.0  # of one measurement of training steps
 _ROUND_S = 60.0
 
 

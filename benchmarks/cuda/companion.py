@@ -33,7 +33,7 @@ QUICK = OptimizerConfig(
 STATE_TENSORS = 16
 READY_S = 60.0
 EXPERT = "ffn.0"
-_STEP_S = 0.02  # between two steps of the peer that trains next to nothing
+_STEP_S = 0.1  # between two steps of the peer that trains next to nothing
 _THREADS = 8  # of host arithmetic in one companion
 
 

@@ -31,9 +31,12 @@ def chosen_device() -> torch.device:
 
 
 def finish(device: torch.device) -> None:
-    """Return when the device has done everything that it was asked so far; at once for the host."""
+    """Return when the device has done what this thread's current stream was asked; at once for the host.
+
+    What rounds and readers of the state do on streams of their own is not waited for: a trainer does not wait for it either.
+    """
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
 
 
 def device_name(device: torch.device) -> str:

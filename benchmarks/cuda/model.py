@@ -18,7 +18,7 @@ class Size:
     vocabulary: int = 8192
     context: int = 512
     batch: int = 16
-    epoch_steps: int = 100  # training steps from one optimizer step of the swarm to the next: longer than a round
+    epoch_steps: int = 120  # training steps from one optimizer step of the swarm to the next: longer than a round
     epochs: int = 3
     elements: int = 1 << 27  # float32 values that are encoded and averaged: 512 MiB
     state_elements: int = 1 << 28  # float32 values of the state that is served: 1 GiB
@@ -37,7 +37,7 @@ TINY = Size(
     vocabulary=64,
     context=8,
     batch=2,
-    epoch_steps=6,
+    epoch_steps=12,
     epochs=2,
     elements=100_000,
     state_elements=100_000,

@@ -73,7 +73,7 @@ def recorded_waits(threads: Sequence[str]) -> Iterator[list[str]]:
 
     def note(what: str) -> None:
         name = threading.current_thread().name
-        if name.startswith(tuple(threads)):
+        if name in threads:
             found.append(f"{what} on {name}")
 
     with contextlib.ExitStack() as stack:

@@ -6,6 +6,7 @@ Torch alone adds up gradients over as many steps as an epoch has, and makes one 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,8 +69,9 @@ def in_a_swarm_of_one(size: Size, device: torch.device) -> Steps:
 
 
 def with_a_companion(size: Size, device: torch.device, mode: str, *, deadline_s: float, **options: Any) -> Steps:
-    """In `mode` with another peer, a process of its own that uses the same device, for `size.epochs` epochs.
+    """In `mode` with another peer, a process of its own on the host, for `size.epochs` epochs; the first steps come before it.
 
+    It leaves the device alone: a trainer's peers are other machines, and two processes take turns on one GPU.
     `deadline_s`: seconds after which there is no further step. `options`: of `swarm.Optimizer`; the codec is int8 unless they say.
     """
     options = {"codec": "int8", **options}
@@ -79,14 +81,16 @@ def with_a_companion(size: Size, device: torch.device, mode: str, *, deadline_s:
         shapes = [tuple(p.shape) for p in training.model.parameters()]
         other = trainer(
             node.addresses[0],
-            device,
+            torch.device("cpu"),
             shapes,
             dtype="bfloat16",
             mode=mode,
             codec=options["codec"],
             target_batch_size=size.batch * size.epoch_steps,
         )
-        with _optimizer(training, node, size, MODES[mode], options) as optimizer, companions([other]):
+        with _optimizer(training, node, size, MODES[mode], options) as optimizer, contextlib.ExitStack() as stack:
+            _train(training, optimizer, device, found, epochs=1, steps_max=size.epoch_steps // 3, deadline_s=time.monotonic() + deadline_s)
+            stack.enter_context(companions([other]))
             _train(training, optimizer, device, found, epochs=size.epochs, deadline_s=time.monotonic() + deadline_s)
         return found
 
@@ -105,12 +109,24 @@ def _optimizer(training: Training, node: Node, size: Size, mode: Any, options: d
     )
 
 
-def _train(training: Training, optimizer: Optimizer, device: torch.device, found: Steps, *, epochs: int, deadline_s: float) -> None:
+def _train(
+    training: Training,
+    optimizer: Optimizer,
+    device: torch.device,
+    found: Steps,
+    *,
+    epochs: int,
+    deadline_s: float,
+    steps_max: int | None = None,
+) -> None:
+    """Steps until the optimizer has reached `epochs`, or `steps_max` are made, or it is `deadline_s` on the monotonic clock."""
     for _ in range(_WARM_UP):
         training.backward()
     optimizer.step()
     forget_peak(device)
-    while optimizer.epoch < epochs and time.monotonic() < deadline_s:
+    made = 0
+    while optimizer.epoch < epochs and made != steps_max and time.monotonic() < deadline_s:
+        made += 1
         before = optimizer.in_flight
         optimizer.zero_grad()
         finish(device)
@@ -133,4 +149,4 @@ def _train(training: Training, optimizer: Optimizer, device: torch.device, found
             found.during_s.append(seconds)
         elif not before and not optimizer.in_flight:
             found.undisturbed_s.append(seconds)
-    found.peak_bytes, found.pinned_bytes = peak_bytes(device), pinned_bytes()
+    found.peak_bytes, found.pinned_bytes = max(found.peak_bytes, peak_bytes(device)), pinned_bytes()

@@ -47,8 +47,6 @@ def test_bytes_and_values_are_those_of_the_host(name: str, kind: str, device: to
         codec.write(values.to(device), there)
         if not torch.equal(here, there.cpu()):
             wrong.append(f"encoding {numel} elements")
-        if codec.is_finite(here) != codec.is_finite(there):
-            wrong.append(f"is_finite of {numel} elements")
         decoded = [codec.decode(part, torch.empty(numel, device=part.device)).cpu() for part in (here, there)]
         if not torch.equal(*(one.view(torch.int32) for one in decoded)) and kind != "not finite":
             wrong.append(f"decoding {numel} elements")
@@ -57,13 +55,12 @@ def test_bytes_and_values_are_those_of_the_host(name: str, kind: str, device: to
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", names())
-def test_arbitrary_bytes_are_judged_and_read_as_on_the_host(name: str, seed: int, device: torch.device) -> None:
+def test_arbitrary_bytes_are_read_as_on_the_host(name: str, seed: int, device: torch.device) -> None:
     """What a hostile peer sends: whatever the bytes say, both devices make the same of them."""
     codec = find(name)
     chance = torch.Generator().manual_seed(seed)
     for numel in (1, 257, 4097):
         payload = torch.randint(256, (codec.encoded_bytes(numel),), dtype=torch.uint8, generator=chance)
-        assert codec.is_finite(payload) == codec.is_finite(payload.to(device))
         one, other = (codec.decode(part, torch.empty(numel, device=part.device)).cpu() for part in (payload, payload.to(device)))
         assert torch.equal(one.isnan(), other.isnan())
         assert torch.equal(one.nan_to_num(0.0).view(torch.int32), other.nan_to_num(0.0).view(torch.int32))

@@ -12,7 +12,7 @@ from benchmarks.cuda.steps import with_a_companion
 
 
 def test_steps_beside_a_delayed_round_and_its_landing_are_not_held_up(size: Size, device: torch.device, figure: Figure) -> None:
-    """A vector of more than 1 GB, in int8, with a second peer in a process of its own on the same device."""
+    """A vector of more than 1 GB, in int8, with a second peer in a process of its own on the host."""
     steps = with_a_companion(size, device, "delayed", deadline_s=30.0)
     assert not steps.failures, steps.failures
     assert steps.round_s, "no round came about"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from averaging.averager import Averager
-from benchmarks.cuda.device import limited_memory
+from benchmarks.cuda.device import Figure, limited_memory
 from benchmarks.cuda.peers import step_all
 from swarm.cli import main
 from swarm.node import Node
@@ -56,18 +56,21 @@ def test_a_round_without_room_on_the_device_fails_and_the_next_one_succeeds(
 
 
 def test_a_volunteer_without_room_for_its_batch_trains_with_smaller_ones(
-    tmp_path: Path, device: torch.device, small: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, device: torch.device, figure: Figure, small: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("SWARM_HOME", str(tmp_path / "home"))
     shape = {"width": 32, "layers": 1, "context": 32, "batch": 4} if small else {"width": 512, "layers": 4, "context": 512, "batch": 64}
     file = tmp_path / "run.toml"
     file.write_text(RUN.format(target=2 * shape["batch"], **shape))
     options = ["--json", "--listen", "127.0.0.1:0", "--checkpoint-every", "0", "--device", str(device)]
-    with limited_memory(device, 2 << 30) as scarce:
+    with limited_memory(device, 2 << 30) as scarce, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SWARM_HOME", str(tmp_path / "home"))
         status = main(["start", str(file), *options])
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert not status, said[-3:]
+    finished = next(one for one in said if one.get("event") == "finished")
+    assert finished["epoch"] == 2, said
     if scarce:
         texts = " ".join(str(one.get("text", "")) for one in said)
         assert "samples at a time" in texts, said
-    assert any("2" in str(one.get("epoch", "")) for one in said), said
+        estimate, peak = finished["device_memory_bytes"], finished["device_memory_peak_bytes"]
+        figure("volunteer's device memory over its estimate", peak / estimate, "×", at_most=1.0)
