@@ -120,10 +120,12 @@ def test_a_round_takes_the_values_of_its_beginning_on_the_trainers_own_stream(no
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_values_that_cannot_be_sent_are_found_on_the_device(bad: float, nodes: list[Node], device: torch.device) -> None:
     mine = [torch.randn(100_000, generator=torch.Generator().manual_seed(place)).to(device) for place in range(2)]
-    before = mine[1].clone()
+    before, mean = mine[1].clone(), (mine[0] + mine[1]) / 2
     mine[0][77_777] = bad
     with Averager(nodes[0], [mine[0]], name="bad", codec="int8") as one, Averager(nodes[1], [mine[1]], name="bad", codec="int8") as other:
         results = step_all([one, other])
     assert any("77777" in f"{result.detail} {result.left_out}" or nodes[0].peer_id in result.left_out for result in results), results
     assert bool(mine[1].isfinite().all())
-    assert results[1].failed or torch.allclose(mine[1], before, atol=0.1)
+    # what was sent before the value was found counts, the rest does not
+    alone, both = ((mine[1] - value).abs() < 0.1 for value in (before, mean))
+    assert results[1].failed or bool((alone | both).all())
