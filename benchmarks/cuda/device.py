@@ -61,12 +61,12 @@ def forget_peak(device: torch.device) -> None:
 
 
 def pinned_bytes() -> int:
-    """Bytes of page-locked host memory that torch's allocator holds; 0 where this torch does not count them (before 2.8) or has no CUDA."""
+    """Bytes of page-locked host memory that torch's allocator holds, cached blocks included; 0 where torch does not count them."""
     read: Callable[[], dict[str, Any]] | None = getattr(torch.cuda, "host_memory_stats", None)
     if read is None or not torch.cuda.is_available():
         return 0
     found = read()
-    return int(found.get("allocated_bytes.current", found.get("reserved_bytes.current", 0)))
+    return int(found.get("allocated_bytes.current", 0))
 
 
 @contextlib.contextmanager
