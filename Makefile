@@ -2,6 +2,7 @@
 # make test    the tests; installs what they need into .venv first
 # make check   format, lint, types, import layers, generated files
 # make bench   the figures in docs/benchmarks, against their peers (about an hour and a half; a quiet machine)
+# make gpu     checks and figures on a machine with a GPU, in eight minutes, without a network (docs/gpu.md)
 # make chaos   real processes killed and frozen, the long form
 # make sim     a simulated swarm, hours long, with everything going wrong: make sim SEED=7 [PEERS=200 HOURS=2 SCENARIO=storm]
 # make proto   regenerate swarm/wire from proto/
@@ -10,10 +11,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: help demo test check format proto bench bench-quick chaos chaos-quick sim sim-quick install install-dev clean
+.PHONY: help demo test check format proto bench bench-quick gpu gpu-wheels chaos chaos-quick sim sim-quick install install-dev clean
 
 help:
-	@sed -n 's/^# //p' Makefile | head -7
+	@sed -n 's/^# //p' Makefile | head -8
 
 # The stamps hold what was installed: a change of pyproject.toml or constraints.txt installs again.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -36,6 +37,24 @@ demo: install
 
 test: install-dev
 	$(BIN)/python -m pytest -m "not chaos and not slow" $(ARGS)
+
+# Runs with the machine's own packages, and makes no environment: PYTHON has a CUDA build of torch, and WHEELS is a folder with what else is
+# missing there. Another OUT: where the report goes. SWARM_GPU_DEVICE=cpu tries everything at small sizes on the host.
+OUT ?= build/gpu
+gpu:
+	@$(PYTHON) tests/gpu/run.py --out "$(OUT)" $(if $(WHEELS),--wheels "$(WHEELS)") $(ARGS)
+
+# The wheels that a machine with torch, grpcio, pytest and numpy lacks, in the versions of constraints.txt; GPU_PYTHON: that machine's Python.
+GPU_PYTHON ?= 3.12
+GPU_PACKAGES := annotated-types anyio base58 blake3 cffi cryptography grpcio h11 protobuf pycparser pydantic pydantic_core PyNaCl \
+  starlette typing-inspection typing_extensions uvicorn
+GPU_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64 manylinux1_x86_64
+gpu-wheels:
+	@rm -rf .whl
+	@$(PYTHON) -m pip --disable-pip-version-check download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) \
+	  --implementation cp $(addprefix --platform ,$(GPU_PLATFORMS)) -d .whl \
+	  $(foreach name,$(GPU_PACKAGES),"$(shell grep -i '^$(name)==' constraints.txt)")
+	@du -sh .whl
 
 chaos: install-dev
 	$(BIN)/python -m pytest -m "chaos" $(ARGS)

@@ -105,7 +105,7 @@ SECTIONS = {
     ),
     "convergence": Section(rows=lambda asked: convergence.rows(asked.setting.say, asked.folder)),
     "churn": Section(rows=_once(lambda asked: churn.rows(asked.setting.say))),
-    "cuda": Section(rows=_once(lambda asked: cuda.rows(asked.setting.say)), check=cuda.check),
+    "cuda": Section(rows=lambda asked: cuda.rows(asked.setting.say), check=cuda.check),
 }
 
 

@@ -1,7 +1,10 @@
-"""The section about GPUs: its workloads in short, on the host, and what it says where there is no GPU."""
+"""The section about GPUs: its workloads at a tiny size on the host, and what it says where there is no GPU."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,21 +13,49 @@ from click.testing import CliRunner
 
 from benchmarks import cuda
 from benchmarks.__main__ import main
+from benchmarks.cuda.device import DEVICE_VARIABLE
+from benchmarks.cuda.peers import recorded_waits
 from benchmarks.report import as_record
 
 
-def test_rows_can_be_kept() -> None:
+def test_every_part_measures_something_that_can_be_kept() -> None:
     said: list[str] = []
-    rows = cuda.rows(
-        said.append, device="cpu", size=cuda.Size(elements=50_000, width=16, layers=2, batch=4, rounds=2)
+    rows = list(
+        itertools.chain.from_iterable(cuda.rows(said.append, device=torch.device("cpu"), size=cuda.TINY))
     )
-    assert len({row.identifier for row in rows}) == len(rows) == len(cuda.CODECS) + 2
-    assert all(as_record(row, "run")["ours_value"] > 0 for row in rows)
-    assert len(said) == len(rows)
+    found = {row.identifier.removeprefix("cuda-"): as_record(row, "run") for row in rows}
+    assert len(found) == len(rows)
+    assert {
+        "copy",
+        "codec-int8-encode",
+        "round",
+        "step-accumulating",
+        "step-diloco-offload",
+        "state",
+        "state-step",
+        "experts",
+    } <= set(found)
+    on_the_device_alone = {name for name in found if "memory" in name or "pinned" in name}
+    assert all(record["ours_value"] > 0 for name, record in found.items() if name not in on_the_device_alone)
+    assert len(said) >= len(rows)
+
+
+def test_waits_are_recorded_on_the_threads_that_are_watched_and_on_no_others() -> None:
+    def pin() -> None:
+        with contextlib.suppress(RuntimeError):  # there is no CUDA device to page-lock memory for
+            torch.zeros(3, pin_memory=True)
+
+    with recorded_waits(["swarm-network"]) as found:
+        for name in ("swarm-network", "swarm-network-pool_0"):
+            thread = threading.Thread(target=pin, name=name)
+            thread.start()
+            thread.join()
+    assert found == ["pinned zeros on swarm-network"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device: nothing to refuse")
-def test_it_refuses_where_there_is_no_gpu(tmp_path: Path) -> None:
+def test_it_refuses_where_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(DEVICE_VARIABLE, raising=False)
     done = CliRunner().invoke(main, ["--only", "cuda", "--docs", str(tmp_path)])
     assert done.exit_code == 1
     assert "needs a CUDA device" in done.output

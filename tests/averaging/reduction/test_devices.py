@@ -2,7 +2,7 @@
 there yet.
 
 Where there is no GPU, `LateQueue` is one: its copies come when they are waited for. Tests with a GPU are in
-`tests/averaging/optim/test_cuda.py`.
+`tests/averaging/test_cuda.py`.
 """
 
 from __future__ import annotations

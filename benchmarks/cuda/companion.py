@@ -1,0 +1,215 @@
+"""The other processes of a measurement on a GPU: a peer that trains next to nothing, a newcomer that joins,
+callers of an expert.
+
+They are processes of their own so that neither their Python nor their host work slows the trainer that is
+measured.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import swarm
+from averaging.optim.optimizer import Diloco, Gradients, Optimizer, OptimizerConfig
+from averaging.optim.progress.logic.reports import ProgressConfig
+from benchmarks.conversation import Conversation
+from benchmarks.environments import OWN_PYTHON
+from benchmarks.launch import Launch, Worker
+
+HERE = "127.0.0.1:0"
+RUN = "gpu"
+MODES: dict[str, Any] = {"delayed": Gradients(delayed=True), "diloco": Diloco()}
+QUICK = OptimizerConfig(
+    round_timeout_s=60.0,
+    no_donor_s=0.5,
+    first_look_s=2.0,
+    progress=ProgressConfig(refresh_s_max=0.5),
+)
+STATE_TENSORS = 16
+READY_S = 60.0
+EXPERT = "ffn.0"
+_STEP_S = 0.1  # between two steps of the peer that trains next to nothing
+_THREADS = 8  # of host arithmetic in one companion
+
+
+@contextmanager
+def companions(configurations: Sequence[dict[str, Any]]) -> Iterator[list[Worker]]:
+    """Start a process for each; they have said "ready". LaunchFailed when one does not, with what it last
+    logged.
+    """
+    variables = [f"OMP_NUM_THREADS={min(_THREADS, os.cpu_count() or 1)}"]
+    if "PYTHONPATH" in os.environ:  # a launch drops it, and packages may lie in a folder of their own
+        variables.append(f"PYTHONPATH={os.environ['PYTHONPATH']}")
+    launch = Launch(
+        "companion",
+        python=OWN_PYTHON,
+        module="benchmarks.cuda.companion",
+        configurations=configurations,
+        within=lambda _, command: ["env", *variables, *command],
+    )
+    with launch:
+        launch.hear("ready", READY_S)
+        yield launch.workers
+
+
+def trainer(
+    address: str, device: torch.device, shapes: Sequence[Sequence[int]], **options: Any
+) -> dict[str, Any]:
+    """A configuration: a peer of the run `RUN` in `options["mode"]` that has parameters of these shapes, and
+    always gradients.
+    """
+    return {
+        "kind": "train",
+        "address": address,
+        "device": str(device),
+        "shapes": [list(shape) for shape in shapes],
+        **options,
+    }
+
+
+def newcomer(address: str, device: torch.device, elements: int) -> dict[str, Any]:
+    """A configuration: a peer that fetches the state of a `counting_optimizer` when it is told to."""
+    return {"kind": "join", "address": address, "device": str(device), "elements": elements}
+
+
+def callers(address: str, count: int, samples: int, width: int) -> dict[str, Any]:
+    """A configuration: so many callers of `EXPERT`, each a thread with one forward and backward pass in
+    flight.
+    """
+    return {
+        "kind": "call",
+        "address": address,
+        "device": "cpu",
+        "count": count,
+        "samples": samples,
+        "width": width,
+    }
+
+
+def counting_optimizer(
+    node: swarm.Node, device: torch.device, elements: int, target: int
+) -> tuple[list[torch.nn.Parameter], Optimizer]:
+    """An optimizer whose state says when it was read: every element is minus the number of epochs, so that a
+    torn copy is seen.
+
+    Every epoch subtracts a learning rate of 1 times a gradient of 1, which is exact in float32 up to 2^24
+    epochs.
+    """
+    parameters = [
+        torch.nn.Parameter(torch.zeros(elements // STATE_TENSORS, device=device))
+        for _ in range(STATE_TENSORS)
+    ]
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    inner = torch.optim.SGD(parameters, lr=1.0)
+    options: dict[str, Any] = {
+        "target_batch_size": target,
+        "batch_size_per_step": 1,
+        "state_sync_epochs": 0,
+        "config": QUICK,
+    }
+    return parameters, Optimizer(inner, node=node, run=RUN, **options)
+
+
+def whole(parameters: Sequence[torch.Tensor], epoch: int) -> bool:
+    """Whether every element is that of this epoch."""
+    return all(bool((p.detach() == -float(epoch)).all()) for p in parameters)
+
+
+def main() -> None:
+    talk = Conversation()
+    settings = talk.configuration
+    with swarm.Node(bootstrap=[settings["address"]], listen=HERE) as node:
+        {"train": _train, "join": _join, "call": _call}[settings["kind"]](talk, node, settings)
+
+
+def _train(talk: Conversation, node: swarm.Node, settings: dict[str, Any]) -> None:
+    """Steps with constant gradients until the command ends this process."""
+    device, dtype = torch.device(settings["device"]), getattr(torch, settings["dtype"])
+    parameters = [
+        torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)) for shape in settings["shapes"]
+    ]
+    for p in parameters:
+        p.grad = torch.full_like(p, 1e-3)
+    inner = torch.optim.AdamW(parameters, lr=1e-4)
+    options = {key: settings[key] for key in ("codec", "target_batch_size")}
+    pause = threading.Event()
+    optimizer = Optimizer(
+        inner,
+        node=node,
+        run=RUN,
+        batch_size_per_step=1,
+        mode=MODES[settings["mode"]],
+        state_sync_epochs=0,
+        config=QUICK,
+        **options,
+    )
+    with optimizer:
+        optimizer.step()
+        talk.say("ready")
+        threading.Thread(target=talk.hear, daemon=True).start()  # ends this process when the command is gone
+        while True:
+            optimizer.step()
+            pause.wait(_STEP_S)
+
+
+def _join(talk: Conversation, node: swarm.Node, settings: dict[str, Any]) -> None:
+    """Join anew at each order, and leave as soon as the state is there: who stays is waited for at the end of
+    an epoch.
+    """
+    device = torch.device(settings["device"])
+    talk.say("ready")
+    while talk.hear()["do"] == "load":
+        parameters, optimizer = counting_optimizer(node, device, settings["elements"], 1 << 40)
+        with optimizer:
+            loaded = optimizer.load_state_from_peers(timeout_s=60.0)
+            epoch = optimizer.epoch
+        right = loaded.loaded and whole(parameters, epoch)
+        talk.say(
+            "loaded",
+            ok=right,
+            reason=loaded.reason or f"epoch {epoch} is torn: {not right}",
+            seconds=loaded.seconds,
+            epoch=epoch,
+        )
+
+
+def _call(talk: Conversation, node: swarm.Node, settings: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    experts = [swarm.RemoteExpert(node, EXPERT) for _ in range(settings["count"])]
+    x = torch.randn(settings["samples"], settings["width"], dtype=torch.bfloat16)
+    experts[0](x)
+    talk.say("ready")
+    while True:
+        order = talk.hear()
+        until_s = time.monotonic() + order["seconds"]
+        done, failures = [0] * len(experts), list[str]()
+
+        def call(
+            place: int, until_s: float = until_s, done: list[int] = done, failures: list[str] = failures
+        ) -> None:
+            while time.monotonic() < until_s:
+                try:
+                    inputs = x.clone().requires_grad_()
+                    experts[place](inputs).sum().backward()
+                    done[place] += 1
+                except swarm.SwarmError as error:
+                    failures.append(f"{type(error).__name__}: {error}"[:200])
+
+        threads = [threading.Thread(target=call, args=(place,)) for place in range(len(experts))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        talk.say("called", calls=sum(done), failures=failures[:3], failed=len(failures))
+
+
+if __name__ == "__main__":
+    main()
