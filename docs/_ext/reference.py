@@ -58,9 +58,7 @@ class Fields(SphinxDirective):
         unknown = given.keys() - {one.name for one in described}
         if unknown:
             raise self.error(f"{self.arguments[0]} has no field {', '.join(sorted(unknown))}")
-        rows = [
-            [_code(one.name), _code(one.type), _code(one.default), [_text(given.get(one.name, one.meaning))]] for one in described
-        ]
+        rows = [[_code(one.name), _code(one.type), _code(one.default), [_text(given.get(one.name, one.meaning))]] for one in described]
         return [_table(["field", "type", "default", "meaning"], rows, [18, 22, 18, 42])]
 
 
@@ -218,7 +216,9 @@ def _of_model(field: Described, class_: type[BaseModel]) -> Described:
     known = class_.model_fields[field.name]
     default = known.get_default(call_default_factory=True) if not known.is_required() else None
     text = "required" if known.is_required() else "as below" if isinstance(default, BaseModel) else _plain(default)
-    return dataclasses.replace(field, type=_type(known.annotation, known.metadata), default=text, meaning=field.meaning or known.description or "")
+    return dataclasses.replace(
+        field, type=_type(known.annotation, known.metadata), default=text, meaning=field.meaning or known.description or ""
+    )
 
 
 def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
