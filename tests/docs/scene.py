@@ -25,6 +25,7 @@ _STOP_S_MAX = 15.0
 _ADDRESS = re.compile(r"/ip4/127\.0\.0\.1/tcp/\d+/tls/http/p2p/\w{52}")
 _PLACEHOLDER = re.compile(r"\bADDRESS\b|/ip4/203\.0\.113\.\d+/tcp/\d+/tls/http/p2p/12D3KooW…")
 _LISTEN = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}:\d+\b")
+_ALL_INTERFACES = re.compile(r"\b0\.0\.0\.0:\d+\b")
 
 
 class Scene:
@@ -48,7 +49,7 @@ class Scene:
     def _python(self, block: Block) -> None:
         if not self.address and _PLACEHOLDER.search(block.text):
             self._start_a_peer()
-        text = self._placed(block.text)
+        text = self._placed(block.text, _ALL_INTERFACES)
         code = compile("\n" * (block.line - 1) + text, str(block.page), "exec")
         with contextlib.chdir(self.folder):
             exec(code, self.namespace)  # the page's own code, from this repository
@@ -69,9 +70,9 @@ class Scene:
         if not self.address and (found := _ADDRESS.search(process.output())):
             self.address = found[0]
 
-    def _placed(self, text: str) -> str:
+    def _placed(self, text: str, listening: re.Pattern[str] = _LISTEN) -> str:
         """What the page writes for any machine, for this one: a free port on loopback, and the address of the page's first peer."""
-        text = _LISTEN.sub("127.0.0.1:0", text)
+        text = listening.sub("127.0.0.1:0", text)
         if _PLACEHOLDER.search(text):
             assert self.address, "the page uses an ADDRESS that no command before has printed"
             text = _PLACEHOLDER.sub(self.address, text)
@@ -82,7 +83,7 @@ class Scene:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for value in reversed(list(self.namespace.values())):
-            if type(value).__module__.startswith("swarm.node"):
+            if isinstance(value, swarm.Node):
                 value.close()
         problems = [problem for process in reversed(self._processes) if (problem := process.stop())]
         if error is None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
 import click
 import pytest
 
-from tests.docs.pages import DOCS, ROOT, Block, blocks, pages
+from tests.docs.pages import DOCS, ROOT, Block, blocks, pages, prose
 from tests.docs.scene import Scene
 
 _LANGUAGES = {"python", "console"}
@@ -56,3 +57,20 @@ def test_every_command_shown_exists_with_its_options(block: Block) -> None:
 @pytest.mark.parametrize("block", [one for one in _ALL if "not run" in one.comment], ids=_name)
 def test_a_block_that_is_not_run_says_why(block: Block) -> None:
     assert len(block.not_run.split()) >= 3, f"{block.name}: say why it cannot run"
+
+
+def test_messages_of_the_troubleshooting_page_are_those_of_the_program() -> None:
+    sources = "\n".join(path.read_text(encoding="utf-8") for top in ("swarm", "averaging", "moe") for path in (ROOT / top).rglob("*.py"))
+    joined = re.sub(r'"\s*\n\s*f?"', "", sources)  # a message may be written on several lines
+    missing = [
+        (name, piece.strip())
+        for name, piece in _message_pieces(DOCS / "howto" / "troubleshooting.md")
+        if piece.strip() and piece.strip() not in joined
+    ]
+    assert not missing, f"no message says that any longer: {missing}"
+
+
+def _message_pieces(page: Path) -> list[tuple[str, str]]:
+    """The fixed pieces of the messages that are headings of a page; `…` stands for what differs."""
+    headings = [line for _, line in prose(page) if line.startswith("### `")]
+    return [(heading, piece) for heading in headings for piece in heading[len("### `") : -1].split("…")]
