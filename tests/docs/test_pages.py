@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -74,3 +76,8 @@ def _message_pieces(page: Path) -> list[tuple[str, str]]:
     """The fixed pieces of the messages that are headings of a page; `…` stands for what differs."""
     headings = [line for _, line in prose(page) if line.startswith("### `")]
     return [(heading, piece) for heading in headings for piece in heading[len("### `") : -1].split("…")]
+
+
+def test_the_scorecard_follows_from_the_measurements() -> None:
+    done = subprocess.run([sys.executable, "-m", "benchmarks.scorecard", "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
