@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import subprocess
@@ -81,3 +82,11 @@ def _message_pieces(page: Path) -> list[tuple[str, str]]:
 def test_the_scorecard_follows_from_the_measurements() -> None:
     done = subprocess.run([sys.executable, "-m", "benchmarks.scorecard", "--check"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_glossary_has_every_term_once() -> None:
+    lines = (DOCS / "glossary.md").read_text(encoding="utf-8").splitlines()
+    terms = [term.strip() for line, below in itertools.pairwise(lines) if below.startswith(": ") for term in line.split(",")]
+    assert len(terms) > 80
+    twice = sorted({term for term in terms if terms.count(term) > 1})
+    assert not twice, f"the glossary defines {twice} twice"
