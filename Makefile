@@ -6,12 +6,15 @@
 # make chaos   real processes killed and frozen, the long form
 # make sim     a simulated swarm, hours long, with everything going wrong: make sim SEED=7 [PEERS=200 HOURS=2 SCENARIO=storm]
 # make proto   regenerate swarm/wire from proto/
+# make docs    the documentation as a site in build/docs; needs no network once its tools are installed
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: help demo test check format proto bench bench-quick gpu gpu-wheels chaos chaos-quick sim sim-quick install install-dev clean
+DOCS_OUT ?= build/docs
+
+.PHONY: help demo test check docs format proto bench bench-quick gpu gpu-wheels chaos chaos-quick sim sim-quick install install-dev install-docs clean
 
 help:
 	@sed -n 's/^# //p' Makefile | head -8
@@ -28,9 +31,16 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(PIP) -e '.[dev]'
 	@touch $@
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@echo "installing what the documentation needs"
+	@$(PIP) -e '.[docs]'
+	@touch $@
+
 install: $(VENV)/.installed
 
 install-dev: $(VENV)/.installed-dev
+
+install-docs: $(VENV)/.installed-docs
 
 demo: install
 	@$(BIN)/swarm demo $(ARGS)
@@ -92,6 +102,10 @@ bench: install-dev
 
 bench-quick: install-dev
 	$(BIN)/python -m benchmarks --quick $(ARGS)
+
+docs: install-docs
+	$(BIN)/python -m sphinx -b html -W --keep-going -q docs $(DOCS_OUT)
+	@echo "the documentation is in $(DOCS_OUT)/index.html"
 
 clean:
 	rm -rf $(VENV) .venv-hivemind build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

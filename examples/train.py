@@ -13,7 +13,7 @@ import torch
 
 import swarm
 
-EPOCHS = 20
+EPOCHS = 300  # alone about half a minute: time to start the second one
 BATCH = 32
 
 

@@ -173,3 +173,49 @@ def test_generated_files_are_left_alone_and_nothing_else_is_ignored() -> None:
         if re.search(r"#\s*(?:type: ignore(?!\[)|noqa(?!: [A-Z]))", line)
     ]
     assert not ignores, f"say which rule is ignored: {ignores}"
+
+
+DOCUMENT_CHARACTERS_MAX = 120
+# pages whose lines are made by a command, or are still to be divided
+ALLOWED_WIDE: set[str] = set()
+DOCUMENTS = sorted(
+    path
+    for path in ROOT.rglob("*.md")
+    if not {"build", "dist"} & set(path.relative_to(ROOT).parts)
+    and not path.relative_to(ROOT).parts[0].startswith(".")
+)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_lines_of_documents_fit_a_window(path: Path) -> None:
+    """Tables, and lines that a link makes long, are excepted."""
+    if name_of(path) in ALLOWED_WIDE:
+        return
+    wide = [
+        f"{name_of(path)}:{number} has {len(line)} characters"
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > DOCUMENT_CHARACTERS_MAX
+        and not line.lstrip().startswith("|")
+        and len(re.sub(r"\]\([^)]*\)", "]", line)) > DOCUMENT_CHARACTERS_MAX
+    ]
+    assert not wide, f"break these lines: {wide}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_relative_links_of_documents_resolve(path: Path) -> None:
+    text = re.sub(
+        r"^( *)(`{3,}).*?^\1\2 *$", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
+    links = re.findall(r"\]\(<?([^)>\s]+)>?(?: \"[^\"]*\")?\)", re.sub(r"`[^`]*`", "", text))
+    broken = [
+        link
+        for link in links
+        if not re.match(r"[a-z]+:|#", link) and not (path.parent / link.partition("#")[0]).exists()
+    ]
+    assert not broken, f"{name_of(path)} links to what is not there: {broken}"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_documents_name_nothing_of_one_machine(path: Path) -> None:
+    if name_of(path) not in ALLOWED_WIDE:
+        assert not FAR_AWAY.search(path.read_text(encoding="utf-8"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -73,12 +74,8 @@ def _codec_rows(device: torch.device, size: Size) -> list[Row]:
     for name in names():
         codec = find(name)
         encoded = torch.empty(codec.encoded_bytes(size.elements), dtype=torch.uint8, device=device)
-        writing = seconds_of(
-            lambda codec=codec, encoded=encoded: codec.write(values, encoded), device, size.rounds
-        )  # type: ignore[misc]
-        reading = seconds_of(
-            lambda codec=codec, encoded=encoded: codec.decode(encoded, target), device, size.rounds
-        )  # type: ignore[misc]
+        writing = seconds_of(functools.partial(codec.write, values, encoded), device, size.rounds)
+        reading = seconds_of(functools.partial(codec.decode, encoded, target), device, size.rounds)
         for what, seconds in (("encode", writing), ("decode", reading)):
             rates = _rates(size, seconds)
             found.append(

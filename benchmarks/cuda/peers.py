@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import threading
 import time
 import warnings
@@ -32,9 +33,8 @@ def at_once(calls: Sequence[Callable[[], T]], timeout_s: float) -> list[T]:
 
 def step_all(averagers: Sequence[Averager], timeout_s: float = 30.0, **options: Any) -> list[RoundResult]:
     """One round of all these averagers."""
-    return at_once(
-        [lambda one=one: one.step(timeout_s=timeout_s, **options) for one in averagers], timeout_s + 10.0
-    )  # type: ignore[misc]
+    calls = [functools.partial(one.step, timeout_s=timeout_s, **options) for one in averagers]
+    return at_once(calls, timeout_s + 10.0)
 
 
 @dataclass(slots=True)

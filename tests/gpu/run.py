@@ -25,6 +25,7 @@ from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = ROOT / "build" / "gpu-site"
+PAGES = ROOT / "build" / "gpu-pages"
 TOTAL_S = 470.0
 GPU_VARIABLE, DEVICE_VARIABLE = "SWARM_GPU", "SWARM_GPU_DEVICE"
 FILES = (
@@ -32,8 +33,7 @@ FILES = (
     "tests.log",
     "figures.jsonl",
     "benchmark.log",
-    "benchmarks.json",
-    "benchmarks.md",
+    "measured.json",
     "report.json",
     "report.txt",
 )
@@ -143,7 +143,7 @@ def check_steps() -> list[list[Step]]:
 def benchmark_step(out: Path) -> Step:
     return Step(
         "benchmark",
-        [sys.executable, "-m", "benchmarks", "--only", "cuda", "--docs", str(out)],
+        [sys.executable, "-m", "benchmarks", "--only", "cuda", "--figures", str(out), "--pages", str(PAGES)],
         170,
         log="benchmark.log",
     )

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from averaging.optim.exchange import unpack_chunk
 
+from averaging.optim.exchange import unpack_chunk
 from averaging.optim.state import checkpoint, device_reads
 from averaging.optim.state.device_reads import CudaReader, PlainReader
 from averaging.optim.state.donor import Donor, DonorConfig, DonorServices

@@ -1,0 +1,356 @@
+"""Reference pages that follow from the code: fields of settings, public names, commands, calls between peers,
+record rules.
+
+Directives for pages in Markdown:
+
+    {fields} package.module.Class      a table: field, type, default, meaning (the comment beside the field)
+    {public-names} home …              the public names of `swarm` whose home module begins with one of these
+    {commands}                         the help of every command
+    {calls}                            every remote call, with its limits
+    {record-rules}                     what a run's DHT keys take
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import io
+import pkgutil
+import textwrap
+import tokenize
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import click
+from docutils import nodes
+from pydantic import BaseModel
+from sphinx.util.docutils import SphinxDirective
+
+PACKAGES = ("swarm", "averaging", "moe")
+
+
+def setup(app: Any) -> dict[str, Any]:
+    """Called by Sphinx."""
+    app.add_directive("fields", Fields)
+    app.add_directive("public-names", PublicNames)
+    app.add_directive("commands", Commands)
+    app.add_directive("calls", Calls)
+    app.add_directive("record-rules", RecordRules)
+    return {"parallel_read_safe": True}
+
+
+class Fields(SphinxDirective):
+    """The fields of a dataclass or of a pydantic model, from its source.
+
+    Lines of the directive such as `name: meaning` say what a field means that has no comment in the source.
+    """
+
+    required_arguments = 1
+    has_content = True
+
+    def run(self) -> list[nodes.Node]:
+        home, _, name = self.arguments[0].rpartition(".")
+        described = fields_of(getattr(importlib.import_module(home), name))
+        given = dict(line.split(": ", 1) for line in self.content if line.strip())
+        unknown = given.keys() - {one.name for one in described}
+        if unknown:
+            raise self.error(f"{self.arguments[0]} has no field {', '.join(sorted(unknown))}")
+        rows = [
+            [_code(one.name), _code(one.type), _code(one.default), [_text(given.get(one.name, one.meaning))]]
+            for one in described
+        ]
+        return [_table(["field", "type", "default", "meaning"], rows, [18, 22, 18, 42])]
+
+
+class PublicNames(SphinxDirective):
+    """Public names of `swarm`, grouped by where they come from; every one with its docstring and members."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+
+    def run(self) -> list[nodes.Node]:
+        import swarm
+
+        homes = tuple(self.arguments[0].split())
+        blocks = []
+        for name in sorted(swarm.__all__):
+            value = getattr(swarm, name)
+            if name == "__version__" or not value.__module__.startswith(homes):
+                continue
+            if any(value.__module__.startswith(other) for other in _longer(value.__module__, homes)):
+                continue
+            blocks.append(
+                f"```{{eval-rst}}\n.. autoclass:: swarm.{name}\n   :members:\n   :show-inheritance:\n```\n"
+            )
+            if dataclasses.is_dataclass(value) and dataclasses.fields(value):
+                blocks.append(
+                    f"Fields of `{name}`:\n\n```{{fields}} {value.__module__}.{value.__name__}\n```\n"
+                )
+        return self.parse_text_to_nodes("\n".join(blocks))
+
+
+def _longer(module: str, homes: tuple[str, ...]) -> tuple[str, ...]:
+    """Errors have a group of their own, wherever they are at home."""
+    return () if any("errors" in home for home in homes) else ("swarm.core.errors", "moe.protocol.errors")
+
+
+class Commands(SphinxDirective):
+    """`swarm COMMAND --help`, as it is printed on a terminal of 100 columns."""
+
+    def run(self) -> list[nodes.Node]:
+        from swarm.cli.commands import swarm as group
+
+        made: list[nodes.Node] = [*self._one("swarm", group)]
+        for name in sorted(group.commands):
+            made += self._one(f"swarm {name}", group.commands[name])
+        return made
+
+    def _one(self, name: str, command: click.Command) -> list[nodes.Node]:
+        context = click.Context(command, info_name=name, terminal_width=100, max_content_width=100)
+        section = nodes.section(ids=[nodes.make_id(name)], names=[name])
+        section += nodes.title(name, name)
+        section += nodes.literal_block(text=command.get_help(context), language="text")
+        self.state.document.note_explicit_target(section)
+        return [section]
+
+
+class Calls(SphinxDirective):
+    """Every call that peers make, with the size limits that both ends enforce."""
+
+    def run(self) -> list[nodes.Node]:
+        from swarm.net.rpc import Method
+
+        rows = []
+        for name, method in sorted(methods().items()):
+            if isinstance(method, Method):
+                limits = f"{_bytes(method.request_bytes_max)} / {_bytes(method.reply_bytes_max)}"
+                messages = f"{method.request.DESCRIPTOR.name} → {method.reply.DESCRIPTOR.name}"
+                rows.append([_code(name), [_text("unary")], _code(messages), [_text(limits)]])
+            else:
+                rows.append(
+                    [
+                        _code(name),
+                        [_text("stream")],
+                        [_text("bytes both ways")],
+                        [_text(_bytes(method.message_bytes_max))],
+                    ]
+                )
+        return [
+            _table(["call", "kind", "messages", "limit: request / reply, or message"], rows, [30, 10, 36, 24])
+        ]
+
+
+class RecordRules(SphinxDirective):
+    """The rules that every peer applies to the names of a run's namespace."""
+
+    def run(self) -> list[nodes.Node]:
+        from swarm.dht.logic.run_rules import RUN_RULES
+
+        rows = [
+            [
+                _code(rule.name),
+                [_text(_bytes(rule.value_bytes_max))],
+                [_text(f"{rule.ttl_s_max:g} s")],
+                _code(_schema(rule.schema)),
+            ]
+            for rule in RUN_RULES
+        ]
+        return [
+            _table(
+                ["name", "value at most", "lifetime at most", "fields (those with ? may be left out)"],
+                rows,
+                [14, 14, 14, 58],
+            )
+        ]
+
+
+@dataclasses.dataclass
+class Described:
+    """One field, as a reader sees it."""
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+
+
+def fields_of(class_: type) -> list[Described]:
+    """Fields in their order. Their meaning is the comment above or beside each one, or the string below it."""
+    source = textwrap.dedent(inspect.getsource(class_))
+    comments = _comments(source)
+    lines = source.splitlines()
+    tree = ast.parse(source).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    found = []
+    for number, node in enumerate(tree.body):
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        annotation = ast.unparse(node.annotation)
+        if annotation.startswith("ClassVar") or "InitVar" in annotation or node.target.id.startswith("_"):
+            continue
+        assert node.end_lineno is not None
+        above = []
+        line = node.lineno - 1
+        while line > 0 and lines[line - 1].lstrip().startswith("#"):
+            above.insert(0, lines[line - 1].strip().lstrip("# "))
+            line -= 1
+        beside = [comments[one] for one in range(node.lineno, node.end_lineno + 1) if one in comments]
+        below = tree.body[number + 1] if number + 1 < len(tree.body) else None
+        text = (
+            below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else ""
+        )
+        default = "required" if node.value is None else _default(node.value)
+        meaning = " ".join([*above, *beside, " ".join(str(text).split())]).strip()
+        found.append(Described(node.target.id, annotation, default, meaning))
+    return [_of_model(one, class_) for one in found] if issubclass(class_, BaseModel) else found
+
+
+def methods() -> dict[str, Any]:
+    """Every remote method that some module of the packages defines, by its name."""
+    from swarm.net.rpc import Method, StreamMethod
+
+    found = {}
+    for module in _modules():
+        for value in vars(module).values():
+            if isinstance(value, Method | StreamMethod):
+                found[value.name] = value
+    return found
+
+
+def _modules() -> Iterator[Any]:
+    for package in PACKAGES:
+        root = importlib.import_module(package)
+        yield root
+        for info in pkgutil.walk_packages(root.__path__, f"{package}."):
+            if "__main__" in info.name or ".testing" in info.name:
+                continue
+            yield importlib.import_module(info.name)
+
+
+def _comments(source: str) -> dict[int, str]:
+    """Comments that follow code on their line, by line number."""
+    lines = source.splitlines()
+    return {
+        token.start[0]: token.string.lstrip("# ")
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+        and not lines[token.start[0] - 1].lstrip().startswith("#")
+        and "type: ignore" not in token.string
+    }
+
+
+def _of_model(field: Described, class_: type[BaseModel]) -> Described:
+    """Types with their ranges, and defaults as values, as pydantic knows them."""
+    known = class_.model_fields[field.name]
+    default = known.get_default(call_default_factory=True) if not known.is_required() else None
+    text = (
+        "required"
+        if known.is_required()
+        else "as below"
+        if isinstance(default, BaseModel)
+        else _plain(default)
+    )
+    return dataclasses.replace(
+        field,
+        type=_type(known.annotation, known.metadata),
+        default=text,
+        meaning=field.meaning or known.description or "",
+    )
+
+
+def _type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """A type in words that a writer of TOML files knows."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type(arguments[0], arguments[1:])
+    if origin is typing.Literal:
+        return ", ".join(str(one) for one in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_type(one) for one in arguments if one is not type(None))
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "table"
+    names = {str: "text", bool: "true, false", int: "integer", float: "number", dict: "table", tuple: "list"}
+    bounds = []
+    for one in metadata:
+        inner = getattr(one, "metadata", [one])
+        for bound in inner:
+            for attribute, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤")):
+                if getattr(bound, attribute, None) is not None:
+                    bounds.append(f"{sign} {_plain(getattr(bound, attribute))}")
+    return f"{names.get(origin or annotation, str(annotation))} {', '.join(bounds)}".strip()
+
+
+def _plain(value: Any) -> str:
+    """A value as a TOML file has it."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(_plain(one) for one in value) + "]"
+    if isinstance(value, int) and value >= 1 << 16 and value.bit_count() == 1:
+        return f"2^{value.bit_length() - 1}"
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _default(node: ast.expr) -> str:
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("field", "Field"):
+        keywords = {one.arg: one.value for one in node.keywords}
+        if "default" in keywords:
+            return ast.unparse(keywords["default"])
+        if "default_factory" in keywords:
+            factory = ast.unparse(keywords["default_factory"])
+            return {"dict": "{}", "list": "[]"}.get(factory, f"{factory}()")
+        return ast.unparse(node.args[0]) if node.args else "required"
+    return ast.unparse(node)
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.4g} {unit}"
+    return f"{count} bytes"
+
+
+def _schema(schema: Any) -> str:
+    required, optional = getattr(schema, "required", {}), getattr(schema, "optional", {})
+    return ", ".join([*required, *(f"{name}?" for name in optional)]) or "any"
+
+
+def _text(text: str) -> nodes.paragraph:
+    """A paragraph in which `code` is code."""
+    paragraph = nodes.paragraph()
+    for number, part in enumerate(text.split("`")):
+        if part:
+            paragraph += nodes.literal(part, part) if number % 2 else nodes.Text(part)
+    return paragraph
+
+
+def _code(text: str) -> list[nodes.Node]:
+    return [nodes.paragraph("", "", nodes.literal(text, text))]
+
+
+def _table(heads: list[str], rows: list[list[list[nodes.Node]]], widths: list[int]) -> nodes.table:
+    table, group = nodes.table(), nodes.tgroup(cols=len(heads))
+    table += group
+    for width in widths:
+        group += nodes.colspec(colwidth=width)
+    head, body = nodes.thead(), nodes.tbody()
+    group += [head, body]
+    head += _row([[nodes.paragraph("", one)] for one in heads])
+    for row in rows:
+        body += _row(row)
+    return table
+
+
+def _row(cells: list[list[nodes.Node]]) -> nodes.row:
+    row = nodes.row()
+    for cell in cells:
+        entry = nodes.entry()
+        entry += cell
+        row += entry
+    return row
