@@ -17,7 +17,7 @@ DOCS_OUT ?= build/docs
 .PHONY: help demo test check docs format proto bench bench-quick gpu gpu-wheels chaos chaos-quick sim sim-quick install install-dev install-docs clean
 
 help:
-	@sed -n 's/^# //p' Makefile | head -11
+	@sed -n 's/^# //p' Makefile | head -9
 
 # The stamps hold what was installed: a change of pyproject.toml or constraints.txt installs again.
 $(VENV)/.installed: pyproject.toml constraints.txt

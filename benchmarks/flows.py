@@ -1,0 +1,240 @@
+"""Counts what a reader passes who follows one operation through the source: files, classes and functions.
+
+`python -m benchmarks.flows` runs four operations under the interpreter's profiler and prints a table; with `--list FLOW`
+the files of one. Both ends of an operation run in one process, so the callee counts, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = tuple(f"{ROOT / package}{os.sep}" for package in ("swarm", "averaging", "moe"))
+AIMS = {"step": 45, "store": 20, "mixture": 25, "join": 90}
+TEXTS = {
+    "step": "`opt.step()` through a round (6 steps, 2 peers)",
+    "store": "`dht.store` to a replica",
+    "mixture": "mixture forward and backward",
+    "join": "`swarm join` to the first step",
+}
+_FIRST_STEP = ("training.py", "Training.step")
+_JOIN_S_MAX = 120.0
+
+
+@dataclass
+class Passed:
+    """The code of the project that was called while recording."""
+
+    recording: bool = False
+    codes: set[CodeType] = field(default_factory=set)
+
+    def profile(self, frame: FrameType, event: str, _argument: Any) -> None:
+        """Serve as a profile function of `sys.setprofile`."""
+        if self.recording and event == "call":
+            self.codes.add(frame.f_code)
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Record what all threads call within the context."""
+        self.recording = True
+        try:
+            yield
+        finally:
+            self.recording = False
+
+    @property
+    def functions(self) -> set[tuple[str, str]]:
+        """File and qualified name of each function, lambdas and comprehensions aside."""
+        found = set()
+        for code in self.codes:
+            name = code.co_qualname
+            if (
+                code.co_filename.startswith(PACKAGES)
+                and "_pb2" not in code.co_filename
+                and not name.endswith(">")
+            ):
+                found.add((str(Path(code.co_filename).relative_to(ROOT)), name))
+        return found
+
+
+def counts(functions: set[tuple[str, str]]) -> tuple[int, int, int]:
+    """Return how many files, classes and functions these are."""
+    classes = {
+        (file, name.rsplit(".", 1)[0])
+        for file, name in functions
+        if "." in name and not name.rsplit(".", 1)[0].endswith("<locals>")
+    }
+    return len({file for file, _ in functions}), len(classes), len(functions)
+
+
+def step(passed: Passed) -> None:
+    """Two peers of this process make six steps, the last of which averages."""
+    import torch
+
+    import swarm
+
+    with (
+        swarm.Node(listen="127.0.0.1:0") as first,
+        swarm.Node(bootstrap=first.addresses, listen="127.0.0.1:0") as second,
+    ):
+        optimizers = []
+        for node in (first, second):
+            torch.manual_seed(0)
+            model = torch.nn.Linear(8, 4)
+            inner = torch.optim.AdamW(model.parameters())
+            opt = swarm.Optimizer(inner, node=node, run="flows", target_batch_size=48, batch_size_per_step=4)
+            optimizers.append((model, opt))
+
+        def train(model: torch.nn.Module, opt: swarm.Optimizer) -> None:
+            chance = torch.Generator().manual_seed(1)
+            while opt.epoch < 1:
+                model(torch.randn(4, 8, generator=chance)).square().mean().backward()
+                opt.step()
+                opt.zero_grad()
+
+        with passed.record():
+            _together([functools.partial(train, *pair) for pair in optimizers])
+        for _, opt in optimizers:
+            opt.close()
+
+
+def store(passed: Passed) -> None:
+    """One node stores a record at another."""
+    import swarm
+
+    with (
+        swarm.Node(listen="127.0.0.1:0") as first,
+        swarm.Node(bootstrap=first.addresses, listen="127.0.0.1:0") as second,
+    ):
+        second.wait_joined(10.0)
+        second.dht.store("before", 1, ttl_s=60)
+        with passed.record():
+            second.dht.store("flows", 2, ttl_s=60)
+
+
+def mixture(passed: Passed) -> None:
+    """A mixture of two experts on another node, forward and backward."""
+    import torch
+
+    import swarm
+
+    with (
+        swarm.Node(listen="127.0.0.1:0") as host,
+        swarm.Node(bootstrap=host.addresses, listen="127.0.0.1:0") as guest,
+    ):
+        experts = {
+            f"ffn.{number}": swarm.Expert(torch.nn.Linear(8, 8), (torch.zeros(1, 8),), torch.optim.Adam)
+            for number in range(2)
+        }
+        with swarm.ExpertServer(host, experts):
+            guest.wait_joined(10.0)
+            layer = swarm.RemoteMixtureOfExperts(guest, in_features=8, grid="ffn.[0:2]", k_best=2)
+            layer(torch.randn(4, 8)).sum().backward()
+            with passed.record():
+                layer(torch.randn(4, 8, requires_grad=True)).sum().backward()
+
+
+def join(_passed: Passed) -> set[tuple[str, str]]:
+    """`swarm join` of a run that another process created, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "HOME": folder, "XDG_STATE_HOME": folder, "PYTHONPATH": str(ROOT)}
+        file = str(ROOT / "examples" / "bytelm.toml")
+        options = ["--listen", "127.0.0.1:0", "--device", "cpu", "--json"]
+        command = [sys.executable, "-m", "swarm.cli", "start", file, "--identity", "new", *options]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as creator:
+            try:
+                assert creator.stdout is not None
+                address = next(
+                    event["addresses"][0]
+                    for event in map(json.loads, creator.stdout)
+                    if event.get("event") == "listening"
+                )
+                joined = [sys.executable, "-m", "benchmarks.flows", "--join", address]
+                done = subprocess.run(
+                    joined, capture_output=True, text=True, env=environment, timeout=_JOIN_S_MAX, check=True
+                )
+            finally:
+                creator.kill()
+    return {(file, name) for file, name in json.loads(done.stdout.splitlines()[-1])}
+
+
+def join_here(address: str) -> None:
+    """Join in this process, and print what was passed when the first step has begun."""
+    passed = Passed(recording=True)
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        passed.profile(frame, event, argument)
+        code = frame.f_code
+        if event == "return" and (Path(code.co_filename).name, code.co_qualname) == _FIRST_STEP:
+            passed.recording = False
+            print(json.dumps(sorted(passed.functions)), flush=True)
+            os._exit(0)
+
+    threading.setprofile(profile)
+    sys.setprofile(profile)
+    from swarm.cli import main
+
+    sys.argv = ["swarm", "join", address, "--yes", "--device", "cpu", "--listen", "127.0.0.1:0", "--json"]
+    main()
+
+
+def measure(name: str) -> set[tuple[str, str]]:
+    """Run one flow and return the functions that it passes, each as (file, qualified name)."""
+    if name == "join":
+        return join(Passed())
+    passed = Passed()
+    threading.setprofile(passed.profile)
+    sys.setprofile(passed.profile)
+    try:
+        {"step": step, "store": store, "mixture": mixture}[name](passed)
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+    return passed.functions
+
+
+def _together(calls: list[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def main() -> None:
+    """Measure the flows that are asked for, and print the table or one flow's files."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("flows", nargs="*", help=f"any of {', '.join(AIMS)}; none: all")
+    parser.add_argument(
+        "--list", action="store_true", help="also print the files, with the functions passed in each"
+    )
+    parser.add_argument("--join", metavar="ADDRESS", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.join:
+        join_here(asked.join)
+        return
+    print("| flow | files | aim | classes | functions |\n|---|--:|--:|--:|--:|")
+    for name in asked.flows or AIMS:
+        functions = measure(name)
+        files, classes, count = counts(functions)
+        print(f"| {TEXTS[name]} | {files} | {AIMS[name]} | {classes} | {count} |", flush=True)
+        if asked.list:
+            for file in sorted({file for file, _ in functions}):
+                print(f"  {file}: {sum(one == file for one, _ in functions)}")
+
+
+if __name__ == "__main__":
+    main()
