@@ -202,7 +202,7 @@ def measure(name: str) -> set[tuple[str, str]]:
         {"step": step, "store": store, "mixture": mixture}[name](passed)
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
     return passed.functions
 
 
