@@ -20,7 +20,7 @@ from averaging.reduction.audit import Notary
 from averaging.reduction.averages import Averages, Landing
 from averaging.reduction.chunks import unpack
 from averaging.reduction.partition import Part, Plan, plan_parts
-from averaging.reduction.reduce import Contribution
+from averaging.reduction.reduce import Contribution, Job
 from averaging.reduction.robust import MEAN, Aggregation
 from averaging.reduction.vector import FlatVector
 from averaging.rounds.auditing import Auditor
@@ -86,7 +86,7 @@ def average(vectors: Sequence[torch.Tensor], aggregation: Aggregation) -> torch.
             if isinstance(message, int):
                 raise Diverged
             given.append(Contribution(place, 1.0, unpack(message)[1]))
-        (done,) = reducer.reduce([(part, given)])
+        (done,) = reducer.reduce([Job(part, given)])
         assert isinstance(done, Averaged)
     return reducer.averages.decoded()
 

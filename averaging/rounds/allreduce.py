@@ -8,10 +8,11 @@ Each member cuts the vector alike, reduces the span that its bandwidth earns it,
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -72,6 +73,25 @@ class RoundOutcome:
     bytes_sent: int  # of tensors, framing included
     bytes_received: int
     seconds: Mapping[str, float]  # "total", "exchange" (until all was in place), "commit"; tensor work within: "encode", "reduce", "settle"
+    out_of_memory: bool = False  # it failed because this member had no memory left: `reason` says where
+
+    @classmethod
+    def broken(cls, reason: str, *, out_of_memory: bool = False) -> RoundOutcome:
+        """A round that failed before anything was sent."""
+        return cls(
+            failed=True,
+            reason=reason,
+            averages=None,
+            contributions={},
+            accused={},
+            left_out={},
+            digest="",
+            clipped={},
+            bytes_sent=0,
+            bytes_received=0,
+            seconds={},
+            out_of_memory=out_of_memory,
+        )
 
     @property
     def vector(self) -> torch.Tensor | None:
@@ -141,7 +161,8 @@ class AllReduce:
         config = config or RoundConfig()
         running = self._begin(group, vector if isinstance(vector, FlatVector) else FlatVector([vector]), landing or Landing(), config)
         quorum = running.quorum
-        running.bench.feedback = _begin_feedback(feedback, group, running.bench)
+        bench = running.bench
+        bench.begin_feedback = _feedback_of(feedback, group, bench)
         quorum.deadline_s = deadline_s
         try:
             async with asyncio.timeout(max(deadline_s - started_s, 0.0)):
@@ -155,12 +176,15 @@ class AllReduce:
             if quorum.verdict is not None and quorum.verdict.failure is None and not config.audit:
                 self._holdings[group.group_id] = running.recovery.holding
             if quorum.verdict is None or quorum.verdict.failure is not None:
-                running.bench.conclude({}, committed=False)
+                bench.roll_back()
         conducted_s = self._clock.monotonic_s()
         outcome = self._outcome(running, config, started_s, conducted_s)
         if not outcome.failed:
             self.speed.committed(outcome.bytes_sent, conducted_s - started_s)
-        running.bench.conclude(running.assembly.held, committed=not outcome.failed)
+            if not await running.conclude():  # the others have committed, and go on without us
+                outcome = _broken(outcome, f"{quorum.name(bench.own)} {running.out_of_memory}")
+        if outcome.failed:
+            bench.roll_back()
         await quorum.announce()
         return outcome
 
@@ -216,6 +240,7 @@ class AllReduce:
             accused={group.members[place].peer_id: lie for place, lie in (running.auditor.accused if running.auditor else {}).items()},
             left_out={group.members[place].peer_id: reason for place, reason in sorted(left_out.items())},
             digest=own.digest.hex() if whole else "",
+            out_of_memory=failure is not None and bool(running.out_of_memory),
             clipped={group.members[place].peer_id: fraction for place, fraction in clipped.items()},
             bytes_sent=running.traffic.sent,
             bytes_received=running.traffic.received,
@@ -309,12 +334,18 @@ class AllReduce:
         return self._quorums[group_id]
 
 
-def _begin_feedback(feedback: Feedback | None, group: Group, bench: Workbench) -> FeedbackRound | None:
+def _broken(outcome: RoundOutcome, reason: str) -> RoundOutcome:
+    """The outcome of a committed round that this member had no memory to end."""
+    return replace(outcome, failed=True, reason=reason, averages=None, contributions={}, digest="", clipped={}, out_of_memory=True)
+
+
+def _feedback_of(feedback: Feedback | None, group: Group, bench: Workbench) -> Callable[[], FeedbackRound] | None:
+    """What begins this round of error feedback."""
     if feedback is None:
         return None
     own = bench.plan.of_reducer(bench.own)
     members = b"".join(member.peer_id.public_key for member in group.members)
-    return feedback.begin(Span(start=own[0].start, stop=own[-1].stop, members=members) if own else NO_SPAN)
+    return functools.partial(feedback.begin, Span(start=own[0].start, stop=own[-1].stop, members=members) if own else NO_SPAN)
 
 
 def _keep_freed_memory() -> None:

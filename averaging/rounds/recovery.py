@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
+from averaging.reduction.reduce import Job
 from averaging.rounds.commit import Version, digest_round, winners
 from averaging.rounds.config import Dialer
 from averaging.rounds.contributions import Contributions
@@ -158,19 +159,20 @@ class Recovery:
         """Reduce a part anew, with what those who live contribute."""
         part = self._plan.parts[action.part]
         found = await self.contributions.collect(part)
+        job = Job(part, found, own=self._shared.contributes)
         while True:
-            done = (await self._shared.labour.work(self._bench.reduce, [(part, found)]))[0] if found else self._bench.nothing(part)
+            done = self._bench.nothing(part) if job.empty else (await self._shared.labour.work(self._bench.reduce, [job]))[0]
             if isinstance(done, Averaged):
                 break
             if not done.places:
                 return self._quorum.fail(f"the sum of part {part.index} overflows float32")
             for place in done.places:
                 if place == self._own:
-                    self._bench.withdraw(self._bench.first_bad(part))
+                    await self._shared.labour.work(self._bench.withdraw_part, part)
                 else:
-                    flaw = self._bench.flaw(part, found, place)
+                    flaw = self._bench.flaw(part, job.contributions, place)
                     self.contributions.leave_out(place, f"its values of part {part.index} cannot be averaged: {flaw}")
-            found = [contribution for contribution in found if contribution.place not in done.places]
+            job = job.without(done.places, self._own)
         made = attempt(repair.reducer, self._own, len(self._members))
         self._assembly.settle(part.index, Version(made, done.contributors, done.digest, done.clipped))
         self.contributions.forget(part.index)

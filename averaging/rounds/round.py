@@ -19,7 +19,7 @@ from averaging.reduction.chunks import pack, unpack
 from averaging.rounds.assembly import Assembly
 from averaging.rounds.auditing import Auditor
 from averaging.rounds.config import EXCHANGE, REASON_CHARACTERS_MAX, RoundConfig
-from averaging.rounds.labour import Labour, drain
+from averaging.rounds.labour import Labour, OutOfMemory, drain
 from averaging.rounds.lanes import Lane
 from averaging.rounds.metering import MeteredDialer
 from averaging.rounds.pacing import Forecast, Pacing
@@ -58,7 +58,7 @@ class Round:
         self._channels = channels
         self._config = config
         self._auxiliary = group.members[self._own].auxiliary
-        self._labour = Labour(pool, config)
+        self._labour = Labour(pool, config, bench.queues)
         self.shared = Shared(
             bench=bench,
             quorum=quorum,
@@ -116,12 +116,31 @@ class Round:
                     *([tasks.create_task(self._audit(self.auditor), name="audit")] if self.auditor is not None else []),
                     tasks.create_task(self.quorum.watch(events), name="watch"),
                 ]
+                await self._labour.prepare(self.bench.prepare, not self._auxiliary)  # beside the tasks: they answer members, and beat
                 self._finish_if_complete()
                 await self.quorum.ended()
                 for task in (*self._exchanges.values(), self._reducing, self._settling, *others):
                     task.cancel()
         except* UsageError as errors:  # the node was closed under our feet
             self.quorum.fail(f"{self.quorum.name(self._own)} cannot go on: {first_error(errors)}")
+        except* OutOfMemory:
+            self.quorum.fail(f"{self.quorum.name(self._own)} {self._labour.out_of_memory}")
+        finally:
+            await self._labour.finish()
+
+    @property
+    def out_of_memory(self) -> str:
+        """Where this member ran out of memory, as the end of a sentence about it; "": nowhere."""
+        return self._labour.out_of_memory
+
+    async def conclude(self) -> bool:
+        """The round was committed: error feedback moves on, and averages begin to go to their devices. False: `out_of_memory`."""
+        try:
+            if self.bench.feedback is not None or self.bench.queues:
+                await self._labour.work(self.bench.conclude, self.assembly.held)
+            return True
+        except OutOfMemory:
+            return False
         finally:
             await self._labour.finish()
 
@@ -278,7 +297,7 @@ class Round:
             ahead = self._labour.start(bench.encode, batches[nth + 1]) if pipelined else None  # while these are sent
             for message in messages:
                 if isinstance(message, int):
-                    bench.withdraw(message)
+                    await self._labour.work(bench.withdraw, message)
                 elif bench.withdrawn is None and place not in self._refused:
                     await self.shared.send(stream, message)
                     self._pacing.worked(place)

@@ -17,7 +17,7 @@ from averaging.groups.group import GROUP_ID_BYTES, Group
 from averaging.reduction.powersgd import TOLD_BYTES, LowRank
 from averaging.rounds.allreduce import AllReduce, RoundOutcome
 from averaging.rounds.config import RoundConfig
-from averaging.rounds.labour import Labour
+from averaging.rounds.labour import Labour, OutOfMemory
 from swarm.ids import PeerId
 
 
@@ -41,9 +41,11 @@ class TwoPhase:
     async def hold(self, group: Group, deadline_s: float) -> RoundOutcome:
         """One round with this group; the low-rank strategy's `take` came before. Its outcome is that of the second all-reduce."""
         # between the all-reduces whole matrices are multiplied: never on the loop, unless it is all there is
-        labour = Labour(self._pool, replace(self._config, inline=self._config.inline is True))
+        labour = Labour(self._pool, replace(self._config, inline=self._config.inline is True), self._low_rank.queues)
         try:
             return await self._hold(group, deadline_s, labour)
+        except OutOfMemory as error:
+            return RoundOutcome.broken(f"peer {self._own} {error}", out_of_memory=True)
         finally:
             await labour.finish()
 

@@ -10,7 +10,7 @@ import torch
 from averaging.reduction.averages import Averages, Landing
 from averaging.reduction.chunks import unpack
 from averaging.reduction.partition import Plan, plan_parts
-from averaging.reduction.reduce import Contribution
+from averaging.reduction.reduce import Contribution, Job
 from averaging.reduction.vector import FlatVector
 from averaging.rounds.commit import digest_payload
 from averaging.rounds.work import Arrived, Averaged, Spoiled, Workbench
@@ -45,7 +45,7 @@ def test_blocks_and_borders_of_tensors_do_not_show(codec: str, block: int, cut: 
     sent = theirs[mine.start : mine.stop].to(dtype)
     assert bytes(payload) == sent.view(torch.uint8).numpy().tobytes()
 
-    (done,) = one.reduce([(mine, [Contribution(0, 0.5, one.own_values(mine)), Contribution(1, 1.0, payload)])])
+    (done,) = one.reduce([Job(mine, [Contribution(0, 0.5, one.own_values(mine)), Contribution(1, 1.0, payload)])])
     assert isinstance(done, Averaged)
     expected = ((ours[mine.start : mine.stop] * 0.5 + sent.float()) / 1.5).to(dtype)
     assert bytes(one.averages.payload(mine).numpy()) == expected.view(torch.uint8).numpy().tobytes()
@@ -63,11 +63,12 @@ def test_what_cannot_be_sent_ends_the_batch(codec: str) -> None:
     work = bench(codec, vector)
     first, second = work.plan.parts
     vector[second.start + 3] = float("nan")
-    assert work.first_bad(second) == second.start + 3
     messages = work.encode([first, second, first])
     assert len(messages) == 2
     assert isinstance(messages[0], bytes)
     assert messages[1] == second.start + 3
+    work.withdraw_part(second)
+    assert str(work.withdrawn).startswith(f"element {second.start + 3} of its vector is nan")
 
 
 def test_spoiled() -> None:
@@ -77,10 +78,10 @@ def test_spoiled() -> None:
     fine = bytes(4 * part.numel)
     nan = torch.full((part.numel,), float("nan")).numpy().tobytes()
     own = vector[part.start : part.stop]
-    (done,) = work.reduce([(part, [Contribution(0, 1.0, own), Contribution(1, 1.0, nan)])])
+    (done,) = work.reduce([Job(part, [Contribution(0, 1.0, own), Contribution(1, 1.0, nan)])])
     assert done == Spoiled(part, (1,))
     assert work.flaw(part, [Contribution(0, 1.0, own), Contribution(1, 1.0, nan)], 1) == "element 0 is NaN or infinity"
     own[-1] = float("inf")
-    (done,) = work.reduce([(part, [Contribution(0, 1.0, own), Contribution(1, 1.0, fine)])])
+    (done,) = work.reduce([Job(part, [Contribution(0, 1.0, own), Contribution(1, 1.0, fine)])])
     assert done == Spoiled(part, (0,))
     assert work.settle([Arrived(part, memoryview(nan), b"\x03")]) == [None]
