@@ -18,8 +18,8 @@ class AveragingResult:
 
     Reasons: "alone" nobody else holds the averager; "deadline" no group, or no result, in time; "schema" the others' tensors or codec
     differ; "passed" the round of this key was held without this peer; "unreachable" holders are known and none answers; "few" too few for a
-    group; "nobody contributes" all weights were 0; "round" the round broke (`detail` has who and what); "memory" this peer ran out of memory,
-    on a device or on the host (`detail` says which), and a later step may succeed; "cancelled"; "closed".
+    group; "nobody contributes" all weights were 0; "round" the round broke (`detail` has who and what); "memory" this peer ran out of
+    memory, on a device or on the host (`detail` says which), and a later step may succeed; "cancelled"; "closed".
     """
 
     failed: bool

@@ -209,7 +209,7 @@ class Averages:
         whole = torch.empty(self.plan.numel, dtype=torch.float32, device=HOST)
         if self._empty:
             whole.fill_(float("nan"))
-        self.write(FlatVector([whole]))
+        self.write(FlatVector([whole], NO_QUEUES))
         return whole
 
     @property

@@ -14,6 +14,7 @@ import torch
 from blake3 import blake3
 
 from averaging.groups.group import GROUP_ID_BYTES, Group
+from averaging.reduction.averages import Averages
 from averaging.reduction.powersgd import TOLD_BYTES, LowRank
 from averaging.rounds.allreduce import AllReduce, RoundOutcome
 from averaging.rounds.config import RoundConfig
@@ -51,7 +52,7 @@ class TwoPhase:
 
     async def _hold(self, group: Group, deadline_s: float, labour: Labour) -> RoundOutcome:
         first: RoundOutcome | None = None
-        mean = torch.empty(0)
+        mean: torch.Tensor | None = None
         if self._low_rank.layout.matrices:
             phase = _first(group)
             alike = bool(phase.members[group.index(self._own)].weight)
@@ -61,10 +62,12 @@ class TwoPhase:
             )
             if first.failed:
                 return replace(first, reason=f"{first.reason} (in the first of two all-reduces)")
-            if first.vector is not None:
-                mean = first.vector
+            if first.averages is not None:
+                mean = await labour.work(Averages.decoded, first.averages)
         receives = not group.members[group.index(self._own)].auxiliary
-        vector = await labour.work(self._low_rank.second, mean if receives else None)
+        if receives and mean is None:  # there are no matrices
+            mean = torch.empty(0, dtype=torch.float32, device="cpu")
+        vector = await labour.work(self._low_rank.second, mean)
         feedback = self._low_rank.others
         sent_before = feedback.sent
         outcome = await self._all_reduce.run(

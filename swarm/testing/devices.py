@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 _POISON = 0xA5
 # calls that return a value on the host, or copy between devices: with a CUDA tensor they wait for its stream
-_WAITING = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_to_copy", "copy_", "item", "masked_select", "unique")
+_WAITING = {"item", "tolist", "__float__", "__int__", "__bool__", "__index__", "numpy", "cpu", "to", "copy_", "nonzero", "equal", "allclose"}
 
 
 class LateFetch:
@@ -133,7 +133,7 @@ class LateQueue:
         return sum(not fetch.done for fetch in self.fetches)
 
 
-class HostReads(TorchDispatchMode):
+class HostReads(TorchFunctionMode):
     """While it is entered: what this thread asks of `tensors`, or of views of them, that would wait for a GPU if they lay on one."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -141,9 +141,10 @@ class HostReads(TorchDispatchMode):
         self.found: list[str] = []
         self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket.__name__ in _WAITING and any(self._is_theirs(arg) for arg in args):
-            self.found.append(func.overloadpacket.__name__)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _WAITING and any(self._is_theirs(arg) for arg in args):
+            self.found.append(name)
         return func(*args, **(kwargs or {}))
 
     def _is_theirs(self, arg: Any) -> bool:
