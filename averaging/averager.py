@@ -241,11 +241,10 @@ class Averager:
         if not wait:
             return pending
         try:
-            result = pending.result()
+            return pending.result()
         except BaseException:  # Ctrl-C: nothing may go on behind the caller's back
             pending.cancel()
             raise
-        return result
 
     def new_feedback(self) -> Feedback:
         """What remembers the error of one sequence of rounds over these tensors; `feedback` is the one that is used. For rounds that

@@ -19,7 +19,7 @@ from averaging.groups.group import Group, Member
 from averaging.reduction.audit import Notary
 from averaging.reduction.averages import Averages, Landing
 from averaging.reduction.chunks import unpack
-from averaging.reduction.partition import Part, Plan, plan_parts
+from averaging.reduction.partition import Plan, plan_parts
 from averaging.reduction.reduce import Contribution, Job
 from averaging.reduction.robust import MEAN, Aggregation
 from averaging.reduction.vector import FlatVector
@@ -150,7 +150,7 @@ def costs(say: Callable[[str], None], *, elements: int = COST_ELEMENTS, rounds: 
     chance = torch.Generator().manual_seed(2)
     vectors = [torch.randn(elements, generator=chance) for _ in range(PEERS)]
     benches = [Workbench(plan, codec, 0, FlatVector([vector]), Averages(plan, codec, Landing())) for vector in vectors]
-    jobs = [(part, [Contribution(place, 1.0, bench.encoded(part)) for place, bench in enumerate(benches)]) for part in plan.parts]
+    jobs = [Job(part, [Contribution(place, 1.0, bench.encoded(part)) for place, bench in enumerate(benches)]) for part in plan.parts]
     reducers = {
         rule: Workbench(plan, codec, 0, FlatVector([vectors[0]]), Averages(plan, codec, Landing()), aggregation)
         for rule, aggregation in RULES.items()
@@ -181,7 +181,7 @@ def costs(say: Callable[[str], None], *, elements: int = COST_ELEMENTS, rounds: 
     ]
 
 
-def _sign_and_check(plan: Plan, jobs: Sequence[tuple[Part, Sequence[Contribution]]]) -> None:
+def _sign_and_check(plan: Plan, jobs: Sequence[Job]) -> None:
     """What audits cost in every round, whether anything is drawn or not: senders sign, the reducer checks."""
     identity = SeededIdentity("hostile/signer")
     member = Member(contact=Contact(identity.peer_id, ()), weight=1.0, bandwidth=1.0)
@@ -189,10 +189,10 @@ def _sign_and_check(plan: Plan, jobs: Sequence[tuple[Part, Sequence[Contribution
     bench = Workbench(plan, find(CODEC), 0, FlatVector([]), Averages(plan, find(CODEC), Landing()))
     auditor = Auditor(group, bench, Notary(identity, random.Random(0)), 0.1)
     assert bench.sign is not None
-    for part, contributions in jobs:
-        for item in contributions:
+    for job in jobs:
+        for item in job.contributions:
             payload = memoryview(item.values)  # type: ignore[arg-type]
-            auditor.accept(0, part.index, payload, bench.sign(part.index, payload))
+            auditor.accept(0, job.part.index, payload, bench.sign(job.part.index, payload))
 
 
 def rows(say: Callable[[str], None]) -> list[Row]:

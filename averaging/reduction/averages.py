@@ -13,7 +13,7 @@ for the last copy before it uses the host memory again.
 
 from __future__ import annotations
 
-import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -36,10 +36,9 @@ class Landing:
     def __init__(self, queues: Queues = NO_QUEUES) -> None:
         """`queues`: of the devices that the averages will be brought to."""
         self.queues = queues
-        self._spare: list[torch.Tensor] = []  # pinned buffers, flat uint8
+        self._spare: defaultdict[int, list[torch.Tensor]] = defaultdict(list)  # pinned buffers, flat uint8, by size
         self._blocks: list[torch.Tensor] = []
         self._held: Averages | None = None  # whose averages lie there: members that come late can still be given them
-        self._lock = threading.Lock()
 
     def take(self, averages: Averages) -> None:
         """Hand the memory to these averages; those that were there are gone. Waits for nothing."""
@@ -49,11 +48,10 @@ class Landing:
 
     def room(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Return memory for parts of so many bytes, flat uint8 each, once no copy to a device reads it any more."""
-        with self._lock:
-            self.queues.finish_uploads()
-            if not self.queues and sum(block.numel() for block in self._blocks) < sum(sizes):
-                self._blocks = [torch.empty(sum(sizes), dtype=torch.uint8, device=HOST)]
-            return self._cut(sizes)
+        self.queues.finish_uploads()
+        if not self.queues and sum(block.numel() for block in self._blocks) < sum(sizes):
+            self._blocks = [torch.empty(sum(sizes), dtype=torch.uint8, device=HOST)]
+        return self._cut(sizes)
 
     def _cut(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Lay the parts out in the blocks, one after the other, and allocate blocks as they are needed.
@@ -78,18 +76,15 @@ class Landing:
         It is kept from round to round: to allocate pinned memory takes milliseconds, and may wait for the device.
         """
         size_bytes = _power_of_two(size_bytes)
-        with self._lock:
-            fitting = [nth for nth, buffer in enumerate(self._spare) if buffer.numel() >= size_bytes]
-            if fitting:
-                return self._spare.pop(min(fitting, key=lambda nth: self._spare[nth].numel()))
-            if self._spare:  # of rounds with smaller parts: one is replaced
-                self._spare.pop()
-        return queues.host_memory(size_bytes, torch.uint8)
+        try:
+            return self._spare[size_bytes].pop()
+        except IndexError:  # not asked for beforehand: several threads borrow
+            return queues.host_memory(size_bytes, torch.uint8)
 
     def give_back(self, buffers: Sequence[torch.Tensor]) -> None:
         """Take back what was borrowed."""
-        with self._lock:
-            self._spare += buffers
+        for buffer in buffers:
+            self._spare[buffer.numel()].append(buffer)
 
 
 def _power_of_two(size: int) -> int:

@@ -184,6 +184,24 @@ def test_the_host_needs_no_queue_and_other_devices_get_a_plain_one() -> None:
     queue.finish_uploads()
 
 
+@pytest.mark.parametrize("sizes", [[1000] * 3000, [1 << 16] * 33, [900], [700, 3, 900, 1 << 20, 5], []], ids=len)
+def test_pinned_memory_of_averages_is_hardly_larger_than_they_are_and_is_used_again(sizes: list[int]) -> None:
+    queues, queue = late()
+    landing = Landing(queues)
+    places = landing.room(sizes)
+    assert [place.numel() for place in places] == sizes
+    for nth, place in enumerate(places):
+        place.fill_(nth % 251)
+    assert all(bool((place == nth % 251).all()) for nth, place in enumerate(places))  # none lies on another
+    blocks = {place.untyped_storage().data_ptr(): place.untyped_storage().nbytes() for place in places}
+    assert all(size.bit_count() == 1 for size in blocks.values())  # as torch would round them up to
+    assert sum(blocks.values()) <= 1.2 * sum(sizes) + max(sizes, default=0)
+    before = len(queue.host_allocations)
+    assert [place.data_ptr() for place in landing.room(sizes)] == [place.data_ptr() for place in places]
+    landing.room(sizes[: len(sizes) // 2])
+    assert len(queue.host_allocations) == before == len(blocks)
+
+
 class HalfThere(FlatVector):
     """As if every other part lay on the host, or on both sides of a border between devices."""
 

@@ -26,7 +26,7 @@ def bench(codec_name: str, vector: torch.Tensor, block: int = 1 << 15, cut: int 
     assert isinstance(found, PlainCodec)
     codec = replace(found, block=block)
     plan: Plan = plan_parts(NUMEL, [1.0, 1.0], codec, 1 << 20)
-    return Workbench(plan, codec, 0, FlatVector(vector.split(cut)), Averages(plan, codec, Landing()))
+    return Workbench(plan, codec, 0, FlatVector(vector.split(cut)), Averages(plan, codec, Landing()), weights=(1.0, 1.0))
 
 
 @pytest.mark.parametrize("codec", ["float32", "float16", "bfloat16"])
@@ -85,3 +85,31 @@ def test_spoiled() -> None:
     (done,) = work.reduce([Job(part, [Contribution(0, 1.0, own), Contribution(1, 1.0, fine)])])
     assert done == Spoiled(part, (0,))
     assert work.settle([Arrived(part, memoryview(nan), b"\x03")]) == [None]
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("codec", ["float32", "float16"])
+def test_the_default_dtype_changes_no_byte(codec: str, default: torch.dtype) -> None:
+    ours = torch.randn(NUMEL, generator=torch.Generator().manual_seed(5))
+
+    def everything() -> list[object]:
+        work = bench(codec, ours, cut=777)  # parts reach over tensors' borders
+        mine, theirs = work.plan.parts
+        sent = work.encode([theirs])
+        (done,) = work.reduce([Job(mine, [Contribution(1, 1.0, bytes(work.codec.encoded_bytes(mine.numel)))], own=True)])
+        assert isinstance(done, Averaged)
+        message = sent[0]
+        assert isinstance(message, bytes)
+        work.averages.keep(theirs, unpack(message)[1])
+        target = FlatVector(torch.zeros(NUMEL, dtype=torch.float32).split(999))
+        work.averages.subtract(target)
+        found = [piece.tolist() for _, piece in target.pieces(0, NUMEL)]
+        return [sent, done.digest, work.averages.decoded().tolist(), found]
+
+    expected = everything()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        assert everything() == expected
+    finally:
+        torch.set_default_dtype(before)
