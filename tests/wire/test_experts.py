@@ -77,7 +77,9 @@ def test_several_inputs_and_outputs_nested_and_in_bfloat16() -> None:
 
 def test_codecs_for_activations_and_gradients() -> None:
     local = network()
-    travel = swarm.Travel(inputs="float16", outputs="int8", gradients="bfloat16", input_gradients="float16")
+    travel = swarm.WireCodecs(
+        inputs="float16", outputs="int8", gradients="bfloat16", input_gradients="float16"
+    )
     with pair({"ffn.0": expert(copy.deepcopy(local))}) as two:
         x = torch.randn(64, 16, requires_grad=True)
         mirror = x.detach().clone().requires_grad_()
@@ -242,7 +244,7 @@ def test_dataset_workers_and_wrong_arguments() -> None:
         with pytest.raises(UsageError):
             two.remote(forward_timeout_s=0.0)
         with pytest.raises(UsageError):
-            swarm.Travel(inputs="float3")
+            swarm.WireCodecs(inputs="float3")
         same = expert()
         with pytest.raises(UsageError, match="two names"):
             swarm.ExpertServer(two.host, {"a.0": same, "a.1": same})
