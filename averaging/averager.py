@@ -16,17 +16,17 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, overload
 
-import msgpack
 import torch
 
 from averaging.allreduce.config import RoundConfig
 from averaging.allreduce.twophase import TwoPhase
-from averaging.matchmaking.logic.group import GATHERED_BYTES_MAX, Member
+from averaging.matchmaking.logic.group import Member
 from averaging.matchmaking.logic.matchmaking import MatchmakingConfig
-from averaging.matchmaking.logic.messages import ROUND_KEY_MAX, AveragerName, VectorSchema
+from averaging.matchmaking.logic.messages import AveragerName, VectorSchema
 from averaging.matchmaking.service.matchmaking_service import GroupService, GroupServiceConfig
 from averaging.matchmaking.service.presence import DhtPresence, PresenceConfig
 from averaging.reduction.averages import Averages, ResultBuffer
+from averaging.reduction.devices import describe_out_of_memory
 from averaging.reduction.feedback import Feedback
 from averaging.reduction.layout import schema_hash
 from averaging.reduction.lowrank import PowerSgd
@@ -35,8 +35,9 @@ from averaging.reduction.robust import MEAN, Aggregation
 from averaging.reduction.staging import Staging
 from averaging.result import PendingRound, RoundResult, check_step
 from averaging.service import AveragingService
-from averaging.step_runner import RoundOptions, StepRunner, Strategy, WholeVector
+from averaging.step_runner import RoundOptions, StepRunner, Strategy, WholeVector, key_text, packed
 from swarm.compression import find
+from swarm.core.device import is_out_of_memory
 from swarm.core.errors import DeadlineExceeded, NetworkError, UsageError
 
 if TYPE_CHECKING:
@@ -93,6 +94,12 @@ class Averager:
     `strategy=PowerSgd(rank=4)`: matrices are averaged by factors of that rank, which travel in `codec` (16
     bits or more); it has error feedback of its own, and is for differences, too. What the network does is a
     result; only UsageError raises. A context manager; `close` says goodbye to the others.
+
+    Tensors on a CUDA device: a step reads them after what the current stream of the calling thread was asked,
+    and the result is written on the current stream of the thread that takes it, without waiting for the
+    device: order other streams after it as after any call of torch. A round in the background allocates
+    memory and waits for events in other threads. CUDA forbids both while a graph is being captured in its
+    usual mode: capture graphs with `capture_error_mode="thread_local"`, or while no round is in progress.
     """
 
     def __init__(
@@ -243,8 +250,8 @@ class Averager:
         check_step(weight, timeout_s, apply)
         terms = RoundOptions(
             weight=0.0 if self.auxiliary else float(weight),
-            round_key=_key_text(round_key),
-            gathered=_packed(gather, self._low_rank.told if self._low_rank is not None else b""),
+            round_key=key_text(round_key),
+            gathered=packed(gather, self._low_rank.told if self._low_rank is not None else b""),
             timeout_s=timeout_s,
         )
         member = self._member(terms.weight)
@@ -261,17 +268,21 @@ class Averager:
             pending.attach(
                 self.node.network.submit(self._conduct(pending, member, terms, strategy, staged_s))
             )
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                self._release(pending)
+                raise
+            pending.end(RoundResult(failed=True).without_memory(self._untouched(error)))
         except BaseException:
             self._release(pending)
             raise
         if not wait:
             return pending
         try:
-            result = pending.result()
+            return pending.result()
         except BaseException:  # Ctrl-C: nothing may go on behind the caller's back
             pending.cancel()
             raise
-        return result
 
     def new_feedback(self) -> Feedback:
         """What remembers the error of one sequence of rounds over these tensors; `feedback` is the one that
@@ -328,21 +339,36 @@ class Averager:
             pending.end(outcome, error)
 
     def _write_back(self, outcome: RoundResult, *, delta: bool, started_s: float) -> RoundResult:
-        """In the thread that takes the result."""
+        """In the thread that takes the result. On a device the writing is queued on its current stream, and
+        not waited for.
+        """
         begun_s = time.monotonic()
         averages = self._averages
         if not outcome.failed and averages is not None:
-            if self._low_rank is not None:
-                (self._low_rank.add_difference if delta else self._low_rank.put)()
-            elif delta:
-                self._staging.add_difference(averages)
-            else:
-                self._staging.put(averages)
+            try:
+                self._land(averages, delta)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error) or averages.written or self._low_rank is not None:
+                    raise
+                outcome = outcome.without_memory(self._untouched(error))
         ended_s = time.monotonic()
         return replace(
             outcome,
             seconds={**outcome.seconds, "write_back": ended_s - begun_s, "total": ended_s - started_s},
         )
+
+    def _untouched(self, error: BaseException) -> str:
+        return (
+            f"this peer {describe_out_of_memory(error, self._staging.queues)}; its tensors are as they were"
+        )
+
+    def _land(self, averages: Averages, delta: bool) -> None:
+        if self._low_rank is not None:
+            (self._low_rank.add_difference if delta else self._low_rank.put)()
+        elif delta:
+            self._staging.add_difference(averages)
+        else:
+            self._staging.put(averages)
 
     def _member(self, weight: float) -> Member:
         contact = self.node.contact
@@ -444,25 +470,3 @@ class Averager:
 
     def __repr__(self) -> str:
         return f"Averager({self.name!r}, {self.schema.text}{', closed' if self._closed else ''})"
-
-
-def _key_text(round_key: str | int | None) -> str:
-    text = "" if round_key is None else str(round_key)
-    if len(text) > ROUND_KEY_MAX:
-        raise UsageError(f"a round key has at most {ROUND_KEY_MAX} characters")
-    return text
-
-
-def _packed(gather: object, told: bytes) -> bytes:
-    """What the strategy tells, then msgpack of what members hand to each other; nothing for None."""
-    if gather is None:
-        return told
-    try:
-        packed: bytes = msgpack.packb(gather)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise UsageError(
-            f"gather takes what msgpack can write (numbers, text, bytes, lists, maps): {error}"
-        ) from error
-    if len(told) + len(packed) > GATHERED_BYTES_MAX:
-        raise UsageError(f"gather takes at most {GATHERED_BYTES_MAX - len(told)} bytes, not {len(packed)}")
-    return told + packed

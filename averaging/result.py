@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from swarm.core.errors import DeadlineExceeded, UsageError
@@ -20,7 +20,8 @@ class RoundResult:
     Reasons: "alone" nobody else holds the averager; "deadline" no group, or no result, in time; "schema" the
     others' tensors or codec differ; "passed" the round of this key was held without this peer; "unreachable"
     holders are known and none answers; "few" too few for a group; "nobody contributes" all weights were 0;
-    "round" the round broke (`detail` has who and what); "cancelled"; "closed".
+    "round" the round broke (`detail` has who and what); "memory" this peer ran out of memory, on a device or
+    on the host (`detail` says which), and a later step may succeed; "cancelled"; "closed".
     """
 
     failed: bool
@@ -45,6 +46,19 @@ class RoundResult:
     bytes_received: int = 0
     attempts: int = 0  # groups in which the round was tried
     group_id: str = ""  # hex; "" when no group came about
+
+    def without_memory(self, detail: str) -> RoundResult:
+        """This result, failed because this peer had no memory left."""
+        return replace(
+            self,
+            failed=True,
+            reason="memory",
+            detail=detail,
+            contributions={},
+            clipped={},
+            weight=0.0,
+            digest="",
+        )
 
 
 class PendingRound:

@@ -13,14 +13,15 @@ import msgpack
 
 from averaging.allreduce.allreduce import AllReduce, RoundOutcome
 from averaging.allreduce.config import RoundConfig
-from averaging.matchmaking.logic.group import Group, Member
-from averaging.matchmaking.logic.messages import SearchFailed
+from averaging.matchmaking.logic.group import GATHERED_BYTES_MAX, Group, Member
+from averaging.matchmaking.logic.messages import ROUND_KEY_MAX, SearchFailed
 from averaging.matchmaking.service.matchmaking_service import GroupService
 from averaging.reduction.averages import Averages, ResultBuffer
 from averaging.reduction.feedback import Feedback
 from averaging.reduction.vector import FlatVector
 from averaging.result import RoundResult
 from swarm.core.clock import Clock
+from swarm.core.errors import UsageError
 from swarm.core.ids import PeerId
 
 _RESERVE = 0.2  # share of the time that the search leaves for the round, at least
@@ -123,6 +124,8 @@ class StepRunner:
             outcome = await self._hold(group, end_s)
             if not outcome.failed:
                 return self._success(group, outcome)
+            if outcome.out_of_memory:  # nothing has changed that would make the next attempt succeed
+                return self._failure("memory", outcome.reason or "", group)
             if not any(one.weight > 0.0 for one in group.members):
                 return self._failure("nobody contributes", "all members of the group have weight 0", group)
             await asyncio.sleep(
@@ -142,7 +145,7 @@ class StepRunner:
         committed, left_out, accused = False, frozenset[PeerId](), dict[PeerId, str]()
         try:
             if not any(member.weight > 0.0 for member in group.members):
-                outcome = _empty_round()
+                outcome = RoundOutcome.broken("all weights are 0")
             else:
                 outcome = await self._strategy.hold(group, end_s)
             committed = not outcome.failed
@@ -207,20 +210,29 @@ def _carried(group: Group, outcome: RoundOutcome) -> float:
     return whole / holding if holding else 0.0
 
 
-def _empty_round() -> RoundOutcome:
-    return RoundOutcome(
-        failed=True,
-        reason="all weights are 0",
-        averages=None,
-        contributions={},
-        clipped={},
-        accused={},
-        left_out={},
-        digest="",
-        bytes_sent=0,
-        bytes_received=0,
-        seconds={},
-    )
+def key_text(round_key: str | int | None) -> str:
+    """A round key as it travels; UsageError when it is too long."""
+    text = "" if round_key is None else str(round_key)
+    if len(text) > ROUND_KEY_MAX:
+        raise UsageError(f"a round key has at most {ROUND_KEY_MAX} characters")
+    return text
+
+
+def packed(gather: object, told: bytes) -> bytes:
+    """What the strategy tells, then msgpack of what members hand to each other; nothing for None. UsageError
+    when it is too much.
+    """
+    if gather is None:
+        return told
+    try:
+        packed: bytes = msgpack.packb(gather)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UsageError(
+            f"gather takes what msgpack can write (numbers, text, bytes, lists, maps): {error}"
+        ) from error
+    if len(told) + len(packed) > GATHERED_BYTES_MAX:
+        raise UsageError(f"gather takes at most {GATHERED_BYTES_MAX - len(told)} bytes, not {len(packed)}")
+    return told + packed
 
 
 def _unpacked(group: Group, told_bytes: int) -> Mapping[PeerId, Any]:

@@ -22,8 +22,8 @@ from averaging.matchmaking.logic.group import Group, Member
 from averaging.reduction.audit import Notary
 from averaging.reduction.averages import Averages, ResultBuffer
 from averaging.reduction.chunks import unpack
-from averaging.reduction.partition import Part, Plan, plan_parts
-from averaging.reduction.reduce import Contribution
+from averaging.reduction.partition import Plan, plan_parts
+from averaging.reduction.reduce import Contribution, Job
 from averaging.reduction.robust import MEAN, Aggregation
 from averaging.reduction.vector import FlatVector
 from benchmarks.results import Aim, Row, Series
@@ -96,7 +96,7 @@ def average(vectors: Sequence[torch.Tensor], aggregation: Aggregation) -> torch.
             if isinstance(message, int):
                 raise Diverged
             given.append(Contribution(place, 1.0, unpack(message)[1]))
-        (done,) = reducer.reduce([(part, given)])
+        (done,) = reducer.reduce([Job(part, given)])
         assert isinstance(done, Averaged)
     return reducer.averages.decoded()
 
@@ -178,7 +178,7 @@ def costs(
         for vector in vectors
     ]
     jobs = [
-        (part, [Contribution(place, 1.0, bench.encoded(part)) for place, bench in enumerate(benches)])
+        Job(part, [Contribution(place, 1.0, bench.encoded(part)) for place, bench in enumerate(benches)])
         for part in plan.parts
     ]
     reducers = {
@@ -215,7 +215,7 @@ def costs(
     ]
 
 
-def _sign_and_check(plan: Plan, jobs: Sequence[tuple[Part, Sequence[Contribution]]]) -> None:
+def _sign_and_check(plan: Plan, jobs: Sequence[Job]) -> None:
     """What audits cost in every round, whether anything is drawn or not: senders sign, the reducer checks."""
     identity = SeededIdentity("hostile/signer")
     member = Member(contact=Contact(identity.peer_id, ()), weight=1.0, bandwidth=1.0)
@@ -225,10 +225,10 @@ def _sign_and_check(plan: Plan, jobs: Sequence[tuple[Part, Sequence[Contribution
     )
     auditor = Auditor(group, bench, Notary(identity, random.Random(0)), 0.1)
     assert bench.sign is not None
-    for part, contributions in jobs:
-        for item in contributions:
+    for job in jobs:
+        for item in job.contributions:
             payload = memoryview(item.values)  # type: ignore[arg-type]
-            auditor.accept(0, part.index, payload, bench.sign(part.index, payload))
+            auditor.accept(0, job.part.index, payload, bench.sign(job.part.index, payload))
 
 
 def rows(say: Callable[[str], None]) -> list[Row]:

@@ -9,10 +9,11 @@ members hold the same bytes (`averaging.allreduce.quorum`).
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -79,6 +80,25 @@ class RoundOutcome:
     bytes_received: int
     # "total", "exchange" (until all was in place), "commit"; tensor work within: "encode", "reduce", "settle"
     seconds: Mapping[str, float]
+    out_of_memory: bool = False  # it failed because this member had no memory left: `reason` says where
+
+    @classmethod
+    def broken(cls, reason: str, *, out_of_memory: bool = False) -> RoundOutcome:
+        """A round that failed before anything was sent."""
+        return cls(
+            failed=True,
+            reason=reason,
+            averages=None,
+            contributions={},
+            accused={},
+            left_out={},
+            digest="",
+            clipped={},
+            bytes_sent=0,
+            bytes_received=0,
+            seconds={},
+            out_of_memory=out_of_memory,
+        )
 
     @property
     def vector(self) -> torch.Tensor | None:
@@ -164,7 +184,8 @@ class AllReduce:
             config,
         )
         quorum = running.quorum
-        running.bench.feedback = _begin_feedback(feedback, group, running.bench)
+        bench = running.bench
+        bench.begin_feedback = _feedback_of(feedback, group, bench)
         quorum.deadline_s = deadline_s
         try:
             async with asyncio.timeout(max(deadline_s - started_s, 0.0)):
@@ -178,12 +199,15 @@ class AllReduce:
             if quorum.verdict is not None and quorum.verdict.failure is None and not config.audit:
                 self._holdings[group.group_id] = running.recovery.holding
             if quorum.verdict is None or quorum.verdict.failure is not None:
-                running.bench.conclude({}, committed=False)
+                bench.roll_back()
         conducted_s = self._clock.monotonic_s()
         outcome = self._outcome(running, config, started_s, conducted_s)
         if not outcome.failed:
             self.speed.committed(outcome.bytes_sent, conducted_s - started_s)
-        running.bench.conclude(running.assembly.held, committed=not outcome.failed)
+            if not await running.conclude():  # the others have committed, and go on without us
+                outcome = _broken(outcome, f"{quorum.name(bench.own)} {running.out_of_memory}")
+        if outcome.failed:
+            bench.roll_back()
         await quorum.announce()
         return outcome
 
@@ -246,6 +270,7 @@ class AllReduce:
             },
             left_out={group.members[place].peer_id: reason for place, reason in sorted(left_out.items())},
             digest=own.digest.hex() if whole else "",
+            out_of_memory=failure is not None and bool(running.out_of_memory),
             clipped={group.members[place].peer_id: fraction for place, fraction in clipped.items()},
             bytes_sent=running.traffic.sent,
             bytes_received=running.traffic.received,
@@ -351,12 +376,31 @@ class AllReduce:
         return self._quorums[group_id]
 
 
-def _begin_feedback(feedback: Feedback | None, group: Group, bench: ReductionKernels) -> FeedbackRound | None:
+def _broken(outcome: RoundOutcome, reason: str) -> RoundOutcome:
+    """The outcome of a committed round that this member had no memory to end."""
+    return replace(
+        outcome,
+        failed=True,
+        reason=reason,
+        averages=None,
+        contributions={},
+        digest="",
+        clipped={},
+        out_of_memory=True,
+    )
+
+
+def _feedback_of(
+    feedback: Feedback | None, group: Group, bench: ReductionKernels
+) -> Callable[[], FeedbackRound] | None:
+    """What begins this round of error feedback."""
     if feedback is None:
         return None
     own = bench.plan.of_reducer(bench.own)
     members = b"".join(member.peer_id.public_key for member in group.members)
-    return feedback.begin(Shard(start=own[0].start, stop=own[-1].stop, members=members) if own else NO_SHARD)
+    return functools.partial(
+        feedback.begin, Shard(start=own[0].start, stop=own[-1].stop, members=members) if own else NO_SHARD
+    )
 
 
 def _keep_freed_memory() -> None:

@@ -5,7 +5,7 @@ for it, and audits others.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -62,11 +62,11 @@ class Auditor:
 
     def own(self, part: Part) -> bytes:
         """What this member contributes to a part that it reduces itself: encoded as others' are, so that it
-        can be shown.
+        can be shown. Tensor work.
         """
         return self._bench.encoded(part)
 
-    def keep(self, part: int, contributions: list[Contribution]) -> None:
+    def keep(self, part: int, contributions: Sequence[Contribution]) -> None:
         """This part was reduced from these."""
         self._used[part] = {item.place: item for item in contributions}
 

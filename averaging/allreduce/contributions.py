@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable
 
 from averaging.allreduce.config import FETCH, OFFER, REASON_CHARACTERS_MAX
+from averaging.allreduce.labour import OutOfMemory
 from averaging.allreduce.reach import RepairClient
 from averaging.allreduce.span import RoundContext
 from averaging.reduction.chunks import unpack
@@ -47,7 +48,7 @@ class Contributions:
         self.left_out.setdefault(place, reason)
 
     async def collect(self, part: Part) -> list[Contribution]:
-        """What those who live contribute to a part, in group order, ourselves included."""
+        """What the others that live contribute to a part, in group order."""
         weights = self._shared.weights
         senders = [
             place
@@ -75,10 +76,7 @@ class Contributions:
         async with asyncio.TaskGroup() as tasks:
             for place in senders:
                 tasks.create_task(one(place))
-        found = [Contribution(place, weights[place], payload) for place, payload in payloads.items()]
-        if self._shared.contributes:
-            found.append(Contribution(self._own, weights[self._own], self._bench.own_values(part)))
-        return sorted(found, key=lambda contribution: contribution.place)
+        return [Contribution(place, weights[place], payload) for place, payload in sorted(payloads.items())]
 
     async def _pulled(self, place: int, part: Part) -> memoryview:
         request = FetchRequest(group_id=self._quorum.group.group_id, part=part.index)
@@ -130,10 +128,14 @@ class Contributions:
         """Our encoded values of a part; PeerError when there are none to give."""
         if not self._shared.contributes:
             raise PeerError(f"this peer contributes nothing: {self._bench.withdrawn or 'its weight is 0'}")
-        (message,) = await self._shared.labour.work(self._bench.encode, [self._plan.parts[part_index]])
-        if isinstance(message, int):
-            self._bench.withdraw(message)
-            raise PeerError(f"this peer contributes nothing: {self._bench.withdrawn}")
+        try:
+            (message,) = await self._shared.labour.work(self._bench.encode, [self._plan.parts[part_index]])
+            if isinstance(message, int):
+                await self._shared.labour.work(self._bench.withdraw, message)
+                raise PeerError(f"this peer contributes nothing: {self._bench.withdrawn}")
+        except OutOfMemory as error:  # this may be a member's call, whose errors end no round
+            self._quorum.fail(f"{self._quorum.name(self._own)} {error}")
+            raise PeerError(f"this peer {error}") from None
         _, payload = unpack(message)
         return bytes(payload)
 

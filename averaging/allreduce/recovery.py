@@ -21,6 +21,7 @@ from averaging.allreduce.reach import RepairClient
 from averaging.allreduce.repair import Ask, Redo, Repair, Take, attempt
 from averaging.allreduce.span import RoundContext
 from averaging.allreduce.work import Averaged
+from averaging.reduction.reduce import Job
 from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError, SwarmError
 from swarm.wire.reduce_pb2 import FetchReply, FetchRequest, HeldReply, HeldRequest
 
@@ -170,11 +171,12 @@ class Recovery:
         """Reduce a part anew, with what those who live contribute."""
         part = self._plan.parts[action.part]
         found = await self.contributions.collect(part)
+        job = Job(part, found, own=self._shared.contributes)
         while True:
             done = (
-                (await self._shared.labour.work(self._bench.reduce, [(part, found)]))[0]
-                if found
-                else self._bench.nothing(part)
+                self._bench.nothing(part)
+                if job.empty
+                else (await self._shared.labour.work(self._bench.reduce, [job]))[0]
             )
             if isinstance(done, Averaged):
                 break
@@ -182,13 +184,13 @@ class Recovery:
                 return self._quorum.fail(f"the sum of part {part.index} overflows float32")
             for place in done.places:
                 if place == self._own:
-                    self._bench.withdraw(self._bench.first_bad(part))
+                    await self._shared.labour.work(self._bench.withdraw_part, part)
                 else:
-                    flaw = self._bench.flaw(part, found, place)
+                    flaw = self._bench.flaw(part, job.contributions, place)
                     self.contributions.leave_out(
                         place, f"its values of part {part.index} cannot be averaged: {flaw}"
                     )
-            found = [contribution for contribution in found if contribution.place not in done.places]
+            job = job.without(done.places, self._own)
         made = attempt(repair.reducer, self._own, len(self._members))
         self._assembly.settle(part.index, Version(made, done.contributors, done.digest, done.clipped))
         self.contributions.forget(part.index)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from averaging.allreduce.assembly import Assembly
 from averaging.allreduce.auditing import Auditor
 from averaging.allreduce.config import EXCHANGE, REASON_CHARACTERS_MAX, RoundConfig
-from averaging.allreduce.labour import ComputeOffload, drain
+from averaging.allreduce.labour import ComputeOffload, OutOfMemory, drain
 from averaging.allreduce.lanes import Lane
 from averaging.allreduce.metering import MeteredDialer
 from averaging.allreduce.pacing import StragglerDetector, TransferEta
@@ -67,7 +67,7 @@ class Round:
         self._channels = channels
         self._config = config
         self._auxiliary = group.members[self._own].auxiliary
-        self._labour = ComputeOffload(pool, config)
+        self._labour = ComputeOffload(pool, config, bench.queues)
         self.shared = RoundContext(
             bench=bench,
             quorum=quorum,
@@ -140,12 +140,34 @@ class Round:
                     ),
                     tasks.create_task(self.quorum.watch(events), name="watch"),
                 ]
+                # beside the tasks: they answer members, and beat
+                await self._labour.prepare(self.bench.prepare, not self._auxiliary)
                 self._finish_if_complete()
                 await self.quorum.ended()
                 for task in (*self._exchanges.values(), self._reducing, self._settling, *others):
                     task.cancel()
         except* UsageError as errors:  # the node was closed under our feet
             self.quorum.fail(f"{self.quorum.name(self._own)} cannot go on: {first_error(errors)}")
+        except* OutOfMemory:
+            self.quorum.fail(f"{self.quorum.name(self._own)} {self._labour.out_of_memory}")
+        finally:
+            await self._labour.finish()
+
+    @property
+    def out_of_memory(self) -> str:
+        """Where this member ran out of memory, as the end of a sentence about it; "": nowhere."""
+        return self._labour.out_of_memory
+
+    async def conclude(self) -> bool:
+        """The round was committed: error feedback moves on, and averages begin to go to their devices. False:
+        `out_of_memory`.
+        """
+        try:
+            if self.bench.feedback is not None or self.bench.queues:
+                await self._labour.work(self.bench.conclude, self.assembly.held)
+            return True
+        except OutOfMemory:
+            return False
         finally:
             await self._labour.finish()
 
@@ -336,7 +358,7 @@ class Round:
             ahead = self._labour.start(bench.encode, batches[nth + 1]) if pipelined else None
             for message in messages:
                 if isinstance(message, int):
-                    bench.withdraw(message)
+                    await self._labour.work(bench.withdraw, message)
                 elif bench.withdrawn is None and place not in self._refused:
                     await self.shared.send(stream, message)
                     self._pacing.worked(place)

@@ -23,8 +23,7 @@ from averaging.allreduce.quorum import RoundMembership
 from averaging.allreduce.together import run_concurrently
 from averaging.allreduce.work import Averaged, ReductionKernels, Spoiled
 from averaging.reduction.chunks import pack, unpack
-from averaging.reduction.partition import Part
-from averaging.reduction.reduce import Contribution, Reduction
+from averaging.reduction.reduce import Contribution, Job, Reduction
 from swarm.core.clock import Clock
 from swarm.core.errors import NetworkError, PeerError
 from swarm.net.rpc import Stream
@@ -152,40 +151,37 @@ class ReducerSession:
         """Average parts of our span as they become ready, as many at once as there are."""
         while True:
             batch = await drain(self._todo, self._config.batch_parts)
-            jobs = [(self.bench.plan.parts[index], self._contributions(index)) for index in batch]
+            jobs = [await self._job(index) for index in batch]
             self._wake()  # readers that were ahead may go on
             while jobs:
-                full = [job for job in jobs if job[1]]
-                for part, contributions in jobs:
-                    if not contributions:  # nobody is left who contributes to it
-                        self._conclude([], self.bench.nothing(part))
+                full = [job for job in jobs if not job.empty]
+                for job in jobs:
+                    if job.empty:  # nobody is left who contributes to it
+                        await self._conclude(job, self.bench.nothing(job.part))
                 done = await self._shared.labour.work(self.bench.reduce, full) if full else []
-                jobs = [
-                    again
-                    for job, outcome in zip(full, done, strict=True)
-                    if (again := self._conclude(job[1], outcome)) is not None
-                ]
+                again = [await self._conclude(job, outcome) for job, outcome in zip(full, done, strict=True)]
+                jobs = [job for job in again if job is not None]
             self._shared.progressed()
 
-    def _contributions(self, index: int) -> list[Contribution]:
-        """Who is in the average of this part, in group order."""
-        part = self.bench.plan.parts[index]
+    async def _job(self, index: int) -> Job:
+        """What the average of this part is to be made of."""
+        part, own = self.bench.plan.parts[index], self._shared.contributes
         found = [
             Contribution(place, self._shared.weights[place], payload)
             for place, payload in self.reduction.take(index)
         ]
-        if self._shared.contributes:
-            values = self.bench.own_values(part) if self.auditor is None else self.auditor.own(part)
-            found.append(Contribution(self._own, self._shared.weights[self._own], values))
-        return sorted(found, key=lambda contribution: contribution.place)
+        if own and self.auditor is not None:  # what is averaged must be shown later: encoded
+            payload = await self._shared.labour.work(self.auditor.own, part)
+            found.append(Contribution(self._own, self._shared.weights[self._own], payload))
+        return Job(
+            part, sorted(found, key=lambda contribution: contribution.place), own and self.auditor is None
+        )
 
-    def _conclude(
-        self, contributions: list[Contribution], outcome: Averaged | Spoiled
-    ) -> tuple[Part, list[Contribution]] | None:
+    async def _conclude(self, job: Job, outcome: Averaged | Spoiled) -> Job | None:
         """Serve what was averaged; what was spoiled is to be averaged again, without those who spoiled it."""
         if isinstance(outcome, Averaged):
             if self.auditor is not None:
-                self.auditor.keep(outcome.part.index, contributions)
+                self.auditor.keep(outcome.part.index, job.contributions)
             self._shared.assembly.settle(
                 outcome.part.index, Version(0, outcome.contributors, outcome.digest, outcome.clipped)
             )
@@ -197,12 +193,11 @@ class ReducerSession:
             return None
         for place in outcome.places:
             if place == self._own:
-                self.bench.withdraw(self.bench.first_bad(outcome.part))
+                await self._shared.labour.work(self.bench.withdraw_part, outcome.part)
             else:
-                flaw = self.bench.flaw(outcome.part, contributions, place)
+                flaw = self.bench.flaw(outcome.part, job.contributions, place)
                 self.leave_out(place, f"its values of part {outcome.part.index} cannot be averaged: {flaw}")
-        kept = [contribution for contribution in contributions if contribution.place not in outcome.places]
-        return outcome.part, kept
+        return job.without(outcome.places, self._own)
 
     # ---- streams that members open here
 

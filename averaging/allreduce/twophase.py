@@ -17,8 +17,9 @@ from blake3 import blake3
 
 from averaging.allreduce.allreduce import AllReduce, RoundOutcome
 from averaging.allreduce.config import RoundConfig
-from averaging.allreduce.labour import ComputeOffload
+from averaging.allreduce.labour import ComputeOffload, OutOfMemory
 from averaging.matchmaking.logic.group import GROUP_ID_BYTES, Group
+from averaging.reduction.averages import Averages
 from averaging.reduction.powersgd import TOLD_BYTES, LowRank
 from swarm.core.ids import PeerId
 
@@ -47,15 +48,19 @@ class TwoPhase:
         second all-reduce.
         """
         # between the all-reduces whole matrices are multiplied: never on the loop, unless it is all there is
-        labour = ComputeOffload(self._pool, replace(self._config, inline=self._config.inline is True))
+        labour = ComputeOffload(
+            self._pool, replace(self._config, inline=self._config.inline is True), self._low_rank.queues
+        )
         try:
             return await self._hold(group, deadline_s, labour)
+        except OutOfMemory as error:
+            return RoundOutcome.broken(f"peer {self._own} {error}", out_of_memory=True)
         finally:
             await labour.finish()
 
     async def _hold(self, group: Group, deadline_s: float, labour: ComputeOffload) -> RoundOutcome:
         first: RoundOutcome | None = None
-        mean = torch.empty(0)
+        mean: torch.Tensor | None = None
         if self._low_rank.layout.matrices:
             phase = _first(group)
             alike = bool(phase.members[group.index(self._own)].weight)
@@ -65,10 +70,12 @@ class TwoPhase:
             )
             if first.failed:
                 return replace(first, reason=f"{first.reason} (in the first of two all-reduces)")
-            if first.vector is not None:
-                mean = first.vector
+            if first.averages is not None:
+                mean = await labour.work(Averages.decoded, first.averages)
         receives = not group.members[group.index(self._own)].auxiliary
-        vector = await labour.work(self._low_rank.second, mean if receives else None)
+        if receives and mean is None:  # there are no matrices
+            mean = torch.empty(0, dtype=torch.float32, device="cpu")
+        vector = await labour.work(self._low_rank.second, mean)
         feedback = self._low_rank.others
         sent_before = feedback.sent
         outcome = await self._all_reduce.run(

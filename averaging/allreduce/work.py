@@ -8,8 +8,9 @@ functions are given is not touched by anybody else meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,12 +20,12 @@ from averaging.allreduce.assembly import decode_places, encode_places
 from averaging.allreduce.commit import Version, digest_average, digest_payload
 from averaging.reduction.averages import Averages
 from averaging.reduction.chunks import pack
-from averaging.reduction.devices import Fetch
+from averaging.reduction.devices import Fetch, Queue, Queues
 from averaging.reduction.feedback import FeedbackRound
 from averaging.reduction.partition import Part, Plan
-from averaging.reduction.reduce import Contribution, blocks, first_bad
+from averaging.reduction.reduce import Contribution, Job, blocks, first_bad
 from averaging.reduction.robust import MEAN, Aggregation, Rows, prepare
-from averaging.reduction.vector import FlatVector
+from averaging.reduction.vector import HOST, FlatVector
 from swarm.compression import Codec, view_bytes, view_tensor
 from swarm.wire.reduce_pb2 import ExchangeAverage, ExchangeChunk, ExchangeHeader
 
@@ -78,7 +79,7 @@ class Recomputation:
 
 @dataclass(frozen=True, slots=True)
 class _Scratch:
-    """Working space for one part."""
+    """Working space for one part, on the host."""
 
     values: torch.Tensor  # what one member contributes to a block
     total: torch.Tensor  # the sum, of the whole part: float32's encoding is a view of it
@@ -89,22 +90,25 @@ class _Scratch:
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A part that is being encoded on its device, and on its way to the host."""
+    """A part that is on its way from its device to the host: its values, or their encoding."""
 
-    values: torch.Tensor  # what is sent; on the device
+    values: torch.Tensor  # on the device
     fetch: Fetch
     place: torch.Tensor  # where it arrives
 
-    def collect(self) -> tuple[torch.Tensor, memoryview]:
-        """What is sent, and its encoding on the host."""
+    def arrive(self) -> torch.Tensor:
+        """Wait for it. Its memory is used again when the `_fetching` that began it ends."""
         self.fetch.wait()
-        return self.values, view_tensor(self.place)
+        return self.place
 
 
 @dataclass
 class ReductionKernels:
     """What a round's tensor work needs: the vector that goes in, what comes out, scratch space, and a count
     of the seconds spent.
+
+    Where `queues` is true, everything here may wait for a device, and is called in threads of the pool, after
+    `prepare`.
     """
 
     plan: Plan
@@ -114,6 +118,7 @@ class ReductionKernels:
     averages: Averages
     aggregation: Aggregation = MEAN
     weights: Sequence[float] = ()  # relative, by place
+    begin_feedback: Callable[[], FeedbackRound] | None = None  # None: what rounds leave out is lost
     feedback: FeedbackRound | None = None  # what earlier rounds left out goes along
     # (part, encoded values); None: chunks travel unsigned
     sign: Callable[[int, memoryview], bytes] | None = None
@@ -123,45 +128,60 @@ class ReductionKernels:
     seconds: dict[str, float] = field(default_factory=lambda: {"encode": 0.0, "reduce": 0.0, "settle": 0.0})
     _free: list[_Scratch] = field(default_factory=list)
 
+    @property
+    def queues(self) -> Queues:
+        """The queues of the devices on which this member has its vector, or will have its averages; none: all
+        of it is on the host.
+        """
+        return self.vector.queues or self.averages.landing.queues
+
+    def prepare(self, lands: bool) -> None:
+        """Before everything else: have the memory that the round needs, and wait until the vector is there.
+
+        `lands`: this member takes the averages. Afterwards, threads of the pool wait for this round's own
+        work only, not for the trainer's.
+        """
+        if self.begin_feedback is not None:
+            self.feedback = self.begin_feedback()
+        if self.queues:
+            self.averages.prepare(lands=lands)
+            self.vector.queues.finish()
+
     def encode(self, parts: Sequence[Part]) -> list[bytes | int]:
         """The messages that carry our values of `parts`; an element of the vector that cannot be sent ends
         the list with its index.
         """
         started_s = time.perf_counter()
         messages: list[bytes | int] = []
-        scratches = [self._borrow() for _ in (parts if self.vector.queues else parts[:1])]
-        # on a device all are on their way before any is waited for: copies to the host run beside the next
-        # one's encoding
-        launched = (
-            [self._launch(part, scratch) for part, scratch in zip(parts, scratches, strict=False)]
-            if self.vector.queues
-            else []
-        )
-        try:
-            for nth, part in enumerate(parts):
-                way = launched[nth] if launched else None
-                found = (
-                    way.collect()
-                    if way is not None
-                    else self._payload(part, scratches[nth if launched else 0])
-                )
-                messages.append(self._message(part, *found))
+        with self._borrowed() as scratch, self._fetching(parts, self._launch) as launched:
+            for part in parts:
+                messages.append(self._message(part, *self._payload(part, scratch, launched.get(part.index))))
                 if isinstance(messages[-1], int):
                     break
-        finally:
-            for way in launched:
-                if way is not None:
-                    way.fetch.wait()
-        self._free += scratches
         self.seconds["encode"] += time.perf_counter() - started_s
         return messages
 
-    def reduce(self, jobs: Sequence[tuple[Part, Sequence[Contribution]]]) -> list[Averaged | Spoiled]:
+    def reduce(self, jobs: Sequence[Job]) -> list[Averaged | Spoiled]:
         """Average parts of our own span, into `averages`."""
         started_s = time.perf_counter()
-        scratch = self._borrow()
-        done = [self._reduce_one(part, contributions, scratch) for part, contributions in jobs]
-        self._free.append(scratch)
+        done: list[Averaged | Spoiled] = []
+        with (
+            self._borrowed() as scratch,
+            self._fetching([job.part for job in jobs if job.own], self._launch_own) as launched,
+        ):
+            for job in jobs:
+                contributions = job.contributions
+                if job.own:
+                    way = launched.get(job.part.index)
+                    ours = Contribution(
+                        self.own,
+                        self.weights[self.own],
+                        way.arrive() if way is not None else self._own(job.part),
+                    )
+                    contributions = sorted(
+                        [*contributions, ours], key=lambda contribution: contribution.place
+                    )
+                done.append(self._reduce_one(job.part, contributions, scratch))
         self.seconds["reduce"] += time.perf_counter() - started_s
         return done
 
@@ -192,26 +212,17 @@ class ReductionKernels:
                 f"{what} is {self.vector.element(element):g}, which {self.codec.name} cannot carry"
             )
 
+    def withdraw_part(self, part: Part) -> None:
+        """As `withdraw`: our values of this part spoiled its average."""
+        self.withdraw(part.start + (first_bad(self.own_values(part), self.codec.magnitude_max) or 0))
+
     def own_values(self, part: Part) -> torch.Tensor:
         """What this member contributes to a part that it reduces itself: float32, as it is, on the host,
         where it meets the others'.
         """
-        vector = self.vector
-        with vector.queues.working():
-            values = vector.read(part.start, part.stop)
-            if self.feedback is not None:
-                values = self.feedback.give(part.start, values, torch.empty_like(values))
-                self.feedback.kept(part.start, part.stop)
-        queue = vector.queues.of(values.device)
-        if queue is None:
-            return values
-        host = vector.queues.host_memory(part.numel)
-        queue.fetch(values, host).wait()
-        return host
-
-    def first_bad(self, part: Part) -> int:
-        """The element of the vector, within `part`, that cannot be sent."""
-        return part.start + (first_bad(self.own_values(part), self.codec.magnitude_max) or 0)
+        with self._fetching([part], self._launch_own) as launched:
+            way = launched.get(part.index)
+            return way.arrive().clone() if way is not None else self._own(part)
 
     def flaw(self, part: Part, contributions: Sequence[Contribution], place: int) -> str:
         """What is wrong with the values by which a member spoiled the average of a part, in words."""
@@ -221,16 +232,13 @@ class ReductionKernels:
 
     def encoded(self, part: Part) -> bytes:
         """Our values of a part as they would travel."""
-        scratch = self._borrow()
-        payload = bytes(self._payload(part, scratch)[1])
-        self._free.append(scratch)
-        return payload
+        with self._borrowed() as scratch, self._fetching([part], self._launch) as launched:
+            return bytes(self._payload(part, scratch, launched.get(part.index))[1])
 
     def recompute(self, given: Recomputation) -> bytes:
         """The digest that the average of a part must have if it was made of these contributions."""
-        scratch = self._borrow()
-        computed = self._compute(given.part, given.contributions, scratch, None)
-        self._free.append(scratch)
+        with self._borrowed() as scratch:
+            computed = self._compute(given.part, given.contributions, scratch, None)
         if isinstance(computed, Spoiled):
             return b""
         _, digest, clipped = computed
@@ -243,13 +251,14 @@ class ReductionKernels:
         signature = self.sign(part.index, payload) if self.sign is not None else b""
         return pack(ExchangeHeader(chunk=ExchangeChunk(part=part.index, signature=signature)), payload)
 
-    def _payload(self, part: Part, scratch: _Scratch) -> tuple[torch.Tensor, memoryview]:
-        """What is to be sent of a part, and its encoding, both in `scratch` (or the first in the vector);
-        noted in the error feedback.
+    def _payload(
+        self, part: Part, scratch: _Scratch, launched: _Launched | None
+    ) -> tuple[torch.Tensor, memoryview]:
+        """What is to be sent of a part, and its encoding; noted in the error feedback. In `scratch`, unless
+        it was `launched`.
         """
-        launched = self._launch(part, scratch)
         if launched is not None:
-            return launched.collect()
+            return launched.values, view_tensor(launched.arrive())
         with self.vector.queues.working():  # pieces may lie on several devices
             values = self.vector.read(part.start, part.stop, scratch.read)
             if self.feedback is None:
@@ -260,14 +269,10 @@ class ReductionKernels:
                 self.feedback.sent(part.start, given, payload, scratch.values[: part.numel])
             return given, payload
 
-    def _launch(self, part: Part, scratch: _Scratch) -> _Launched | None:
-        """Have a part encoded on the device where it is, and brought to the host; None when that is the host."""
-        vector = self.vector
-        queue = vector.queues.of(vector.device_of(part.start, part.stop)) if vector.queues else None
-        if queue is None:
-            return None
+    def _launch(self, part: Part, queue: Queue) -> tuple[torch.Tensor, torch.Tensor]:
+        """Have a part encoded on its device: what is sent, and its encoding."""
         with queue.working():
-            values = vector.read(part.start, part.stop)
+            values = self.vector.read(part.start, part.stop)
             if self.feedback is not None:
                 values = self.feedback.give(part.start, values, torch.empty_like(values))
             encoded = torch.empty(
@@ -277,25 +282,67 @@ class ReductionKernels:
             # of values that cannot be sent, too: then it is withdrawn as a whole
             if self.feedback is not None:
                 self.feedback.sent(part.start, values, encoded, torch.empty_like(values))
-        place = scratch.encoded[: encoded.numel()]
-        return _Launched(values, queue.fetch(encoded, place), place)
+        return values, encoded
 
-    def conclude(self, held: Mapping[int, Version], *, committed: bool) -> None:
-        """The round has ended, with these versions of the parts: error feedback moves on, or stays where it
-        was.
+    def _launch_own(self, part: Part, queue: Queue) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `_launch`, for a part that we reduce: its values as they are."""
+        values = self._own(part)
+        return values, values
 
-        What went into no average is still to be sent. Without effect where there is no feedback, or it has
-        ended.
+    @contextlib.contextmanager
+    def _fetching(
+        self, parts: Sequence[Part], launch: Callable[[Part, Queue], tuple[torch.Tensor, torch.Tensor]]
+    ) -> Iterator[dict[int, _Launched]]:
+        """Launch those of `parts` that lie on a device, by their index, and have them copied to the host.
+
+        All are on their way before any is waited for: copies run beside the next part's encoding. Afterwards
+        nothing is on its way, and all memory is back, also when a launch failed.
         """
+        vector, landing = self.vector, self.averages.landing
+        launched: dict[int, _Launched] = {}
+        buffers: list[torch.Tensor] = []
+        try:
+            for part in parts if vector.queues else ():
+                queue = vector.queues.of(vector.device_of(part.start, part.stop))
+                if queue is not None:
+                    values, source = launch(part, queue)
+                    buffers.append(landing.borrow(source.nbytes, vector.queues))
+                    place = buffers[-1][: source.nbytes].view(source.dtype)
+                    launched[part.index] = _Launched(values, queue.fetch(source, place), place)
+            yield launched
+        finally:
+            for way in launched.values():
+                way.fetch.wait()
+            landing.give_back(buffers)
+
+    def _own(self, part: Part) -> torch.Tensor:
+        """What we contribute to a part of our own span, where it lies."""
+        with self.vector.queues.working():  # pieces may lie on several devices
+            values = self.vector.read(part.start, part.stop)
+            if self.feedback is not None:
+                values = self.feedback.give(part.start, values, torch.empty_like(values))
+                self.feedback.kept(part.start, part.stop)
+        return values
+
+    def conclude(self, held: Mapping[int, Version]) -> None:
+        """The round is committed, with these versions of the parts: averages go to their devices, and error
+        feedback moves on.
+
+        What went into no average is still to be sent. The vector's owner may write to it afterwards.
+        """
+        if self.vector.queues:
+            self.averages.upload(self.vector)
         feedback = self.feedback
         if feedback is None or not feedback.open:
             return
-        if not committed:
-            feedback.roll_back()
-            return
         with self.vector.queues.working():
             self._commit(feedback, held)
-        self.vector.queues.finish()  # the vector's owner may write to it from now on
+        self.vector.queues.finish()
+
+    def roll_back(self) -> None:
+        """The round has failed: error feedback stays where it was. Without effect when it has ended."""
+        if self.feedback is not None:
+            self.feedback.roll_back()
 
     def _commit(self, feedback: FeedbackRound, held: Mapping[int, Version]) -> None:
         if self.withdrawn is not None or not self.weights[self.own]:
@@ -375,13 +422,19 @@ class ReductionKernels:
         self.noted[arrived.part.index] = (digest, arrived.contributors)
         return digest
 
-    def _borrow(self) -> _Scratch:
-        """Scratch space for one part; threads work side by side, each with its own."""
+    @contextlib.contextmanager
+    def _borrowed(self) -> Iterator[_Scratch]:
+        """Scratch space for one part; threads work side by side, each with its own. It comes back whatever
+        happens.
+        """
         try:
-            return self._free.pop()
+            scratch = self._free.pop()
         except IndexError:
             numel_max = max((part.numel for part in self.plan.parts), default=0)
-            encoded = self.vector.queues.host_memory(self.codec.encoded_bytes(numel_max), torch.uint8)
-            return _Scratch(
-                torch.empty(numel_max), torch.empty(numel_max), encoded, torch.empty(numel_max), Rows()
-            )
+            values, total, read = (torch.empty(numel_max, dtype=torch.float32, device=HOST) for _ in range(3))
+            encoded = torch.empty(self.codec.encoded_bytes(numel_max), dtype=torch.uint8, device=HOST)
+            scratch = _Scratch(values, total, encoded, read, Rows())
+        try:
+            yield scratch
+        finally:
+            self._free.append(scratch)

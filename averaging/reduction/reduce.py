@@ -148,6 +148,25 @@ class Contribution:
     values: Buffer | torch.Tensor  # a tensor: float32
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A part to reduce. Our own values are read from the vector when it is done: that may wait for a device."""
+
+    part: Part
+    contributions: Sequence[Contribution]  # in group order
+    own: bool = False  # whether our own values belong to them, in their place in this order
+
+    @property
+    def empty(self) -> bool:
+        """Whether nobody contributes."""
+        return not self.own and not self.contributions
+
+    def without(self, places: Sequence[int], own: int) -> Job:
+        """The job without the contributions of these members; `own`: our place."""
+        kept = [contribution for contribution in self.contributions if contribution.place not in places]
+        return Job(self.part, kept, self.own and own not in places)
+
+
 class Block(NamedTuple):
     """Some of a part's elements, and the bytes that they are in an encoding of it; both counted from the
     part's beginning.

@@ -71,7 +71,6 @@ class Staging:
         with torch.no_grad():
             for tensor, copy in self._pairs(lent=True):
                 tensor.copy_(copy, non_blocking=True)
-        self.queues.finish()  # the next round takes the averages' memory
 
     def add_difference(self, averages: Averages) -> None:
         """Add the averages minus what `take` copied to the tensors, which may have moved on since. The staged
@@ -82,7 +81,6 @@ class Staging:
         with torch.no_grad():
             for tensor, copy in self._pairs(lent=False):
                 tensor.add_(copy.to(tensor.dtype))
-        self.queues.finish()
 
     def _vector(self, *, lent: bool) -> FlatVector:
         """Tensors that are read where they are, and between them stretches of the copies."""

@@ -64,7 +64,7 @@ class FlatVector:
         if start < stop and stop <= self._starts[place + 1]:
             return self._tensors[place][start - self._starts[place] : stop - self._starts[place]]
         if scratch is None:
-            scratch = torch.empty(stop - start, device=self.device_of(start, stop))
+            scratch = torch.empty(stop - start, dtype=torch.float32, device=self.device_of(start, stop))
         for first, piece in self.pieces(start, stop):
             scratch[first - start : first - start + piece.numel()].copy_(piece)
         return scratch[: stop - start]
@@ -80,7 +80,7 @@ class FlatVector:
             start, place = end, place + 1
 
     def element(self, index: int) -> float:
-        """One value, for messages."""
+        """One value, for messages. Waits for the device where it lies."""
         ((_, piece),) = self.pieces(index, index + 1)
         with self.queues.working():
             return float(piece[0])

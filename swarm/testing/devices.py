@@ -1,40 +1,91 @@
-"""Stands in for an accelerator where there is none: over tensors on the host, with copies that come as late
-as they may.
+"""A stand-in for an accelerator where there is none: tensors on the host, and copies that arrive as late as
+they may.
+
+`LateQueue` notes which thread waits for the device and which allocates pinned memory; `HostReads` notes calls
+of torch that would make the thread wait for a GPU by themselves. With both, a test can hold that the network
+thread never waits.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 _POISON = 0xA5
+# calls that return a value on the host, or copy between devices: with a CUDA tensor they wait for its stream
+_WAITING = {
+    "item",
+    "tolist",
+    "__float__",
+    "__int__",
+    "__bool__",
+    "__index__",
+    "numpy",
+    "cpu",
+    "to",
+    "copy_",
+    "nonzero",
+    "equal",
+}
 
 
 class LateFetch:
-    """A copy that is made when it is waited for, and not a moment earlier."""
+    """A copy to the host that is made when it is waited for, and not a moment earlier."""
 
-    def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        self._source, self._target = source, target
+    def __init__(self, queue: LateQueue, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._queue, self._source, self._target = queue, source, target
         self.done = False
         self._lock = threading.Lock()
         target.view(torch.uint8).fill_(_POISON)  # who reads too early finds this
 
     def wait(self) -> None:
+        self._queue.note_wait()
         with self._lock:
             if not self.done:
                 self._target.copy_(self._source)
                 self.done = True
 
 
+class LateUpload:
+    """A copy to the device that is made when it is read. Its memory is spoiled afterwards: it belongs to the
+    next upload.
+    """
+
+    def __init__(self, queue: LateQueue, slot: torch.Tensor, source: torch.Tensor) -> None:
+        self._queue, self._slot, self._source = queue, slot, source
+
+    @contextmanager
+    def ready(self) -> Iterator[torch.Tensor]:
+        payload = self._slot[: self._source.numel()].copy_(self._source)
+        yield payload
+        self._slot.fill_(_POISON)
+        self._queue.slots.append(self._slot)
+
+
 class LateQueue:
-    """Satisfies `averaging.reduction.devices.Queue`. AssertionError for whoever does not keep to its rules."""
+    """Satisfies `averaging.reduction.devices.Queue`. AssertionError for callers that do not keep to its
+    rules.
+
+    `waits` and `host_allocations` name the thread of every wait for the device and of every allocation of
+    pinned memory. With `memory` set, that many fetches succeed and the next one raises OutOfMemoryError, as
+    an allocation for it would; with `slots_max` 0 so does `reserve`.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.forks = 0
+        self.waits: list[str] = []
+        self.host_allocations: list[str] = []
+        self.memory: int | None = None
+        self.slots_max: int | None = None
+        self.slots: deque[torch.Tensor] = deque()
+        self.slots_made = 0
         self.fetches: list[LateFetch] = []
         self.brought: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._forked = False
@@ -56,22 +107,72 @@ class LateQueue:
     def fetch(self, source: torch.Tensor, target: torch.Tensor) -> LateFetch:
         assert target.device.type == "cpu"
         assert source.numel() == target.numel()
-        fetch = LateFetch(source, target)
+        if self.memory is not None:
+            self.memory -= 1
+            if self.memory < 0:
+                raise torch.cuda.OutOfMemoryError(
+                    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 7 has a total capacity of 3.00 GiB"
+                )
+        fetch = LateFetch(self, source, target)
         self.fetches.append(fetch)
         return fetch
 
-    def bring(self, source: torch.Tensor) -> torch.Tensor:
-        self.brought.append((source, source.clone()))
-        return source.clone()
+    def reserve(self, slot_bytes: int, slots: int) -> None:
+        if self.slots_max == 0:
+            raise torch.cuda.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 7 has a total capacity of 3.00 GiB"
+            )
+        self.slots_made = min(slots, self.slots_max or slots)
+        self.slots = deque(
+            torch.full((slot_bytes,), _POISON, dtype=torch.uint8) for _ in range(self.slots_made)
+        )
 
-    def finish(self) -> None:
-        for fetch in self.fetches:
-            fetch.wait()
+    def upload(self, source: torch.Tensor) -> LateUpload | None:
+        if not self.slots:
+            return None
+        self.brought.append((source, source.clone()))
+        return LateUpload(self, self.slots.popleft(), source)
+
+    def finish_uploads(self) -> None:
+        self.note_wait()
         for source, then in self.brought:
             assert torch.equal(source, then), "host memory changed while a copy of it was under way"
         self.brought.clear()
 
+    def finish(self) -> None:
+        self.note_wait()
+        for fetch in self.fetches:
+            fetch.wait()
+
+    def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        self.host_allocations.append(threading.current_thread().name)
+        return torch.empty(numel, dtype=dtype, device="cpu")
+
+    def note_wait(self) -> None:
+        """This thread waits for the device."""
+        self.waits.append(threading.current_thread().name)
+
     @property
     def under_way(self) -> int:
-        """Copies that nobody has waited for."""
+        """Copies to the host that nobody has waited for."""
         return sum(not fetch.done for fetch in self.fetches)
+
+
+class HostReads(TorchFunctionMode):
+    """While it is entered: what this thread asks of `tensors`, or of views of them, that would wait for a GPU
+    if they lay on one.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self._storages = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _WAITING and any(self._is_theirs(arg) for arg in args):
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+    def _is_theirs(self, arg: Any) -> bool:
+        return isinstance(arg, torch.Tensor) and arg.untyped_storage().data_ptr() in self._storages

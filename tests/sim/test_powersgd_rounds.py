@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -278,4 +279,35 @@ def test_nan_is_refused_at_the_sender_and_what_it_holds_stays() -> None:
         )
         await party.close()
 
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_a_member_without_memory_between_the_all_reduces_fails_alone(
+    monkeypatch: pytest.MonkeyPatch, inline: bool
+) -> None:
+    async def scenario() -> None:
+        party = Party(4, [1.0, 1.0, 1.0])
+        poor = party.peers[1]
+        second = LowRank.second
+
+        def short(self: LowRank, mean: torch.Tensor | None) -> Any:
+            if self is poor.low_rank:
+                raise MemoryError
+            return second(self, mean)
+
+        before = [tensor.clone() for tensor in poor.tensors]
+        with monkeypatch.context() as patched:
+            patched.setattr(LowRank, "second", short)
+            first, failed, last = await party.round()
+        assert failed.failed
+        assert failed.out_of_memory
+        assert failed.reason == f"peer {poor.simulated.peer_id} ran out of memory on the host"
+        assert all(torch.equal(tensor, was) for tensor, was in zip(poor.tensors, before, strict=True))
+        assert (first.failed, last.failed) == (False, False)
+        party.fill()
+        assert not any(outcome.failed for outcome in await party.round())
+        await party.close()
+
+    monkeypatch.setattr("tests.sim.test_powersgd_rounds.CONFIG", replace(CONFIG, inline=inline))
     run_virtual(scenario())

@@ -14,7 +14,7 @@ from averaging.allreduce.work import Arrived, Averaged, ReductionKernels, Spoile
 from averaging.reduction.averages import Averages, ResultBuffer
 from averaging.reduction.chunks import unpack
 from averaging.reduction.partition import Plan, plan_parts
-from averaging.reduction.reduce import Contribution
+from averaging.reduction.reduce import Contribution, Job
 from averaging.reduction.vector import FlatVector
 from swarm.compression import find
 from swarm.compression.plain import PlainCodec
@@ -29,7 +29,12 @@ def bench(codec_name: str, vector: torch.Tensor, block: int = 1 << 15, cut: int 
     codec = replace(found, block=block)
     plan: Plan = plan_parts(NUMEL, [1.0, 1.0], codec, 1 << 20)
     return ReductionKernels(
-        plan, codec, 0, FlatVector(vector.split(cut)), Averages(plan, codec, ResultBuffer())
+        plan,
+        codec,
+        0,
+        FlatVector(vector.split(cut)),
+        Averages(plan, codec, ResultBuffer()),
+        weights=(1.0, 1.0),
     )
 
 
@@ -50,7 +55,7 @@ def test_blocks_and_borders_of_tensors_do_not_show(codec: str, block: int, cut: 
     assert bytes(payload) == sent.view(torch.uint8).numpy().tobytes()
 
     (done,) = one.reduce(
-        [(mine, [Contribution(0, 0.5, one.own_values(mine)), Contribution(1, 1.0, payload)])]
+        [Job(mine, [Contribution(0, 0.5, one.own_values(mine)), Contribution(1, 1.0, payload)])]
     )
     assert isinstance(done, Averaged)
     expected = ((ours[mine.start : mine.stop] * 0.5 + sent.float()) / 1.5).to(dtype)
@@ -69,11 +74,12 @@ def test_what_cannot_be_sent_ends_the_batch(codec: str) -> None:
     work = bench(codec, vector)
     first, second = work.plan.parts
     vector[second.start + 3] = float("nan")
-    assert work.first_bad(second) == second.start + 3
     messages = work.encode([first, second, first])
     assert len(messages) == 2
     assert isinstance(messages[0], bytes)
     assert messages[1] == second.start + 3
+    work.withdraw_part(second)
+    assert str(work.withdrawn).startswith(f"element {second.start + 3} of its vector is nan")
 
 
 def test_spoiled() -> None:
@@ -83,13 +89,43 @@ def test_spoiled() -> None:
     fine = bytes(4 * part.numel)
     nan = torch.full((part.numel,), float("nan")).numpy().tobytes()
     own = vector[part.start : part.stop]
-    (done,) = work.reduce([(part, [Contribution(0, 1.0, own), Contribution(1, 1.0, nan)])])
+    (done,) = work.reduce([Job(part, [Contribution(0, 1.0, own), Contribution(1, 1.0, nan)])])
     assert done == Spoiled(part, (1,))
     assert (
         work.flaw(part, [Contribution(0, 1.0, own), Contribution(1, 1.0, nan)], 1)
         == "element 0 is NaN or infinity"
     )
     own[-1] = float("inf")
-    (done,) = work.reduce([(part, [Contribution(0, 1.0, own), Contribution(1, 1.0, fine)])])
+    (done,) = work.reduce([Job(part, [Contribution(0, 1.0, own), Contribution(1, 1.0, fine)])])
     assert done == Spoiled(part, (0,))
     assert work.settle([Arrived(part, memoryview(nan), b"\x03")]) == [None]
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("codec", ["float32", "float16"])
+def test_the_default_dtype_changes_no_byte(codec: str, default: torch.dtype) -> None:
+    ours = torch.randn(NUMEL, generator=torch.Generator().manual_seed(5))
+
+    def everything() -> list[object]:
+        work = bench(codec, ours, cut=777)  # parts reach over tensors' borders
+        mine, theirs = work.plan.parts
+        sent = work.encode([theirs])
+        (done,) = work.reduce(
+            [Job(mine, [Contribution(1, 1.0, bytes(work.codec.encoded_bytes(mine.numel)))], own=True)]
+        )
+        assert isinstance(done, Averaged)
+        message = sent[0]
+        assert isinstance(message, bytes)
+        work.averages.keep(theirs, unpack(message)[1])
+        target = FlatVector(torch.zeros(NUMEL, dtype=torch.float32).split(999))
+        work.averages.subtract(target)
+        found = [piece.tolist() for _, piece in target.pieces(0, NUMEL)]
+        return [sent, done.digest, work.averages.decoded().tolist(), found]
+
+    expected = everything()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        assert everything() == expected
+    finally:
+        torch.set_default_dtype(before)

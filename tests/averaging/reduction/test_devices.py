@@ -8,6 +8,7 @@ Where there is no GPU, `LateQueue` is one: its copies come when they are waited 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ from averaging.reduction.chunks import unpack
 from averaging.reduction.devices import CudaQueue, PlainQueue, Queues, queue_of
 from averaging.reduction.feedback import Feedback
 from averaging.reduction.partition import Part, plan_parts
-from averaging.reduction.reduce import Contribution
+from averaging.reduction.reduce import Contribution, Job
 from averaging.reduction.staging import Staging
 from averaging.reduction.vector import HOST, FlatVector
 from swarm.compression import find, names
@@ -47,7 +48,8 @@ class FakeCuda:
             self.synchronized += 1
 
     class Event:
-        def __init__(self, blocking: bool) -> None:
+        def __init__(self, waited: list[set[str]], blocking: bool) -> None:
+            self.waited = waited
             assert blocking, "a thread that spins takes a core from the trainer"
             self.known: set[str] = set()
             self.synchronized = False
@@ -57,8 +59,11 @@ class FakeCuda:
 
         def synchronize(self) -> None:
             self.synchronized = True
+            self.waited.append(self.known)
 
     def __init__(self) -> None:
+        self.waited: list[set[str]] = []  # what was over when a thread went on
+        self.Event = functools.partial(FakeCuda.Event, self.waited)
         self.default = self.Stream(torch.device("cpu"))
         self._now = self.default
         self.entered: list[FakeCuda.Stream] = []
@@ -102,16 +107,65 @@ def test_a_queue_orders_what_streams_are_asked() -> None:
     assert fetch._done.known >= {"backward", "encode 1"}
     assert fetch._source is source  # alive until the copy is over
     assert torch.equal(target, source)
-    with cuda.stream(copies):
-        cuda.call("copy in")
-    there = queue.bring(source)
-    assert torch.equal(there, source)
-    assert there.data_ptr() != source.data_ptr()
-    assert "copy in" in cuda.default.known  # decoding, on the trainer's stream, comes after it
+    default, waited = cuda.default, cuda.waited
     queue.finish()
-    assert working.synchronized
-    assert copies.synchronized
-    assert cuda.default.synchronized
+    assert waited == [fetch._done.known, working.known, copies.known]  # by events, which let the thread sleep
+    assert not any(stream.synchronized for stream in (default, working, copies))
+    assert "next forward" not in set().union(*waited)  # nobody waits for the trainer
+
+
+@pytest.mark.parametrize("slots", [2, 5])
+def test_uploads_take_no_more_memory_than_their_ring_however_far_the_trainer_lags(slots: int) -> None:
+    cuda = FakeCuda()
+    queue = CudaQueue(torch.device("cpu"), cuda)
+    assert queue.upload(torch.zeros(1, dtype=torch.uint8)) is None  # nothing was reserved
+    queue.reserve(100, slots)
+    ahead: list[Any] = []
+    source = torch.arange(100, dtype=torch.uint8)
+    while (upload := queue.upload(source)) is not None:
+        ahead.append(upload)
+    assert len(ahead) == slots
+    uploads = cuda.entered[-1]
+    memory: dict[int, list[int]] = {}
+    for nth in range(50):  # none of what is asked of the trainer's stream need be done yet
+        upload = ahead.pop(0) if ahead else queue.upload(source)
+        assert upload is not None
+        if nth >= slots:
+            # the copy waits, on the device, until the slot's last content was read
+            assert f"decode {nth - slots}" in uploads.known
+            assert f"decode {nth - slots + 1}" not in uploads.known
+        with cuda.stream(uploads):
+            cuda.call(f"copy {nth + slots}")
+        with upload.ready() as payload:
+            assert torch.equal(payload, source)
+            cuda.call(f"decode {nth}")
+            memory.setdefault(payload.data_ptr(), []).append(nth)
+    assert len(memory) == slots
+    assert max(memory) - min(memory) < 256 * slots
+    assert not cuda.waited
+    queue.finish_uploads()
+    assert len(cuda.waited) == 1
+    assert "copy 50" in cuda.waited[0]
+
+
+def test_the_trainers_stream_waits_for_an_upload_and_its_thread_does_not() -> None:
+    cuda = FakeCuda()
+    queue = CudaQueue(torch.device("cpu"), cuda)
+    queue.reserve(8, 2)
+    upload = queue.upload(torch.zeros(8, dtype=torch.uint8))
+    uploads = cuda.entered[-1]
+    with cuda.stream(uploads):
+        cuda.call("the first copy")
+    second = queue.upload(torch.zeros(8, dtype=torch.uint8))
+    assert upload is not None
+    assert second is not None
+    with second.ready():
+        assert "the first copy" in cuda.default.known
+    assert not cuda.waited
+    queue.reserve(8, 2)  # the next round: the first upload was never read, and its slot is free again
+    assert queue.upload(torch.zeros(8, dtype=torch.uint8)) is not None
+    assert queue.upload(torch.zeros(8, dtype=torch.uint8)) is not None
+    assert queue.upload(torch.zeros(8, dtype=torch.uint8)) is None
 
 
 def test_the_host_needs_no_queue_and_other_devices_get_a_plain_one() -> None:
@@ -122,10 +176,35 @@ def test_the_host_needs_no_queue_and_other_devices_get_a_plain_one() -> None:
     target = torch.zeros(3)
     queue.fetch(torch.ones(3), target).wait()
     assert target.tolist() == [1, 1, 1]
-    with queue.working():
-        assert queue.bring(target) is target
+    upload = queue.upload(target)
+    assert upload is not None
+    with queue.working(), upload.ready() as there:
+        assert there is target
+    assert queue.host_memory(3, torch.uint8).numel() == 3
     queue.fork()
+    queue.reserve(12, 1)
     queue.finish()
+    queue.finish_uploads()
+
+
+@pytest.mark.parametrize(
+    "sizes", [[1000] * 3000, [1 << 16] * 33, [900], [700, 3, 900, 1 << 20, 5], []], ids=len
+)
+def test_pinned_memory_of_averages_is_hardly_larger_than_they_are_and_is_used_again(sizes: list[int]) -> None:
+    queues, queue = late()
+    landing = ResultBuffer(queues)
+    places = landing.room(sizes)
+    assert [place.numel() for place in places] == sizes
+    for nth, place in enumerate(places):
+        place.fill_(nth % 251)
+    assert all(bool((place == nth % 251).all()) for nth, place in enumerate(places))  # none lies on another
+    blocks = {place.untyped_storage().data_ptr(): place.untyped_storage().nbytes() for place in places}
+    assert all(size.bit_count() == 1 for size in blocks.values())  # as torch would round them up to
+    assert sum(blocks.values()) <= 1.2 * sum(sizes) + max(sizes, default=0)
+    before = len(queue.host_allocations)
+    assert [place.data_ptr() for place in landing.room(sizes)] == [place.data_ptr() for place in places]
+    landing.room(sizes[: len(sizes) // 2])
+    assert len(queue.host_allocations) == before == len(blocks)
 
 
 class HalfThere(FlatVector):
@@ -172,7 +251,7 @@ def everything(work: ReductionKernels) -> dict[str, Any]:
         values = torch.randn(part.numel, generator=chance)
         payload = bytes(other.encode(values, torch.empty(other.encoded_bytes(part.numel), dtype=torch.uint8)))
         contributions = [Contribution(0, 1.0, work.own_values(part)), Contribution(1, 1.0, payload)]
-        (averaged,) = work.reduce([(part, contributions)])
+        (averaged,) = work.reduce([Job(part, contributions)])
         assert isinstance(averaged, Averaged)
         done.append(averaged.digest)
     for part, message in zip(theirs, sent, strict=True):
@@ -206,13 +285,13 @@ def test_a_round_makes_the_same_bytes_with_copies_that_come_late(codec: str, fed
                 everybody = encode_places((0, 1), 2)
                 # the last one was made without us
                 held = {part.index: Version(0, everybody, b"") for part in work.plan.parts[:-1]}
-                work.conclude(held, committed=True)
+                work.conclude(held)
                 states.append(fed_back.state_dict()["sender"])
             staging.put(work.averages)
         assert all(torch.equal(one, other) for one, other in zip(here.tensors, there.tensors, strict=True))
         assert all(torch.equal(state, states[0]) for state in states)
     assert queue.forks >= 2
-    assert not queue.brought
+    landings[1].room([])  # as the next round does: nothing has changed what was being copied
 
 
 def test_parts_of_several_devices_are_put_together_on_the_host() -> None:
@@ -292,8 +371,13 @@ def test_working_before_a_fork_is_noticed() -> None:
     assert target.tolist() != [1, 1]
     fetch.wait()
     assert target.tolist() == [1, 1]
-    source = torch.ones(2)
-    queue.bring(source)
+    queue.reserve(2, 1)
+    source = torch.ones(2, dtype=torch.uint8)
+    upload = queue.upload(source)
+    assert upload is not None
+    with upload.ready() as there:
+        assert there.tolist() == [1, 1]
+    assert there.tolist() != [1, 1]  # its memory belongs to the next one
     source.zero_()
     with pytest.raises(AssertionError, match="changed while"):
-        queue.finish()
+        queue.finish_uploads()
