@@ -14,6 +14,7 @@ import torch
 from averaging.reduction.averages import Averages
 from averaging.reduction.devices import Queues
 from averaging.reduction.layout import TensorLayout
+from averaging.reduction.sharded import refuse_sharded
 from averaging.reduction.vector import FlatVector, HollowVector
 from swarm.core.errors import UsageError
 
@@ -29,6 +30,7 @@ class Staging:
                 raise UsageError(f"tensor {place} is a {type(tensor).__name__}, not a torch.Tensor")
             if tensor.is_meta:
                 raise UsageError(f"tensor {place} is on the meta device: it has no values to average yet")
+        refuse_sharded(self.tensors, "tensor")
         self.layout = TensorLayout.of(self.tensors)
         _refuse_overlaps(self.tensors)
         self.queues = Queues(tensor.device for tensor in self.tensors) if queues is None else queues

@@ -228,7 +228,7 @@ def read_tensors(blob: Blob, header: Mapping[str, Any], start: int) -> dict[str,
         views[name] = (
             flat[start : start + nbytes].view(dtype).reshape(shape)
             if nbytes
-            else torch.empty(shape, dtype=dtype)
+            else torch.empty(shape, dtype=dtype, device="cpu")
         )
         start += nbytes
     if start != len(blob):

@@ -121,7 +121,7 @@ class TrainingState:
             largest = [max(values) for values in zip(own, *fitting, strict=True)]
             for tensor in whole:
                 taken, largest = largest[: tensor.numel()], largest[tensor.numel() :]
-                tensor.copy_(torch.tensor(taken, dtype=torch.int64).reshape(tensor.shape))
+                tensor.copy_(torch.tensor(taken, dtype=torch.int64, device="cpu").reshape(tensor.shape))
             for agreed, tensor in zip(self._agreed_extras, self.extras, strict=True):
                 agreed.copy_(tensor)
 

@@ -161,7 +161,7 @@ class StateView:
         dtype, shape = self._shapes[place]
         start, length = self._layout.starts[place], self._layout.lengths[place]
         if not length:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         raw = self._read(start, start + length)
         return (
             torch.frombuffer(bytearray(raw) if raw.readonly else raw, dtype=torch.uint8)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from averaging.optim.state.probe import probe, probe_shapes
 from averaging.optim.state.snapshot import CHUNK_BYTES, chunk_digest, is_finite, merge, plain, snapshot_digest
 from averaging.optim.state.training_state import TrainingState
+from averaging.reduction.staging import Staging
 from swarm.core.errors import PeerError, UsageError
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -359,6 +360,8 @@ class TestDTensor:
             TrainingState(torch.optim.SGD([whole, sharded], lr=0.1))
         with pytest.raises(UsageError, match="extra tensor 0 is a DTensor"):
             TrainingState(torch.optim.SGD([whole], lr=0.1), [sharded])
+        with pytest.raises(UsageError, match="tensor 1 is a DTensor"):
+            Staging([torch.ones(3), sharded])
 
 
 def test_counters_without_statistics_leave_none_without_memory() -> None:
