@@ -56,7 +56,7 @@ def test_waits_are_recorded_on_the_threads_that_are_watched_and_on_no_others() -
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device: nothing to refuse")
 def test_it_refuses_where_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(DEVICE_VARIABLE, raising=False)
-    done = CliRunner().invoke(main, ["--only", "cuda", "--docs", str(tmp_path)])
+    done = CliRunner().invoke(main, ["--only", "cuda", "--figures", str(tmp_path), "--pages", str(tmp_path)])
     assert done.exit_code == 1
     assert "needs a CUDA device" in done.output
     assert not list(tmp_path.iterdir())

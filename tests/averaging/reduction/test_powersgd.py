@@ -378,7 +378,7 @@ def test_copies_from_a_device_are_all_begun_before_one_is_waited_for() -> None:
     class NotedQueue(LateQueue):
         def fetch(self, source: torch.Tensor, target: torch.Tensor) -> LateFetch:
             happened.append("begun")
-            return NotedFetch(source, target)
+            return NotedFetch(self, source, target)
 
     here, there = drawn(1), drawn(1)
     state = alone(there, Queues([HOST], NotedQueue))
