@@ -181,17 +181,20 @@ class Averages:
         tensors meet within it.
 
         On a device this is queued like any call of torch on this thread's current stream: nothing waits.
+        What was decoded first passes through scratch memory: if decoding runs out of memory, then before
+        `written`.
         """
-        scratch = self._scratch(target, every=False)
-        self.written = True
+        scratch = self._scratch(target)
         for part, payload in self._uploaded(target):
             pieces = list(target.pieces(part.start, part.stop))
-            if len(pieces) == 1:
+            if self.written and len(pieces) == 1:
                 self._decode(payload, pieces[0][1])
                 continue
             values = self.codec.decode(payload, scratch[payload.device][: part.numel])
+            self.written = True
             for first, piece in pieces:
                 piece.copy_(values[first - part.start : first - part.start + piece.numel()])
+        self.written = True
         for start, stop, payload in self._blocks(target):
             pieces = list(target.pieces(start, stop))
             if len(pieces) == 1:
@@ -206,7 +209,7 @@ class Averages:
 
     def subtract(self, target: FlatVector) -> None:
         """target[:] = the averages - target; 0 where there is no average. On a device as `write`."""
-        there = self._scratch(target, every=True)
+        there = self._scratch(target)
         for part in (self.plan.parts[index] for index in self._empty):
             for _, piece in target.pieces(part.start, part.stop):
                 piece.zero_()
@@ -242,21 +245,17 @@ class Averages:
             if queue is not None and part.index not in self._empty:
                 yield part, queue
 
-    def _scratch(self, target: FlatVector, *, every: bool) -> dict[torch.device, torch.Tensor]:
-        """Memory for the values of one part on each device that needs it: for `every` part, or for parts in
-        several pieces.
+    def _scratch(self, target: FlatVector) -> dict[torch.device, torch.Tensor]:
+        """Memory for the values of one part on each device.
 
-        All memory is allocated before anything is written, so that running out of it leaves the target as it
-        was.
+        It is allocated before anything is written, so that running out of memory leaves the target as it was.
         """
         if not self._ahead:
             self._reserve(target.queues)
         numels: dict[torch.device, int] = {}
         for part, _ in self._there(target):
-            pieces = list(target.pieces(part.start, part.stop))
-            if every or len(pieces) > 1:
-                device = pieces[0][1].device
-                numels[device] = max(numels.get(device, 0), part.numel)
+            _, piece = next(target.pieces(part.start, part.stop))
+            numels[piece.device] = max(numels.get(piece.device, 0), part.numel)
         return {
             device: torch.empty(numel, dtype=torch.float32, device=device) for device, numel in numels.items()
         }

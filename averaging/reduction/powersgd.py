@@ -14,12 +14,17 @@ no matrices, or too small to gain, travel with the second, with error feedback o
 Matrices are worked on where they are, and only factors leave their device; those on a device that is not its
 own `exact_device` (MPS) are worked on by the host, and their residuals lie there. No clock, no I/O; one round
 at a time.
+
+`take`, `put` and `add_difference` run in the trainer's thread and wait for no device: what they ask of one is
+queued on its current stream, and the host memory that averages are copied from is kept from round to round.
+`first`, `second` and `commit` may wait, and run in threads of the pool where there are devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,19 +53,22 @@ CODECS = ("float32", "float16", "bfloat16")
 TOLD_BYTES = 8
 _FORMAT = 1
 _WRITTEN_ELEMENTS = 1 << 20  # of a matrix's average at once, where it is not made in the tensor itself
+_SLOTS = 4  # of averages on their way to a device: two factors are read together, and the next two are copied
 
 
 @dataclass(slots=True)
 class _Taken:
     """What one step works on."""
 
+    gives: bool  # this member contributes
     # M of each matrix, float32, where it is worked on; empty for a member that contributes nothing
     given: list[torch.Tensor]
-    others: torch.Tensor  # the other tensors' values, flat float32 on the host
-    first: FlatVector
+    # copies on devices of the tensors that are no matrices, flat float32, and where they go on the host
+    others: list[tuple[torch.Tensor, torch.Tensor]]
     before: list[torch.Tensor] | None  # every tensor's values, for a difference
-    basis: list[torch.Tensor]  # p of each matrix, on the host
-    sent: list[torch.Tensor]  # q of each matrix as this member gave it
+    first: FlatVector | None = None  # once it was computed
+    basis: list[torch.Tensor] = field(default_factory=list)  # p of each matrix, on the host
+    sent: list[torch.Tensor] = field(default_factory=list)  # q of each matrix as this member gave it
     mean: torch.Tensor | None = None  # of the second vector
 
 
@@ -93,6 +101,15 @@ class LowRank:
         # where the averages of the two all-reduces come to lie
         self.landings = (ResultBuffer(), ResultBuffer())
         self.queues = Queues(tensor.device for tensor in tensors) if queues is None else queues
+        self.written = False  # the tensors are not what they were when the step began
+        # what this member gives to the two all-reduces, and, for devices, what they gave back
+        self._p, self._second = (
+            self.queues.host_memory(numel) for numel in (self.layout.first_numel, self.layout.second_numel)
+        )
+        self._basis, self._mean = (
+            self.queues.host_memory(numel if self.queues else 0)
+            for numel in (self.layout.first_numel, self.layout.second_numel)
+        )
         self._seed = seed
         # residuals of the matrices, float32, where these are worked on; made when first needed
         self._held: list[torch.Tensor] = []
@@ -116,45 +133,39 @@ class LowRank:
         `gives`: this member contributes. `keeps`: `add_difference` will be asked for.
         """
         before = [tensor.detach().clone() for tensor in self.tensors] if keeps else None
-        if not gives:
-            self._taken = _Taken(
-                [],
-                torch.empty(0, dtype=torch.float32, device="cpu"),
-                HollowVector(self.layout.first_numel),
-                before,
-                [],
-                [],
-            )
-            return
-        matrices = self.layout.matrices
-        others = self.queues.host_memory(self.layout.second_numel - self._factor_elements)
-        first = self.queues.host_memory(self.layout.first_numel)
+        given, others = list[torch.Tensor](), list[tuple[torch.Tensor, torch.Tensor]]()
         with torch.no_grad():
-            given = []
-            for matrix, held, spare in zip(matrices, *self._residuals(), strict=True):
+            for matrix, held, spare in zip(self.layout.matrices, *self._residuals(gives=gives), strict=False):
                 values = self.tensors[matrix.place].detach().to(held.device)
                 torch.add(values, held.view(values.shape), out=spare.view(values.shape))
                 given.append(spare)
-            # what follows, and the round, come after what this thread has asked of the devices
-            self.queues.fork()
-            with self.queues.working():
-                copies = [
-                    (self.tensors[place].detach(), others[begin:stop])
-                    for place, begin, stop in self._other_places()
-                ]
-                for matrix, whole, start in zip(matrices, given, self._starts, strict=True):
-                    copies.append(
-                        (product(whole, _brought(start, whole)), first[matrix.p_start : matrix.p_stop])
-                    )
-                self._fetch(copies)
-        self._taken = _Taken(given, others, FlatVector([first], NO_QUEUES), before, [], [])
+            for place, start, stop in self._other_places() if gives else ():
+                tensor, target = self.tensors[place].detach(), self._second[start:stop]
+                if self.queues.of(tensor.device) is None:
+                    target.view(tensor.shape).copy_(tensor)
+                else:  # a copy: the trainer may write to the tensor before it has reached the host
+                    others.append((tensor.reshape(-1).to(torch.float32, copy=True), target))
+        self.queues.fork()  # the round comes after what this thread has asked of the devices
+        self.written = False
+        self._taken = _Taken(gives, given, others, before)
 
-    def first(self, *, alike: bool) -> FlatVector:
+    def first(self, alike: bool) -> FlatVector:
         """What goes into the first all-reduce. `alike`: most members start from where this one does, so that
         it has something to say.
         """
         taken = self._open()
-        return taken.first if alike else HollowVector(self.layout.first_numel)
+        if not (alike and taken.gives):
+            return HollowVector(self.layout.first_numel)
+        if taken.first is None:  # every attempt of one step gives the same
+            with self.queues.working(), torch.no_grad():
+                self._fetch(
+                    (product(whole, _brought(start, whole)), self._p[matrix.p_start : matrix.p_stop])
+                    for matrix, whole, start in zip(
+                        self.layout.matrices, taken.given, self._starts, strict=True
+                    )
+                )
+            taken.first = FlatVector([self._p], NO_QUEUES)
+        return taken.first
 
     def second(self, mean: torch.Tensor | None) -> FlatVector:
         """What goes into the second, after the first all-reduce's `mean`; None for a member that receives
@@ -163,20 +174,22 @@ class LowRank:
         taken = self._open()
         taken.basis, taken.sent, taken.mean = [], [], None
         if mean is not None:
+            self._reserve()
             for matrix in self.layout.matrices:
                 taken.basis.append(
                     orthonormal(mean[matrix.p_start : matrix.p_stop].view(matrix.n, matrix.rank))
                 )
-        if mean is None or not self._gives(taken):
+        if mean is None or not taken.gives:
             return HollowVector(self.layout.second_numel)
-        factors = self.queues.host_memory(self._factor_elements)
         with self.queues.working(), torch.no_grad():
-            copies = []
-            for matrix, given, basis in zip(self.layout.matrices, taken.given, taken.basis, strict=True):
+            for given, basis in zip(taken.given, taken.basis, strict=True):
                 taken.sent.append(product(given.t(), _brought(basis, given)))
-                copies.append((taken.sent[-1], factors[matrix.q_start : matrix.q_stop]))
-            self._fetch(copies)
-        return FlatVector([factors, taken.others], NO_QUEUES)
+            factors = [
+                (q, self._second[matrix.q_start : matrix.q_stop])
+                for q, matrix in zip(taken.sent, self.layout.matrices, strict=True)
+            ]
+            self._fetch([*factors, *taken.others])
+        return FlatVector([self._second], NO_QUEUES)
 
     def commit(self, mean: torch.Tensor | None, *, sent: bool) -> None:
         """The second all-reduce is committed, with this `mean`. `sent`: this member took part in it, even if
@@ -187,23 +200,33 @@ class LowRank:
         lost = self.others.release(self._factor_elements)
         if mean is None:
             return
-        taken.mean = mean
-        if sent and self._gives(taken):
-            with self.queues.working(), torch.no_grad():
-                for matrix, given, basis, q in zip(
-                    self.layout.matrices, taken.given, taken.basis, taken.sent, strict=True
-                ):
-                    delivered = q - _brought(
-                        lost[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank), q
-                    )
-                    subtract_product(given, _brought(basis, given), delivered)
-            self.queues.finish()
+        if sent and taken.gives:
+            try:
+                with self.queues.working(), torch.no_grad():
+                    for matrix, given, basis, q in zip(
+                        self.layout.matrices, taken.given, taken.basis, taken.sent, strict=True
+                    ):
+                        delivered = q - _brought(
+                            lost[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank), q
+                        )
+                        subtract_product(given, _brought(basis, given), delivered)
+            finally:
+                self.queues.finish()  # the trainer's stream uses this memory in the next step
             self._held, self._spare = taken.given, self._held
             taken.given = []
         self._starts = [
             renewed(mean[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank), self._seed, matrix)
             for matrix in self.layout.matrices
         ]
+        taken.mean = self._stay(taken, mean) if self.queues else mean
+
+    def _stay(self, taken: _Taken, mean: torch.Tensor) -> torch.Tensor:
+        """Put the averages where devices copy them from, and keep them there until the next ones come."""
+        self.queues.finish_uploads()
+        for nth, matrix in enumerate(self.layout.matrices):
+            place = self._basis[matrix.p_start : matrix.p_stop].view(matrix.n, matrix.rank)
+            taken.basis[nth] = place.copy_(taken.basis[nth])
+        return self._mean.copy_(mean)
 
     def put(self) -> None:
         """Replace the tensors' values by the averages, in the thread whose tensors they are."""
@@ -219,15 +242,20 @@ class LowRank:
         taken = self._open()
         mean = taken.mean
         assert mean is not None
+        # the largest first: should memory run out, then before anything is written
+        order = sorted(
+            zip(self.layout.matrices, taken.basis, strict=True), key=lambda one: -one[0].n * one[0].m
+        )
         with torch.no_grad():
-            for matrix, basis in zip(self.layout.matrices, taken.basis, strict=True):
+            for matrix, basis in order:
                 q = mean[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank)
                 self._write_matrix(matrix, basis, q, before[matrix.place] if before is not None else None)
+                self.written = True
             for place, start, stop in self._other_places():
                 tensor = self.tensors[place].detach()
-                average = mean[self._factor_elements :][start:stop].view(tensor.shape)
-                _move(tensor, average, before[place] if before is not None else None)
-        self.queues.finish()  # other threads may read the tensors from now on
+                with self._there(mean[start:stop].view(tensor.shape), tensor.device) as average:
+                    _move(tensor, average, before[place] if before is not None else None)
+                self.written = True
         self._taken = None
 
     def _write_matrix(
@@ -236,23 +264,47 @@ class LowRank:
         """The average p qᵀ, made in the tensor itself where that can be, else some rows after the other."""
         tensor = self.tensors[matrix.place].detach()
         place = exact_device(tensor.device)
-        p, q = basis.to(place, non_blocking=True), q.to(place, non_blocking=True)
-        if (
-            before is None
-            and tensor.dtype == torch.float32
-            and tensor.is_contiguous()
-            and tensor.device == place
-        ):
-            expand(p, q, tensor.view(matrix.n, matrix.m))
-            return
-        for rows in row_blocks((matrix.n, matrix.m), _WRITTEN_ELEMENTS):
-            average = torch.empty(rows.stop - rows.start, matrix.m, dtype=torch.float32, device=place)
-            expand(p[rows], q, average)
-            _move(
-                tensor[rows], average.view(tensor[rows].shape), before[rows] if before is not None else None
-            )
+        with self._there(basis, place) as p, self._there(q, place) as q_there:
+            if (
+                before is None
+                and tensor.dtype == torch.float32
+                and tensor.is_contiguous()
+                and tensor.device == place
+            ):
+                expand(p, q_there, tensor.view(matrix.n, matrix.m))
+                return
+            for rows in row_blocks((matrix.n, matrix.m), _WRITTEN_ELEMENTS):
+                average = torch.empty(rows.stop - rows.start, matrix.m, dtype=torch.float32, device=place)
+                expand(p[rows], q_there, average)
+                _move(
+                    tensor[rows],
+                    average.view(tensor[rows].shape),
+                    before[rows] if before is not None else None,
+                )
 
-    def _fetch(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _reserve(self) -> None:
+        """Have memory on the devices for what `_there` brings to them."""
+        factors = [max(matrix.n, matrix.m) * matrix.rank for matrix in self.layout.matrices]
+        others = [stop - start for _, start, stop in self._other_places()]
+        slot_bytes = 4 * max([*factors, *others], default=0)
+        if slot_bytes:
+            self.queues.reserve(slot_bytes, _SLOTS)
+
+    @contextmanager
+    def _there(self, values: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor]:
+        """Averaged values on a device, for calls to this thread's current stream within the context; on the
+        host where that works for the device. The host does not wait for a CUDA device.
+        """
+        queue = self.queues.of(device)
+        if queue is None or exact_device(device) != device or not values.numel():
+            yield values
+            return
+        upload = queue.upload(values.view(-1).view(torch.uint8))
+        assert upload is not None, "at most two of the slots are in use"
+        with upload.ready() as payload:
+            yield payload.view(torch.float32).view(values.shape)
+
+    def _fetch(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copy each source to its flat target on the host, within `queues.working`: all copies are begun
         before one is waited for.
         """
@@ -325,15 +377,14 @@ class LowRank:
         """Of the second vector: so many from its beginning are factors."""
         return self.layout.matrices[-1].q_stop if self.layout.matrices else 0
 
-    def _gives(self, taken: _Taken) -> bool:
-        return not isinstance(taken.first, HollowVector)
-
     def _open(self) -> _Taken:
         assert self._taken is not None, "take comes first"
         return self._taken
 
-    def _residuals(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What is held, and memory for what will be."""
+    def _residuals(self, *, gives: bool = True) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What is held, and memory for what will be; nothing at all unless this member `gives`."""
+        if not gives:
+            return [], []
         for buffers in (self._held, self._spare):
             if not buffers:
                 for matrix in self.layout.matrices:
@@ -342,26 +393,23 @@ class LowRank:
         return self._held, self._spare
 
     def _other_places(self) -> list[tuple[int, int, int]]:
-        """Each tensor that is no matrix: its place, and where it lies among them, in elements."""
-        starts = [start - self._factor_elements for start in self.layout.other_starts]
-        stops = [*starts[1:], self.layout.second_numel - self._factor_elements]
+        """Each tensor that is no matrix: its place, and where it lies in the second vector."""
+        starts = self.layout.other_starts
+        stops = [*starts[1:], self.layout.second_numel]
         return [*zip(self.layout.others, starts, stops, strict=True)] if starts else []
 
 
 def _brought(factor: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-    """A factor, which lies on the host, where the matrix `to` is worked on: queued, so that the host does not
-    wait for its device.
-    """
+    """A factor, which lies on the host, where the matrix `to` is worked on."""
     return factor.to(to.device, non_blocking=True)
 
 
 def _move(tensor: torch.Tensor, average: torch.Tensor, before: torch.Tensor | None) -> None:
-    """tensor = average, or += average - before; the average may be on another device."""
+    """tensor = average, or += average - before; the average of a tensor on MPS is on the host."""
     if before is None:
-        tensor.copy_(average, non_blocking=tensor.is_cuda)
+        tensor.copy_(average)
     else:
-        there = average.to(tensor.device, non_blocking=tensor.is_cuda)
-        tensor.add_((there - before).to(tensor.dtype))
+        tensor.add_((average.to(tensor.device) - before).to(tensor.dtype))
 
 
 def _matrices(saved: Any, shapes: Sequence[tuple[int, int]], what: str) -> list[torch.Tensor]:
