@@ -19,7 +19,7 @@ from swarm.core.errors import UsageError
 _SUFFIX = ".expert.pt"
 
 
-def kept_names(folder: Path) -> list[ExpertUid]:
+def saved_names(folder: Path) -> list[ExpertUid]:
     """The experts that a folder has checkpoints of."""
     names = []
     for path in sorted(folder.expanduser().glob(f"[!.]*{_SUFFIX}")):
@@ -36,8 +36,8 @@ class ExpertCheckpoints:
         self._saved: dict[ExpertUid, tuple[int, int]] = {}  # version and samples
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob(f".*{_SUFFIX}.*"):  # of a server that was killed while it wrote
-                left.unlink(missing_ok=True)
+            for leftover in folder.glob(f".*{_SUFFIX}.*"):  # of a server that was killed while it wrote
+                leftover.unlink(missing_ok=True)
         except OSError as error:
             raise UsageError(f"cannot keep checkpoints in {folder}: {error}") from error
 

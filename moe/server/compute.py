@@ -23,9 +23,9 @@ import torch
 from moe.server.devices import DeviceFailed, using
 from moe.server.jobs import Counts, Job, Outcome, samples_of
 from moe.server.links import Link
-from moe.server.logic.batching import Batcher, BatchingConfig, Queued
+from moe.server.logic.batching import Batcher, BatchingConfig, QueuedRequest
 from moe.server.passes import BatchPass
-from moe.server.transfers import Answers, DeviceTransfer, HostTransfer, Staged, Transfer
+from moe.server.transfers import Answers, DeviceTransfer, HostTransfer, StagedJobs, Transfer
 from swarm.core.ids import PeerId
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _RATE_SHARE = 0.1  # of the newest batch in the moving averages
 
 
 @dataclass(slots=True)
-class _Pace:
+class _Throughput:
     """Moving averages over batches."""
 
     s_per_cost: float = 0.0
@@ -58,7 +58,7 @@ class _Batch:
     queue: Hashable
     cost: float
     is_repeated: bool = False  # its job was in a batch before
-    staged: Staged | None = None
+    staged: StagedJobs | None = None
     answers: list[Answers] = field(default_factory=list)
     has_stepped: bool = False  # computing a job of it again would make another step
 
@@ -67,7 +67,7 @@ class ComputeThread:
     """Requests for the experts of one device in, results out.
 
     `deliver` gets the results of a whole batch, and `report` the failure after which nothing more is
-    computed; both on a thread of this object. `link` is the way to the device (`moe.server.links.link_of`);
+    computed; both on a thread of this object. `link` is the way to the device (`link_of`);
     None computes on one thread.
     """
 
@@ -84,7 +84,7 @@ class ComputeThread:
         self._device, self._link = device, link
         self._transfer: Transfer = HostTransfer() if link is None else DeviceTransfer(link)
         self._jobs: dict[int, Job] = {}  # that wait
-        self._again: deque[Job] = deque()  # that failed in a batch, and are computed by themselves
+        self._retries: deque[Job] = deque()  # that failed in a batch, and are computed by themselves
         self._lock = threading.Lock()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._asleep = False
@@ -94,17 +94,17 @@ class ComputeThread:
         # taken, and not delivered yet, in the order in which they were taken
         self._under_way: deque[_Batch] = deque()
         self._begun_s = 0.0  # when the oldest of them was taken, or the one before it delivered
-        self._pace = _Pace()
+        self._throughput = _Throughput()
         self.counts: dict[str, Counts] = {}
         self._threads = self._start()
 
     def offer(self, job: Job) -> str:
         """Queue it; a reason when there is no room. Any thread."""
         cost = job.batch * (BACKWARD_COST if job.is_backward else 1.0)
-        kept = job.keep and job.expert.keeps
+        kept = job.keep and job.expert.keeps_activations
         # what keeps activations is a batch of its own
         kind: object = (*job.kind, job.number) if kept else job.kind
-        queued = Queued(job.number, kind, job.caller, job.batch, job.size_bytes, cost)
+        queued = QueuedRequest(job.number, kind, job.caller, job.batch, job.size_bytes, cost)
         with self._lock:
             refusal = (
                 self._batcher.offer(queued, time.monotonic()) if not self._stopping else self._why_stopping()
@@ -129,7 +129,7 @@ class ComputeThread:
             return self._batcher.withdraw(number)
 
     @property
-    def decodes(self) -> bool:
+    def decodes_on_device(self) -> bool:
         """Whether jobs bring their tensors as they came (`moe.protocol.tensors.Encoded`), for the device to
         decode.
         """
@@ -144,20 +144,22 @@ class ComputeThread:
     def unfinished(self) -> int:
         """Requests that wait or are being computed."""
         with self._lock:
-            return self._batcher.queued + len(self._again) + sum(len(batch.jobs) for batch in self._under_way)
+            return (
+                self._batcher.queued + len(self._retries) + sum(len(batch.jobs) for batch in self._under_way)
+            )
 
     @property
     def wait_s(self) -> float:
         """How long a request that comes now would wait, as far as the pace until now tells."""
         with self._lock:
-            expected_s = sum(batch.cost for batch in self._under_way) * self._pace.s_per_cost
+            expected_s = sum(batch.cost for batch in self._under_way) * self._throughput.s_per_cost
             running_s = max(self._begun_s + expected_s - time.monotonic(), 0.0) if self._under_way else 0.0
-            return running_s + self._batcher.queued_cost * self._pace.s_per_cost
+            return running_s + self._batcher.queued_cost * self._throughput.s_per_cost
 
     @property
     def samples_per_s(self) -> float:
         """Of the last batches, while they were computed; 0: there was none yet."""
-        return self._pace.samples_per_s
+        return self._throughput.samples_per_s
 
     def halt(self) -> None:
         """Take nothing more; batches in progress are finished, what waits is dropped."""
@@ -178,17 +180,17 @@ class ComputeThread:
     def _start(self) -> list[threading.Thread]:
         work: list[tuple[str, Callable[[], None]]] = [("swarm-experts", self._run)]
         if self._link is not None:
-            room = threading.Semaphore(_BATCHES_UNDER_WAY_MAX)
+            slots = threading.Semaphore(_BATCHES_UNDER_WAY_MAX)
             staged: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
             computed: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
 
             def take() -> _Batch | None:
-                room.acquire()
+                slots.acquire()
                 return self._take()
 
             def finish(batch: _Batch) -> None:
                 self._finish(batch)
-                room.release()
+                slots.release()
 
             work = [
                 ("swarm-experts-in", lambda: self._work(take, self._stage, staged.put)),
@@ -211,15 +213,15 @@ class ComputeThread:
         self,
         take: Callable[[], _Batch | None],
         work: Callable[[_Batch], None],
-        hand_on: Callable[[_Batch | None], None],
+        pass_on: Callable[[_Batch | None], None],
     ) -> None:
         """One stage of three: every batch that comes, until None does."""
         assert self._link is not None
         with self._link.using():
             while (batch := take()) is not None:
                 work(batch)
-                hand_on(batch)
-            hand_on(None)
+                pass_on(batch)
+            pass_on(None)
 
     def _take(self) -> _Batch | None:
         """Wait for the next batch; None when this object stops."""
@@ -228,7 +230,7 @@ class ComputeThread:
                 if self._stopping:
                     return None
                 now_s = time.monotonic()
-                batch = self._next(now_s)
+                batch = self._next_batch(now_s)
                 if batch is not None:
                     if not self._under_way:
                         self._begun_s = now_s
@@ -239,10 +241,10 @@ class ComputeThread:
             with contextlib.suppress(queue.Empty):
                 self._wake.get(timeout=None if due_s is None else max(due_s - now_s, 0.0))
 
-    def _next(self, now_s: float) -> _Batch | None:
+    def _next_batch(self, now_s: float) -> _Batch | None:
         """With the lock held."""
-        if self._again:
-            job = self._again.popleft()
+        if self._retries:
+            job = self._retries.popleft()
             return _Batch([job], job.kind, 0.0, is_repeated=True)
         taken = self._batcher.take(now_s)
         if not taken:
@@ -297,7 +299,7 @@ class ComputeThread:
         """Wait for results, and deliver them; what failed among others, and only now is known to have, is
         computed again by itself.
         """
-        done, again = list[tuple[Job, Outcome]](), list[Job]()
+        done, retries = list[tuple[Job, Outcome]](), list[Job]()
         for answers in batch.answers:
             try:
                 found = list(zip(answers.jobs, answers.outcomes(), strict=True))
@@ -305,7 +307,7 @@ class ComputeThread:
                 self._fail(failure)
                 break
             repeatable = not answers.has_arrived and len(answers.jobs) > 1 and not batch.has_stepped
-            again += [job for job, outcome in found if outcome.failure and repeatable]
+            retries += [job for job, outcome in found if outcome.failure and repeatable]
             done += [(job, outcome) for job, outcome in found if not outcome.failure or not repeatable]
         if self._failure is not None:
             known = {job.number for job, _ in done}
@@ -315,9 +317,9 @@ class ComputeThread:
                 for job in batch.jobs
                 if job.number not in known
             ]
-        elif again:
-            self._repeat(again)
-        self._note(batch, done)
+        elif retries:
+            self._repeat(retries)
+        self._record(batch, done)
         self._deliver(done)
         if self._failure is not None and not self._reported:
             self._reported = True
@@ -325,7 +327,7 @@ class ComputeThread:
 
     def _repeat(self, jobs: list[Job]) -> None:
         with self._lock:
-            self._again += jobs
+            self._retries += jobs
             wake, self._asleep = self._asleep, False
         if wake:
             self._wake.put(None)
@@ -352,7 +354,7 @@ class ComputeThread:
             count.forward_samples += samples
             count.forward_batches += 1
 
-    def _note(self, batch: _Batch, done: list[tuple[Job, Outcome]]) -> None:
+    def _record(self, batch: _Batch, done: list[tuple[Job, Outcome]]) -> None:
         """A batch is over. Its time began when the one before it was over, if it had been taken by then."""
         count = self.counts.setdefault(batch.jobs[0].uid, Counts())
         for job, outcome in done:
@@ -364,5 +366,5 @@ class ComputeThread:
             seconds, self._begun_s = now_s - self._begun_s, now_s
             self._under_way.popleft()  # batches keep their order
             if batch.cost:
-                self._pace.note(seconds, batch.cost, samples_of(batch.jobs))
+                self._throughput.note(seconds, batch.cost, samples_of(batch.jobs))
             count.busy_s += seconds

@@ -69,7 +69,7 @@ class Expert:
         tree, tensors = flatten(tuple(sample_inputs))
         with using(self.device), torch.no_grad():
             outputs = self.module(*unflatten(tree, [tensor.to(self.device) for tensor in tensors]))
-        self.schema = ExpertSchema.of(tuple(sample_inputs), outputs)
+        self.schema = ExpertSchema.from_samples(tuple(sample_inputs), outputs)
         trainable = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self.optimizer = optimizer(trainable) if optimizer is not None and trainable else None
         self.schedule = (
@@ -82,7 +82,7 @@ class Expert:
         self.lock = threading.Lock()
         self._trainable = trainable if self.optimizer is not None else []
         self._accumulated = 0  # samples whose gradients no step has used yet
-        self._kept = _Kept(keep_activations_bytes)
+        self._activations = _ActivationCache(keep_activations_bytes)
 
     @property
     def frozen(self) -> bool:
@@ -90,30 +90,30 @@ class Expert:
         return self.optimizer is None
 
     @property
-    def keeps(self) -> bool:
+    def keeps_activations(self) -> bool:
         """Whether forward passes may keep their activations."""
-        return self._kept.bytes_max > 0
+        return self._activations.bytes_max > 0
 
     def forward(self, inputs: Tensors) -> Tensors:
         """Compute one batch without gradients. `inputs` are flat, on any device; the outputs are on the
         expert's. ComputationFailed.
         """
         with using(self.device), torch.no_grad():
-            return self._outputs(self._placed(inputs), len(inputs[0]))
+            return self._outputs(self._to_device(inputs), len(inputs[0]))
 
-    def forward_keeping(self, name: object, inputs: Tensors) -> Tensors:
-        """The same, and what a backward pass of this `name` needs is kept for as long as there is room and no
+    def forward_keeping(self, pass_id: object, inputs: Tensors) -> Tensors:
+        """The same, and what a backward pass of this `pass_id` needs is kept for as long as there is room and no
         step comes between.
         """
         with using(self.device), torch.enable_grad():
-            placed = self._leaves(inputs)
-            outputs = self._outputs(placed, len(inputs[0]))
-        self._kept.put(name, self.version, placed, outputs)
+            leaves = self._leaves(inputs)
+            outputs = self._outputs(leaves, len(inputs[0]))
+        self._activations.put(pass_id, self.version, leaves, outputs)
         return [tensor.detach() for tensor in outputs]
 
-    def forget_kept(self) -> None:
+    def drop_activations(self) -> None:
         """Drop all kept activations: backward passes compute forward again."""
-        self._kept.clear()
+        self._activations.clear()
 
     def backward(
         self, passes: Sequence[tuple[object, Tensors, Gradients]]
@@ -143,22 +143,22 @@ class Expert:
         """
         with using(self.device):
             found: dict[int, list[torch.Tensor | None]] = {}
-            anew = []
-            for number, (name, _, gradients) in enumerate(passes):
-                kept = self._kept.take(name, self.version)
+            recomputed = []
+            for number, (pass_id, _, gradients) in enumerate(passes):
+                kept = self._activations.take(pass_id, self.version)
                 if kept is None:
-                    anew.append(number)
+                    recomputed.append(number)
                 else:
                     found[number] = self._differentiate(*kept, gradients)
-            if anew:
-                sizes = [len(passes[number][1][0]) for number in anew]
-                inputs = joined([passes[number][1] for number in anew])
-                gradients = self._joined_gradients([passes[number][2] for number in anew], sizes)
+            if recomputed:
+                sizes = [len(passes[number][1][0]) for number in recomputed]
+                inputs = concatenate([passes[number][1] for number in recomputed])
+                gradients = self._concatenate_gradients([passes[number][2] for number in recomputed], sizes)
                 with torch.enable_grad():
-                    placed = self._leaves(inputs)
-                    outputs = self._outputs(placed, sum(sizes))
-                together = self._differentiate(placed, outputs, gradients)
-                for number, parts in zip(anew, split(together, sizes), strict=True):
+                    leaves = self._leaves(inputs)
+                    outputs = self._outputs(leaves, sum(sizes))
+                input_gradients = self._differentiate(leaves, outputs, gradients)
+                for number, parts in zip(recomputed, split(input_gradients, sizes), strict=True):
                     found[number] = parts
         self._accumulated += sum(len(inputs[0]) for _, inputs, _ in passes)
         return [found[number] for number in range(len(passes))]
@@ -179,10 +179,10 @@ class Expert:
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
 
-    def replaced(self, version: int) -> None:
+    def parameters_replaced(self, version: int) -> None:
         """Somebody else has written the parameters (averaging, a checkpoint); with the lock held."""
         self.version = version
-        self._kept.clear()
+        self._activations.clear()
 
     def state(self) -> dict[str, Any]:
         """A copy on the host of all that a checkpoint needs. DeviceFailed: it cannot be read any more."""
@@ -191,8 +191,10 @@ class Expert:
                 "schema": self.schema.digest,
                 "version": self.version,
                 "samples": self.samples,
-                "module": _copied(self.module.state_dict()),
-                "optimizer": _copied(self.optimizer.state_dict()) if self.optimizer is not None else None,
+                "module": _copy_to_host(self.module.state_dict()),
+                "optimizer": _copy_to_host(self.optimizer.state_dict())
+                if self.optimizer is not None
+                else None,
                 "schedule": self.schedule.state_dict() if self.schedule is not None else None,
             }
 
@@ -209,7 +211,7 @@ class Expert:
                     self.optimizer.load_state_dict(state["optimizer"])
             if self.schedule is not None and state["schedule"] is not None:
                 self.schedule.load_state_dict(state["schedule"])
-            self.replaced(int(state["version"]))
+            self.parameters_replaced(int(state["version"]))
             self.samples = int(state["samples"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise UsageError(f"this is no checkpoint of such an expert: {error}") from error
@@ -219,12 +221,13 @@ class Expert:
         tensors = [*self.module.parameters(), *self.module.buffers()]
         return [tensor.data for tensor in tensors if tensor.dtype.is_floating_point and tensor.numel()]
 
-    def _placed(self, tensors: Iterable[torch.Tensor]) -> Tensors:
+    def _to_device(self, tensors: Iterable[torch.Tensor]) -> Tensors:
         return [tensor.to(self.device) for tensor in tensors]
 
     def _leaves(self, inputs: Tensors) -> Tensors:
         return [
-            tensor.detach().requires_grad_(tensor.dtype.is_floating_point) for tensor in self._placed(inputs)
+            tensor.detach().requires_grad_(tensor.dtype.is_floating_point)
+            for tensor in self._to_device(inputs)
         ]
 
     def _outputs(self, inputs: Tensors, batch: int) -> Tensors:
@@ -254,7 +257,7 @@ class Expert:
             for leaf, tensor in zip(expected, outputs, strict=True)
         ]
 
-    def _joined_gradients(self, many: list[Gradients], sizes: list[int]) -> list[torch.Tensor | None]:
+    def _concatenate_gradients(self, many: list[Gradients], sizes: list[int]) -> list[torch.Tensor | None]:
         """Of several passes, one behind the other; None where none of them has one."""
         found: list[torch.Tensor | None] = []
         for number, leaf in enumerate(self.schema.gradient_leaves):
@@ -323,7 +326,7 @@ class Expert:
         self.optimizer.zero_grad(set_to_none=True)
 
 
-class _Kept:
+class _ActivationCache:
     """Activations of forward passes, by name, of one version, the oldest dropped first."""
 
     def __init__(self, bytes_max: int) -> None:
@@ -332,20 +335,20 @@ class _Kept:
         self._bytes = 0
         self._graphs: OrderedDict[object, tuple[Tensors, Tensors, int]] = OrderedDict()
 
-    def put(self, name: object, version: int, inputs: Tensors, outputs: Tensors) -> None:
+    def put(self, pass_id: object, version: int, inputs: Tensors, outputs: Tensors) -> None:
         if version != self._version:  # a step has overwritten what the graphs refer to
             self.clear()
             self._version = version
         size = _graph_bytes(inputs, outputs)
         if size > self.bytes_max:
             return
-        self._graphs[name] = (inputs, outputs, size)
+        self._graphs[pass_id] = (inputs, outputs, size)
         self._bytes += size
         while self._bytes > self.bytes_max:
             self._bytes -= self._graphs.popitem(last=False)[1][2]
 
-    def take(self, name: object, version: int) -> tuple[Tensors, Tensors] | None:
-        found = self._graphs.pop(name, None)
+    def take(self, pass_id: object, version: int) -> tuple[Tensors, Tensors] | None:
+        found = self._graphs.pop(pass_id, None)
         if found is None:
             return None
         self._bytes -= found[2]
@@ -356,7 +359,7 @@ class _Kept:
         self._bytes = 0
 
 
-def joined(many: Sequence[Tensors]) -> Tensors:
+def concatenate(many: Sequence[Tensors]) -> Tensors:
     """The tensors of several requests, one behind the other; of one alone, themselves."""
     return many[0] if len(many) == 1 else [torch.cat(parts) for parts in zip(*many, strict=True)]
 
@@ -374,16 +377,16 @@ def split(tensors: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> list[
 def _graph_bytes(inputs: Tensors, outputs: Tensors) -> int:
     """What a graph holds, as far as it can be seen: its ends and what its nodes have saved."""
     size = sum(tensor.nbytes for tensor in (*inputs, *outputs))
-    seen: set[object] = set()
+    visited: set[object] = set()
     pending = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     while pending:
         node = pending.pop()
-        if node in seen:
+        if node in visited:
             continue
-        seen.add(node)
-        for name in dir(node):
-            if name.startswith("_saved_"):
-                saved = getattr(node, name)
+        visited.add(node)
+        for attribute in dir(node):
+            if attribute.startswith("_saved_"):
+                saved = getattr(node, attribute)
                 size += (
                     saved.nbytes
                     if isinstance(saved, torch.Tensor) and not isinstance(saved, torch.nn.Parameter)
@@ -393,14 +396,14 @@ def _graph_bytes(inputs: Tensors, outputs: Tensors) -> int:
     return size
 
 
-def _copied(value: Any) -> Any:
+def _copy_to_host(value: Any) -> Any:
     """Tensors of a nested state as copies on the host."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
-        return {key: _copied(one) for key, one in value.items()}
+        return {key: _copy_to_host(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_copied(one) for one in value)
+        return type(value)(_copy_to_host(one) for one in value)
     return value
 
 

@@ -25,7 +25,7 @@ from moe.server.jobs import Counts, Job, Outcome
 from moe.server.links import link_of
 from moe.server.logic.batching import BatchingConfig
 from moe.server.replicating import Replicating, ReplicatingConfig
-from moe.server.requests import Hosted
+from moe.server.requests import HostedExpert
 from swarm.core.device import is_device_failure
 from swarm.core.errors import DeadlineExceeded, UsageError
 
@@ -126,7 +126,7 @@ class ExpertServer:
             for device in dict.fromkeys(expert.device for expert in self.experts.values())
         }
         self._hosted = [
-            Hosted(
+            HostedExpert(
                 uid=uid, expert=expert, compute=self._compute[expert.device], batch_size_max=max_batch_size
             )
             for uid, expert in self.experts.items()
@@ -231,7 +231,7 @@ class ExpertServer:
             spawn("averaging with replicas of experts", self._replicating.run, restart=True),
         ]
         if self._checkpoints is not None:
-            self._tasks.append(spawn("checkpoints of experts", self._save_now_and_then, restart=True))
+            self._tasks.append(spawn("checkpoints of experts", self._save_periodically, restart=True))
         node.at_close(self._close_with_node)
         try:
             async with asyncio.timeout(_DECLARE_S):
@@ -252,17 +252,17 @@ class ExpertServer:
         withdrawing = self.node.supervisor.spawn("withdrawing experts", self._declarations.withdraw)
         self._service.close(self._hosted)
         if self.failed is not None:
-            self._service.dropped(
+            self._service.drop_waiting(
                 [one for one in self._hosted if one.expert.device in self._failed_devices], self.failed
             )
-        await self._service.drained(self._hosted, drain_s)
+        await self._service.drain(self._hosted, drain_s)
         for compute in self._compute.values():
             compute.halt()
-        self._service.dropped(self._hosted, self.failed or "its server is leaving")
+        self._service.drop_waiting(self._hosted, self.failed or "its server is leaving")
         await asyncio.wait([withdrawing])
         self.ended.set()
 
-    async def _save_now_and_then(self) -> None:
+    async def _save_periodically(self) -> None:
         while True:
             await asyncio.sleep(self.config.checkpoint_s)
             await asyncio.get_running_loop().run_in_executor(None, self.save)
@@ -288,6 +288,6 @@ class ExpertServer:
     def _deliver(self, done: list[tuple[Job, Outcome]]) -> None:
         """From the computing thread."""
         try:
-            self._loop.call_soon_threadsafe(self._service.finished, done)
+            self._loop.call_soon_threadsafe(self._service.on_results, done)
         except RuntimeError:
             return  # the node was closed meanwhile: nobody waits

@@ -14,9 +14,9 @@ from swarm.compression import Codec
 from swarm.core.ids import PeerId
 
 # on the host; Encoded for experts whose device decodes by itself
-Received: TypeAlias = torch.Tensor | Encoded
+ReceivedTensor: TypeAlias = torch.Tensor | Encoded
 # the inputs of a request and the gradients of its outputs, decoded, where they are used
-Given: TypeAlias = tuple[Tensors, Gradients]
+JobTensors: TypeAlias = tuple[Tensors, Gradients]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +27,9 @@ class Job:
     uid: str
     expert: Expert
     caller: PeerId
-    name: tuple[PeerId, bytes]  # of the pass, for activations that are kept
-    inputs: Sequence[Received]
-    gradients: Sequence[Received | None] | None  # None: a forward pass
+    pass_id: tuple[PeerId, bytes]  # of the pass, for activations that are kept
+    inputs: Sequence[ReceivedTensor]
+    gradients: Sequence[ReceivedTensor | None] | None  # None: a forward pass
     keep: bool
     batch: int
     size_bytes: int
@@ -50,7 +50,7 @@ class Job:
 class Outcome:
     """What came of a job: tensors as they travel, or a reason why there are none."""
 
-    pieces: Sequence[TensorPayload]
+    payloads: Sequence[TensorPayload]
     version: int
     failure: str = ""
 

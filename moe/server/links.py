@@ -19,7 +19,7 @@ import torch
 from moe.server.devices import using
 
 
-class Arrival(Protocol):
+class CopyToDevice(Protocol):
     """A copy to the device that was queued."""
 
     def use(self) -> torch.Tensor:
@@ -29,7 +29,7 @@ class Arrival(Protocol):
         ...
 
 
-class Departure(Protocol):
+class CopyToHost(Protocol):
     """A copy to the host that was queued."""
 
     def wait(self) -> torch.Tensor:
@@ -48,11 +48,11 @@ class Link(Protocol):
         """Flat uint8 on the host, pinned: copies from it and to it run beside other work."""
         ...
 
-    def send(self, source: torch.Tensor) -> Arrival:
+    def send(self, source: torch.Tensor) -> CopyToDevice:
         """Queue a copy of `source`, from `host_memory` and not written to again, to the device."""
         ...
 
-    def fetch(self, source: torch.Tensor) -> Departure:
+    def fetch(self, source: torch.Tensor) -> CopyToHost:
         """Queue a copy to the host of `source`, flat uint8, as this thread's current stream will have made
         it.
         """
@@ -69,8 +69,8 @@ class CudaLink:
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         """`cuda` is the module, or what stands for it in tests."""
         self._device, self._cuda = device, cuda
-        self._inward = cuda.Stream(device=device)
-        self._outward = cuda.Stream(device=device)
+        self._upload_stream = cuda.Stream(device=device)
+        self._download_stream = cuda.Stream(device=device)
 
     def using(self) -> AbstractContextManager[None]:
         return using(self._device, self._cuda)
@@ -80,53 +80,55 @@ class CudaLink:
         # over
         return torch.empty(numel, dtype=torch.uint8, device="cpu", pin_memory=self._device.type == "cuda")
 
-    def send(self, source: torch.Tensor) -> Arrival:
+    def send(self, source: torch.Tensor) -> CopyToDevice:
         # the memory comes from the copies' stream: memory of the default stream may be in use until what
         # computes now is done
-        with self._cuda.stream(self._inward):
-            there = torch.empty(source.numel(), dtype=torch.uint8, device=self._device)
-            there.copy_(source, non_blocking=True)
-        return _CudaArrival(self._cuda, there, self._mark(self._inward), source)
+        with self._cuda.stream(self._upload_stream):
+            device_copy = torch.empty(source.numel(), dtype=torch.uint8, device=self._device)
+            device_copy.copy_(source, non_blocking=True)
+        return _CudaCopyToDevice(self._cuda, device_copy, self._record_event(self._upload_stream), source)
 
-    def fetch(self, source: torch.Tensor) -> Departure:
+    def fetch(self, source: torch.Tensor) -> CopyToHost:
         target = self.host_memory(source.numel())
-        self._outward.wait_event(self._mark(self._cuda.current_stream(self._device)))
-        with self._cuda.stream(self._outward):
+        self._download_stream.wait_event(self._record_event(self._cuda.current_stream(self._device)))
+        with self._cuda.stream(self._download_stream):
             target.copy_(source, non_blocking=True)
-        return _CudaDeparture(target, self._mark(self._outward), source)
+        return _CudaCopyToHost(target, self._record_event(self._download_stream), source)
 
     def empty_cache(self) -> None:
         self._cuda.empty_cache()
 
-    def _mark(self, stream: Any) -> Any:
+    def _record_event(self, stream: Any) -> Any:
         event = self._cuda.Event(blocking=True)  # a thread that waits sleeps, and leaves its core to others
         event.record(stream)
         return event
 
 
 @dataclass(slots=True)
-class _CudaArrival:
+class _CudaCopyToDevice:
     cuda: Any
-    there: torch.Tensor
-    done: Any
+    device_copy: torch.Tensor
+    event: Any
     source: torch.Tensor  # alive until the copy is over
 
     def use(self) -> torch.Tensor:
-        current = self.cuda.current_stream(self.there.device)
-        current.wait_event(self.done)
-        if self.there.is_cuda:  # the copies' stream must not hand its memory out again while it is being read
-            self.there.record_stream(current)
-        return self.there
+        current = self.cuda.current_stream(self.device_copy.device)
+        current.wait_event(self.event)
+        if (
+            self.device_copy.is_cuda
+        ):  # the copies' stream must not hand its memory out again while it is being read
+            self.device_copy.record_stream(current)
+        return self.device_copy
 
 
 @dataclass(slots=True)
-class _CudaDeparture:
+class _CudaCopyToHost:
     target: torch.Tensor
-    done: Any
+    event: Any
     source: torch.Tensor  # alive until the copy is over
 
     def wait(self) -> torch.Tensor:
-        self.done.synchronize()
+        self.event.synchronize()
         return self.target
 
 

@@ -49,7 +49,7 @@ class ReplicatingConfig:
 
 
 @dataclass(slots=True)
-class _Averaged:
+class _ReplicaAverager:
     averager: Averager
     samples: int = 0  # of the expert when it was last averaged
 
@@ -62,7 +62,7 @@ class Replicating:
         self._experts = {uid: expert for uid, expert in experts.items() if not expert.frozen}
         self._directory = Directory(node.dht.service)
         self._calls = node.service(ExpertCalls.from_node)
-        self._averaged: dict[ExpertUid, _Averaged] = {}
+        self._averagers: dict[ExpertUid, _ReplicaAverager] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="swarm-replicas")
         self.rounds = 0  # that succeeded
 
@@ -90,25 +90,25 @@ class Replicating:
             ]
             if others:
                 shared[uid] = others
-            elif uid in self._averaged:
-                await self._on_thread(self._averaged.pop(uid).averager.close)
-        chosen = dict(list(shared.items())[:_TOGETHER_MAX])
+            elif uid in self._averagers:
+                await self._run_on_thread(self._averagers.pop(uid).averager.close)
+        selected = dict(list(shared.items())[:_TOGETHER_MAX])
         async with asyncio.TaskGroup() as tasks:
-            weights = {uid: tasks.create_task(self._weight(uid, others)) for uid, others in chosen.items()}
-        if chosen:
-            await self._on_thread(self._rounds, {uid: task.result() for uid, task in weights.items()})
+            weights = {uid: tasks.create_task(self._weight(uid, others)) for uid, others in selected.items()}
+        if selected:
+            await self._run_on_thread(self._run_rounds, {uid: task.result() for uid, task in weights.items()})
 
     def close(self) -> None:
         """Leave the groups. Not for the network thread. A node that closes ends its averagers by itself."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-        for averaged in list(self._averaged.values()):
-            averaged.averager.close()
+        for entry in list(self._averagers.values()):
+            entry.averager.close()
 
     async def _weight(self, uid: ExpertUid, others: list[ExpertReplica]) -> float:
         """Samples since the last average, and one, so that nobody counts for nothing; 0 for a newcomer among
         those who have learned.
         """
-        expert, averaged = self._experts[uid], self._averaged.get(uid)
+        expert, entry = self._experts[uid], self._averagers.get(uid)
         if expert.version == 0:
             for replica in others:
                 try:
@@ -119,28 +119,26 @@ class Replicating:
                     continue
                 if described is not None and described.version > 0:
                     return 0.0
-        return 1.0 + max(expert.samples - (averaged.samples if averaged else 0), 0)
+        return 1.0 + max(expert.samples - (entry.samples if entry else 0), 0)
 
-    async def _on_thread(self, function: object, *arguments: object) -> None:
+    async def _run_on_thread(self, function: object, *arguments: object) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)  # type: ignore[arg-type]
 
-    def _rounds(self, weights: Mapping[ExpertUid, float]) -> None:
+    def _run_rounds(self, weights: Mapping[ExpertUid, float]) -> None:
         """On the thread: all rounds at once, then their results."""
         timeout_s = min(self._config.timeout_s, self._config.period_s / 2)
         pending = {}
         for uid, weight in weights.items():
             expert = self._experts[uid]
             try:
-                averaged = self._averaged.get(uid) or self._opened(uid)
+                entry = self._averagers.get(uid) or self._open_averager(uid)
                 with expert.lock:
-                    version, averaged_samples = expert.version, expert.samples
-                    step = averaged.averager.step(
-                        weight, timeout_s, gather=version, wait=False, apply="delta"
-                    )
-                pending[uid] = (averaged, averaged_samples, step)
+                    version, samples = expert.version, expert.samples
+                    step = entry.averager.step(weight, timeout_s, gather=version, wait=False, apply="delta")
+                pending[uid] = (entry, samples, step)
             except UsageError as error:
                 _log.info("%s is not averaged with its replicas: %s", uid, error)
-        for uid, (averaged, samples, step) in pending.items():
+        for uid, (entry, samples, step) in pending.items():
             expert = self._experts[uid]
             if not step.wait(timeout_s + 1.0):
                 step.cancel()
@@ -148,13 +146,13 @@ class Replicating:
             with expert.lock:  # the difference is added: what was learned meanwhile stays
                 result = step.result()
                 if not result.failed:
-                    expert.replaced(_version(result, expert.version))
-                    averaged.samples = samples
+                    expert.parameters_replaced(_next_version(result, expert.version))
+                    entry.samples = samples
                     self.rounds += 1
             if result.failed:
                 _log.info("%s was not averaged with its replicas: %s", uid, result.reason)
 
-    def _opened(self, uid: ExpertUid) -> _Averaged:
+    def _open_averager(self, uid: ExpertUid) -> _ReplicaAverager:
         expert = self._experts[uid]
         name = (
             str(uid)
@@ -169,11 +167,11 @@ class Replicating:
             codec=self._config.codec,
             config=AveragerConfig(declare_s=_DECLARE_S),
         )
-        averaged = self._averaged[uid] = _Averaged(averager)
-        return averaged
+        entry = self._averagers[uid] = _ReplicaAverager(averager)
+        return entry
 
 
-def _version(result: RoundResult, own: int) -> int:
+def _next_version(result: RoundResult, own: int) -> int:
     """Later than that of any who took part."""
     versions = [
         value for value in result.gathered.values() if isinstance(value, int) and 0 <= value < 1 << 62

@@ -14,14 +14,14 @@ from moe.protocol.schema import Leaf
 from moe.protocol.tensors import Encoded, Header
 from moe.server.compute import ComputeThread
 from moe.server.expert import Expert
-from moe.server.jobs import Outcome, Received
+from moe.server.jobs import Outcome, ReceivedTensor
 from swarm.compression import Codec
 from swarm.core.ids import PeerId
 from swarm.wire import expert_pb2
 from swarm.wire.expert_pb2 import ExpertRequest, ExpertStatus
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request that is answered with a reason."""
 
     def __init__(self, status: ExpertStatus, reason: str, queued: int = 0) -> None:
@@ -30,7 +30,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Hosted:
+class HostedExpert:
     """An expert, where it is computed, and the backward passes that it has seen."""
 
     uid: ExpertUid
@@ -54,17 +54,17 @@ class PendingJob:
 class KeptInputs:
     """Of a forward pass."""
 
-    tensors: list[Received]
+    tensors: list[ReceivedTensor]
     batch: int
     versions: list[int]  # of the tensors: a module may write into what it is given
 
     @classmethod
-    def of(cls, tensors: list[Received], batch: int) -> KeptInputs:
+    def snapshot(cls, tensors: list[ReceivedTensor], batch: int) -> KeptInputs:
         """As they are now."""
         return cls(tensors, batch, _versions(tensors))
 
     @property
-    def untouched(self) -> bool:
+    def is_unmodified(self) -> bool:
         """Still what was sent."""
         return self.versions == _versions(self.tensors)
 
@@ -74,15 +74,15 @@ class KeptInputs:
         return sum((one.raw if isinstance(one, Encoded) else one).nbytes for one in self.tensors)
 
 
-def _versions(tensors: list[Received]) -> list[int]:
+def _versions(tensors: list[ReceivedTensor]) -> list[int]:
     return [(one.raw if isinstance(one, Encoded) else one)._version for one in tensors]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Admitted:
+class AdmittedRequest:
     """A request whose announcements are right."""
 
-    hosted: Hosted
+    hosted: HostedExpert
     caller: PeerId
     request: ExpertRequest
     headers: list[Header]
@@ -93,14 +93,14 @@ class Admitted:
     kept: KeptInputs | None  # of a backward pass that came without
 
     @property
-    def name(self) -> tuple[PeerId, bytes]:
+    def pass_id(self) -> tuple[PeerId, bytes]:
         """Of the pass, whoever computes it."""
         return self.caller, self.request.request_id
 
 
-def refused(reason: str) -> Refused:
-    return Refused(expert_pb2.EXPERT_REFUSED, reason)
+def request_refused(reason: str) -> RequestRefused:
+    return RequestRefused(expert_pb2.EXPERT_REFUSED, reason)
 
 
-def overloaded(hosted: Hosted, reason: str) -> Refused:
-    return Refused(expert_pb2.EXPERT_OVERLOADED, f"overloaded, {reason}", hosted.compute.queued)
+def request_overloaded(hosted: HostedExpert, reason: str) -> RequestRefused:
+    return RequestRefused(expert_pb2.EXPERT_OVERLOADED, f"overloaded, {reason}", hosted.compute.queued)

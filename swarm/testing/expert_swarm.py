@@ -30,7 +30,7 @@ from moe.protocol.declarations import Declarations, DeclaringConfig, ServerLoad
 from moe.protocol.methods import CALL, DESCRIBE, read_headers, wire_headers
 from moe.protocol.names import ExpertUid
 from moe.protocol.schema import ExpertSchema, unflatten
-from moe.protocol.tensors import check_headers, decode, encode, joined
+from moe.protocol.tensors import check_headers, decode, encode, join_payloads
 from swarm.core.ids import PeerId
 from swarm.net.channels import Channels
 from swarm.node import Node
@@ -69,7 +69,8 @@ class SimulatedExperts:
         self.learning_rate, self.compute_s = learning_rate, compute_s
         with torch.no_grad():
             self.schemas = {
-                uid: ExpertSchema.of((sample,), module(sample)) for uid, module in self.modules.items()
+                uid: ExpertSchema.from_samples((sample,), module(sample))
+                for uid, module in self.modules.items()
             }
         self.versions: Counter[ExpertUid] = Counter()
         self.forwards: Counter[str] = Counter()  # per expert
@@ -119,8 +120,10 @@ class SimulatedExperts:
             answers = self._backward(uid, tensors) if is_backward else self._forward(uid, tensors)
         if request.uid in self.poisoned:
             answers = [torch.full_like(answer, float("nan")) for answer in answers if answer is not None]
-        pieces = encode(answers, None)
-        reply = ExpertReply(version=self.versions[uid], tensors=wire_headers(pieces), payload=joined(pieces))
+        payloads = encode(answers, None)
+        reply = ExpertReply(
+            version=self.versions[uid], tensors=wire_headers(payloads), payload=join_payloads(payloads)
+        )
         if is_backward:
             self.versions[uid] += 1
             self.applied[request.request_id] = reply

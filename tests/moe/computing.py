@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moe.protocol.tensors import Header, check_payload, decode, encode, joined
+from moe.protocol.tensors import Header, check_payload, decode, encode, join_payloads
 from moe.server.compute import ComputeThread
 from moe.server.devices import DeviceFailed
 from moe.server.expert import Expert
@@ -28,8 +28,8 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def headers_of(pieces: Any) -> list[Header]:
-    return [Header(one.codec, one.version, one.size_bytes, one.absent) for one in pieces]
+def headers_of(payloads: Any) -> list[Header]:
+    return [Header(one.codec, one.version, one.size_bytes, one.absent) for one in payloads]
 
 
 def job_of(
@@ -43,15 +43,17 @@ def job_of(
     """A request as `hosting` makes it. `encoded`: its tensors are for the device to decode."""
     schema, batch, found = expert.schema, len(inputs[0]), find(codec) if codec else None
     leaves = [*schema.input_leaves, *(schema.gradient_leaves if gradients is not None else ())]
-    pieces = encode([*inputs, *(gradients or ())], found)
-    received: Any = (check_payload if encoded else decode)(headers_of(pieces), leaves, batch, joined(pieces))
+    payloads = encode([*inputs, *(gradients or ())], found)
+    received: Any = (check_payload if encoded else decode)(
+        headers_of(payloads), leaves, batch, join_payloads(payloads)
+    )
     number = next(_numbers)
     return Job(
         number=number,
         uid="ffn.0",
         expert=expert,
         caller=PeerId(bytes(32)),
-        name=(PeerId(bytes(32)), number.to_bytes(16, "big")),
+        pass_id=(PeerId(bytes(32)), number.to_bytes(16, "big")),
         inputs=received[: len(inputs)],
         gradients=received[len(inputs) :] if gradients is not None else None,
         keep=False,
@@ -66,7 +68,7 @@ def tensors_of(job: Job, outcome: Outcome) -> list[torch.Tensor | None]:
     assert not outcome.failure, outcome.failure
     schema = job.expert.schema
     leaves = schema.input_gradient_leaves if job.is_backward else schema.output_leaves
-    return decode(headers_of(outcome.pieces), leaves, job.batch, joined(outcome.pieces))
+    return decode(headers_of(outcome.payloads), leaves, job.batch, join_payloads(outcome.payloads))
 
 
 class Computing:

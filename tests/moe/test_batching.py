@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe.server.logic.batching import Batcher, BatchingConfig, Queued
+from moe.server.logic.batching import Batcher, BatchingConfig, QueuedRequest
 from swarm.core.errors import UsageError
 
 
 def request(
     number: int, *, queue: str = "a", caller: str = "x", samples: int = 1, size_bytes: int = 10
-) -> Queued:
-    return Queued(number, queue, caller, samples, size_bytes, float(samples))
+) -> QueuedRequest:
+    return QueuedRequest(number, queue, caller, samples, size_bytes, float(samples))
 
 
-def numbers(batch: list[Queued]) -> list[int]:
+def numbers(batch: list[QueuedRequest]) -> list[int]:
     return [one.number for one in batch]
 
 
@@ -184,7 +184,7 @@ def test_nothing_is_lost_twice_served_or_beyond_a_limit(steps: list[tuple[str, i
         batch_samples_max=16, batch_requests_max=3, queued_requests_max=12, queued_requests_per_caller_max=5
     )
     batcher = Batcher(config)
-    waiting: dict[int, Queued] = {}
+    waiting: dict[int, QueuedRequest] = {}
     for number, (what, pick, samples) in enumerate(steps):
         if what == "offer":
             one = request(number, queue="ab"[pick % 2], caller="xyz"[pick % 3], samples=samples)

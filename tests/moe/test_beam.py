@@ -45,7 +45,7 @@ def found_scores(
     chosen: Selection, scores: Sequence[torch.Tensor], dimensions: Sequence[range]
 ) -> list[list[float]]:
     result = []
-    for sample, row in enumerate(chosen.which_BK.tolist()):
+    for sample, row in enumerate(chosen.indices_BK.tolist()):
         experts = [chosen.experts[place] for place in row if place >= 0]
         assert len(set(experts)) == len(experts)
         result.append(
@@ -112,15 +112,15 @@ def test_limits_end_a_search_and_it_says_so() -> None:
 
 def test_an_empty_grid_and_an_empty_batch() -> None:
     chosen, opened, _ = run(BeamSearch([torch.zeros(3, 4)], [range(4)], 2), [], 1)
-    assert chosen.which_BK.tolist() == [[-1, -1]] * 3
+    assert chosen.indices_BK.tolist() == [[-1, -1]] * 3
     assert opened == 1
-    assert run(BeamSearch([torch.zeros(0, 4)], [range(4)], 2), [(1,)], 1)[0].which_BK.shape == (0, 2)
+    assert run(BeamSearch([torch.zeros(0, 4)], [range(4)], 2), [(1,)], 1)[0].indices_BK.shape == (0, 2)
 
 
 def test_compacting_drops_what_nobody_chose() -> None:
     chosen = compact([(5,), (6,), (7,)], torch.tensor([[2, -1], [0, 2]]), True)
     assert chosen.experts == ((5,), (7,))
-    assert chosen.which_BK.tolist() == [[1, -1], [0, 1]]
+    assert chosen.indices_BK.tolist() == [[1, -1], [0, 1]]
 
 
 def test_wrong_arguments_are_the_callers_fault() -> None:

@@ -330,8 +330,8 @@ def test_a_link_gives_the_same_bytes_as_the_host(codec: str) -> None:
                 for x, y in zip(batches(3, 0), batches(3, 1), strict=True)
             ]
             outcomes += compute.run(*backward)
-            found.append([bytes(piece.payload) for outcome in outcomes for piece in outcome.pieces])
-            assert {piece.codec for outcome in outcomes for piece in outcome.pieces} == {
+            found.append([bytes(piece.payload) for outcome in outcomes for piece in outcome.payloads])
+            assert {piece.codec for outcome in outcomes for piece in outcome.payloads} == {
                 forward[0].codec.wire_id if forward[0].codec else 0
             }
     assert found[0] == found[1]
@@ -367,7 +367,7 @@ def test_the_host_has_one_thread_and_copies_nothing() -> None:
     with computing() as compute:
         assert len(set(threading.enumerate()) - before) == 1
         job = compute.job(expert, batches(1, 0))
-        (piece,) = compute.run(job)[0].pieces
+        (piece,) = compute.run(job)[0].payloads
         given = job.inputs[0]
         assert isinstance(given, torch.Tensor)
         assert torch.frombuffer(piece.payload, dtype=torch.float32).data_ptr() == given.data_ptr()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moe.protocol.names import ExpertUid
-from moe.server.checkpoints import ExpertCheckpoints, kept_names
+from moe.server.checkpoints import ExpertCheckpoints, saved_names
 from moe.server.devices import DeviceFailed
 from moe.server.expert import ComputationFailed, Expert
 from swarm.core.errors import UsageError
@@ -80,21 +80,21 @@ def test_one_step_for_a_batch_of_passes_equals_the_modules_own() -> None:
 
 
 def test_kept_activations_give_the_same_and_are_bounded() -> None:
-    keeping, anew = expert(optimizer=sgd, keep_activations_bytes=4000), expert(optimizer=sgd)
+    keeping, refresh = expert(optimizer=sgd, keep_activations_bytes=4000), expert(optimizer=sgd)
     for name, inputs, gradients in passes(4):
-        assert torch.equal(keeping.forward_keeping(name, inputs)[0], anew.forward(inputs)[0])
+        assert torch.equal(keeping.forward_keeping(name, inputs)[0], refresh.forward(inputs)[0])
         first, second = (
             keeping.backward([(name, inputs, gradients)]),
-            anew.backward([(name, inputs, gradients)]),
+            refresh.backward([(name, inputs, gradients)]),
         )
         assert first[0][0] is not None
         assert second[0][0] is not None
         assert torch.allclose(first[0][0], second[0][0])
     for name, inputs, _ in passes(100, seed=1):
         keeping.forward_keeping(name, inputs)
-    assert 0 < keeping._kept._bytes <= 4000
+    assert 0 < keeping._activations._bytes <= 4000
     keeping.backward(passes(1, seed=2))
-    assert keeping._kept.take(("x", 99), keeping.version) is None  # a step came between
+    assert keeping._activations.take(("x", 99), keeping.version) is None  # a step came between
 
 
 class Nested(torch.nn.Module):
@@ -200,7 +200,7 @@ def test_a_server_resumes_where_it_was(tmp_path: Path) -> None:
         torch.equal(one, other)
         for one, other in zip(first.module.parameters(), second.module.parameters(), strict=True)
     )
-    assert kept_names(tmp_path) == [uid]
+    assert saved_names(tmp_path) == [uid]
 
 
 def test_a_write_that_was_cut_short_leaves_the_last_one(

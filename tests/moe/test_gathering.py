@@ -21,12 +21,12 @@ def test_all_samples_need_k_min_before_patience_runs() -> None:
         gathering.expect(expert, who, 0.0)
     gathering.answered(0, 1.0)
     assert not gathering.over(9.9)
-    assert gathering.lacking_rows.tolist() == [1]
+    assert gathering.rows_below_k_min.tolist() == [1]
     gathering.answered(2, 2.0)
     assert gathering.deadline_s() == 2.5
     assert not gathering.over(2.4)
     assert gathering.over(2.5)
-    assert gathering.out == [1]
+    assert gathering.pending == [1]
 
 
 def test_it_ends_when_everybody_is_heard_of() -> None:
@@ -36,7 +36,7 @@ def test_it_ends_when_everybody_is_heard_of() -> None:
     gathering.answered(0, 0.1)
     gathering.failed(1, 0.2)
     assert gathering.over(0.2)
-    assert gathering.lacking_rows.tolist() == gathering.short_rows.tolist() == [0]
+    assert gathering.rows_below_k_min.tolist() == gathering.unsatisfiable_rows.tolist() == [0]
 
 
 def test_a_sample_that_can_get_no_more_holds_nobody_up() -> None:
@@ -46,7 +46,7 @@ def test_a_sample_that_can_get_no_more_holds_nobody_up() -> None:
     gathering.expect(2, rows(1), 0.0)
     gathering.expect(3, rows(1), 0.0)
     gathering.failed(0, 1.0)
-    assert gathering.short_rows.tolist() == [0], (
+    assert gathering.unsatisfiable_rows.tolist() == [0], (
         "said before the others have answered, so that a replacement can be asked"
     )
     gathering.answered(1, 1.1)
@@ -77,9 +77,9 @@ def test_the_deadline_ends_it_in_any_case() -> None:
 def test_without_k_min_nobody_holds_up_longer_than_the_others_took() -> None:
     gathering = Gathering(2, 0, EXACT, 0.0, 10.0)
     gathering.expect(0, rows(0), 0.0)
-    gathering.expect(1, rows(1), 0.0, usual_s=1.5)
+    gathering.expect(1, rows(1), 0.0, expected_s=1.5)
     assert not gathering.over(9.9), "nobody was heard of: all of them may be slow"
-    assert not len(gathering.lacking_rows)
+    assert not len(gathering.rows_below_k_min)
     gathering.answered(0, 2.0)
     assert gathering.deadline_s() == 3.5
     assert not gathering.over(3.4)
@@ -89,30 +89,30 @@ def test_without_k_min_nobody_holds_up_longer_than_the_others_took() -> None:
 def test_those_who_are_out_too_long_are_doubted_and_still_count_when_they_answer() -> None:
     gathering = Gathering(2, 1, EXACT, 0.0, 10.0)
     gathering.expect(0, rows(0), 0.0)
-    gathering.expect(1, rows(1), 0.0, usual_s=0.8)
-    assert gathering.stalled_s() == 0.8
+    gathering.expect(1, rows(1), 0.0, expected_s=0.8)
+    assert gathering.suspect_at_s() == 0.8
     gathering.answered(0, 0.6)
-    assert gathering.stalled_s() == 1.4
-    assert not len(gathering.short_rows)
-    assert gathering.doubt() == [1]
-    assert gathering.doubt() == []
-    assert gathering.stalled_s() is None
-    assert gathering.short_rows.tolist() == [1], "a replacement can be asked"
+    assert gathering.suspect_at_s() == 1.4
+    assert not len(gathering.unsatisfiable_rows)
+    assert gathering.suspect() == [1]
+    assert gathering.suspect() == []
+    assert gathering.suspect_at_s() is None
+    assert gathering.unsatisfiable_rows.tolist() == [1], "a replacement can be asked"
     assert not gathering.over(9.9), "and should there be none, it is waited for"
     gathering.expect(2, rows(1), 1.4)
-    assert not len(gathering.short_rows)
+    assert not len(gathering.unsatisfiable_rows)
     gathering.answered(1, 1.5)
-    assert not len(gathering.lacking_rows)
+    assert not len(gathering.rows_below_k_min)
     assert gathering.over(2.0)
 
 
 def test_who_was_doubted_and_failed_is_gone() -> None:
     gathering = Gathering(1, 1, EXACT, 0.0, 10.0)
     gathering.expect(0, rows(0), 0.0)
-    gathering.doubt()
+    gathering.suspect()
     gathering.failed(0, 1.0)
     assert gathering.over(1.0)
-    assert gathering.short_rows.tolist() == [0]
+    assert gathering.unsatisfiable_rows.tolist() == [0]
 
 
 def test_unknown_and_repeated_events_change_nothing() -> None:
@@ -121,12 +121,12 @@ def test_unknown_and_repeated_events_change_nothing() -> None:
     gathering.answered(7, 0.1)
     gathering.answered(0, 0.2)
     gathering.failed(0, 0.3)
-    assert not len(gathering.lacking_rows)
+    assert not len(gathering.rows_below_k_min)
 
 
 @pytest.mark.parametrize(("took_s", "expected_s"), [(0.01, 0.1), (0.4, 0.4), (60.0, 5.0)])
 def test_patience_follows_what_it_took(took_s: float, expected_s: float) -> None:
-    assert GatherTimeouts().after_s(took_s) == expected_s
+    assert GatherTimeouts().wait_s(took_s) == expected_s
 
 
 def test_wrong_patience() -> None:

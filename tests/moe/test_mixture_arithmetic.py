@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from moe.client.logic.dispatch import add_up, mixed, not_among, places_of, spread
+from moe.client.logic.dispatch import exclude_known, places_of, scatter_outputs, sum_input_gradients, weighted_sum
 from moe.client.logic.gate import (
     ProductKeyGate,
     balancing_loss,
@@ -50,9 +50,9 @@ def test_spread_mix_and_add_up_equal_the_dense_mixture(seed: int) -> None:
     weights = torch.rand(batch, width, generator=generator, requires_grad=True)
     places = places_of(which, experts)
     answers = [[x[place.rows].detach() @ matrix] for place, matrix in zip(places, matrices, strict=True)]
-    outputs = spread(batch, width, places, answers, answers[0])[0].requires_grad_()
+    outputs = scatter_outputs(batch, width, places, answers, answers[0])[0].requires_grad_()
     there = which >= 0
-    total = mixed(weights * there, outputs)
+    total = weighted_sum(weights * there, outputs)
     expected = torch.zeros(batch, 6)
     for row, column in itertools.product(range(batch), range(width)):
         if which[row, column] >= 0:
@@ -66,7 +66,7 @@ def test_spread_mix_and_add_up_equal_the_dense_mixture(seed: int) -> None:
         (place, [by_outputs[place.rows, place.columns] @ matrix.T])
         for place, matrix in zip(places, matrices, strict=True)
     ]
-    by_x = add_up([x.detach()], parts)[0]
+    by_x = sum_input_gradients([x.detach()], parts)[0]
     wanted_weights, wanted_x = torch.autograd.grad((expected * direction).sum(), (weights, x))
     assert torch.allclose(by_weights, wanted_weights, atol=1e-5)
     assert by_x is not None
@@ -80,7 +80,7 @@ def test_not_among_equals_a_loop_over_samples(seed: int) -> None:
     which[torch.rand(7, 6, generator=generator) < 0.2] = -1
     before = torch.stack([torch.randperm(8, generator=generator)[:3] for _ in range(7)])
     there = torch.rand(7, 3, generator=generator) < 0.7
-    found = not_among(which, which.unsqueeze(2), before.unsqueeze(2), there, 2)
+    found = exclude_known(which, which.unsqueeze(2), before.unsqueeze(2), there, 2)
     for sample in range(7):
         held = {
             place
@@ -93,8 +93,8 @@ def test_not_among_equals_a_loop_over_samples(seed: int) -> None:
 
 def test_gradients_that_nobody_gave() -> None:
     places = places_of(torch.tensor([[0]]), 1)
-    assert add_up([torch.zeros(1, 2)], [(places[0], [None])]) == [None]
-    assert add_up([torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)], []) == [None]
+    assert sum_input_gradients([torch.zeros(1, 2)], [(places[0], [None])]) == [None]
+    assert sum_input_gradients([torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)], []) == [None]
 
 
 def test_the_gates_logits_are_sums_over_dimensions() -> None:

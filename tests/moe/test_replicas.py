@@ -9,7 +9,7 @@ import pytest
 
 from moe.client.logic.avoidance import Avoidance, AvoidanceConfig
 from moe.client.logic.hedging import HedgeBudget, HedgedCall, HedgingConfig
-from moe.client.logic.replica_stats import FleetConfig, ReplicaStats
+from moe.client.logic.replica_stats import ReplicaStats, ReplicaStatsConfig
 from swarm.core.errors import UsageError
 from swarm.core.ids import PeerId
 from swarm.testing.identities import SeededIdentity
@@ -18,14 +18,14 @@ PEERS = [SeededIdentity(f"fleet/{number}").peer_id for number in range(3)]
 ONE, TWO, THREE = PEERS
 
 
-def fleet(seed: int = 0, **config: object) -> ReplicaStats:
-    return ReplicaStats(random.Random(seed), FleetConfig(**config))  # type: ignore[arg-type]
+def replica_stats(seed: int = 0, **config: object) -> ReplicaStats:
+    return ReplicaStats(random.Random(seed), ReplicaStatsConfig(**config))  # type: ignore[arg-type]
 
 
 class TestAvoidance:
     def test_the_while_grows_with_each_failure_up_to_a_limit(self) -> None:
         avoidance, now_s, spans_s = (
-            Avoidance(AvoidanceConfig(first_s=1.0, growth=2.0, longest_s=10.0)),
+            Avoidance(AvoidanceConfig(pause_first_s=1.0, growth=2.0, pause_s_max=10.0)),
             100.0,
             [],
         )
@@ -44,7 +44,7 @@ class TestAvoidance:
         for now_s in (0.0, 1.0, 3.0):
             avoidance.failed("x", now_s, "it lied")
         assert avoidance.failures("x") == 3
-        assert avoidance.why("x") == "it lied"
+        assert avoidance.reason("x") == "it lied"
         avoidance.succeeded("x")
         assert not avoidance.avoided("x", 3.1)
         avoidance.failed("x", 4.0)
@@ -87,11 +87,11 @@ class TestAvoidance:
 
     def test_wrong_settings(self) -> None:
         with pytest.raises(UsageError):
-            AvoidanceConfig(first_s=5.0, longest_s=1.0)
+            AvoidanceConfig(pause_first_s=5.0, pause_s_max=1.0)
 
 
 class TestHedgedCall:
-    CONFIG = HedgingConfig(share_max=0.5, saved_max=1.0, attempts_max=3)
+    CONFIG = HedgingConfig(share_max=0.5, budget_max=1.0, attempts_max=3)
 
     def call(self, order: str, after_s: float = 0.2, budget: HedgeBudget | None = None) -> HedgedCall:
         return HedgedCall(order, after_s, budget or HedgeBudget(self.CONFIG), self.CONFIG)
@@ -118,7 +118,7 @@ class TestHedgedCall:
         assert call.over
         assert call.winner is None
         assert call.poll(0.0) == []
-        assert budget.spend()
+        assert budget.try_spend()
 
     def test_only_one_second_request_and_no_more_attempts_than_allowed(self) -> None:
         call = self.call("abcd")
@@ -133,7 +133,7 @@ class TestHedgedCall:
         assert call.over
 
     def test_it_is_hedged_once_whoever_fails(self) -> None:
-        config = HedgingConfig(share_max=0.5, saved_max=4.0, attempts_max=4)
+        config = HedgingConfig(share_max=0.5, budget_max=4.0, attempts_max=4)
         call = HedgedCall("abcd", 0.2, HedgeBudget(config), config)
         assert (call.poll(0.0), call.poll(0.2)) == (["a"], ["b"])
         for replica in "ab":
@@ -143,7 +143,7 @@ class TestHedgedCall:
         assert call.poll(9.0) == []
 
     def test_the_budget_bounds_second_requests_over_time(self) -> None:
-        config = HedgingConfig(share_max=0.1, saved_max=2.0)
+        config = HedgingConfig(share_max=0.1, budget_max=2.0)
         budget, hedged = HedgeBudget(config), 0
         for _ in range(1000):
             call = HedgedCall("ab", 0.1, budget, config)
@@ -161,111 +161,111 @@ class TestHedgedCall:
 
 class TestFleet:
     def test_the_network_fails_a_peer_a_refusal_only_a_replica(self) -> None:
-        known = fleet()
-        known.unreachable(ONE, 0.0, "gone")
-        known.failed("ffn.0", TWO, 0.0, "NaN")
-        assert known.available("ffn.0", PEERS, 0.5) == [THREE]
-        assert known.available("ffn.1", PEERS, 0.5) == [TWO, THREE]
-        assert known.why_avoided("ffn.1", ONE, 0.5) == "gone"
-        assert known.why_avoided("ffn.0", TWO, 0.5) == "NaN"
-        assert known.why_avoided("ffn.1", TWO, 0.5) is None
-        assert known.available("ffn.0", PEERS, 1.0) == PEERS
+        stats = replica_stats()
+        stats.unreachable(ONE, 0.0, "gone")
+        stats.failed("ffn.0", TWO, 0.0, "NaN")
+        assert stats.available("ffn.0", PEERS, 0.5) == [THREE]
+        assert stats.available("ffn.1", PEERS, 0.5) == [TWO, THREE]
+        assert stats.why_avoided("ffn.1", ONE, 0.5) == "gone"
+        assert stats.why_avoided("ffn.0", TWO, 0.5) == "NaN"
+        assert stats.why_avoided("ffn.1", TWO, 0.5) is None
+        assert stats.available("ffn.0", PEERS, 1.0) == PEERS
 
     def test_in_need_those_are_asked_that_have_not_failed_since(self) -> None:
-        known = fleet()
-        known.unreachable(ONE, 1.0, "gone")
-        known.failed("e", TWO, 2.0, "NaN")
-        assert known.untried("e", PEERS, 0.5) == [THREE]
-        assert known.untried("f", PEERS, 0.5) == [TWO, THREE]
-        assert known.untried("e", PEERS, 1.5) == [ONE, THREE]
-        assert known.untried("e", PEERS, 2.5) == PEERS
+        stats = replica_stats()
+        stats.unreachable(ONE, 1.0, "gone")
+        stats.failed("e", TWO, 2.0, "NaN")
+        assert stats.not_failed_since("e", PEERS, 0.5) == [THREE]
+        assert stats.not_failed_since("f", PEERS, 0.5) == [TWO, THREE]
+        assert stats.not_failed_since("e", PEERS, 1.5) == [ONE, THREE]
+        assert stats.not_failed_since("e", PEERS, 2.5) == PEERS
 
     def test_calls_go_where_they_are_quick(self) -> None:
-        known = fleet()
+        stats = replica_stats()
         for _ in range(30):
-            known.answered("e", ONE, 0.1)
-            known.answered("e", TWO, 0.2)
-        firsts = Counter(known.order("e", [ONE, TWO], 0.0)[0] for _ in range(2000))
+            stats.answered("e", ONE, 0.1)
+            stats.answered("e", TWO, 0.2)
+        firsts = Counter(stats.order("e", [ONE, TWO], 0.0)[0] for _ in range(2000))
         assert firsts[ONE] / firsts[TWO] == pytest.approx(4.0, rel=0.2), (
             "in proportion to the square of 1 / time"
         )
 
     def test_what_is_in_flight_there_counts(self) -> None:
-        known = fleet(eagerness=50.0)
+        stats = replica_stats(selection_exponent=50.0)
         for peer in (ONE, TWO):
-            known.answered("e", peer, 0.1)
-        known.begin(ONE)
-        assert known.order("e", [ONE, TWO], 0.0)[0] == TWO
-        known.begin(TWO)
-        known.begin(TWO)
-        assert known.order("e", [ONE, TWO], 0.0)[0] == ONE
+            stats.answered("e", peer, 0.1)
+        stats.begin(ONE)
+        assert stats.order("e", [ONE, TWO], 0.0)[0] == TWO
+        stats.begin(TWO)
+        stats.begin(TWO)
+        assert stats.order("e", [ONE, TWO], 0.0)[0] == ONE
         for _ in range(2):
-            known.end(TWO)
-        known.end(ONE)
-        assert known.expected_s("e", ONE) == known.expected_s("e", TWO) == 0.1
+            stats.end(TWO)
+        stats.end(ONE)
+        assert stats.expected_s("e", ONE) == stats.expected_s("e", TWO) == 0.1
 
     def test_a_queue_that_a_server_speaks_of_counts_and_its_last_word_more(self) -> None:
-        known = fleet(eagerness=50.0)
+        stats = replica_stats(selection_exponent=50.0)
         for peer in (ONE, TWO):
-            known.answered("e", peer, 0.1)
-        assert known.order("e", [ONE, TWO], 0.0, [3.0, 0.0])[0] == TWO
-        known.said(ONE, 0.0, 10.0)
-        known.said(TWO, 2.0, 10.0)
-        assert known.order("e", [ONE, TWO], 11.0, [3.0, 0.0])[0] == ONE
-        assert known.order("e", [ONE, TWO], 16.0, [3.0, 0.0])[0] == TWO, "a word from long ago"
+            stats.answered("e", peer, 0.1)
+        assert stats.order("e", [ONE, TWO], 0.0, [3.0, 0.0])[0] == TWO
+        stats.wait_reported(ONE, 0.0, 10.0)
+        stats.wait_reported(TWO, 2.0, 10.0)
+        assert stats.order("e", [ONE, TWO], 11.0, [3.0, 0.0])[0] == ONE
+        assert stats.order("e", [ONE, TWO], 16.0, [3.0, 0.0])[0] == TWO, "a word from long ago"
 
     def test_the_delay_before_a_second_request_adapts(self) -> None:
-        known = fleet()
-        assert known.hedge_after_s("e", ONE) == 1.0
+        stats = replica_stats()
+        assert stats.hedge_after_s("e", ONE) == 1.0
         for _ in range(50):
-            known.answered("e", ONE, 0.3)
-        assert known.hedge_after_s("e", ONE) == pytest.approx(0.3, abs=0.01)
+            stats.answered("e", ONE, 0.3)
+        assert stats.hedge_after_s("e", ONE) == pytest.approx(0.3, abs=0.01)
         for seconds in (0.1, 0.5) * 50:
-            known.answered("e", ONE, seconds)
-        assert 0.9 < known.hedge_after_s("e", ONE) < 1.3
+            stats.answered("e", ONE, seconds)
+        assert 0.9 < stats.hedge_after_s("e", ONE) < 1.3
         for _ in range(50):
-            known.answered("e", ONE, 0.001)
-        assert known.hedge_after_s("e", ONE) == 0.05
+            stats.answered("e", ONE, 0.001)
+        assert stats.hedge_after_s("e", ONE) == 0.05
 
     def test_who_dawdled_is_tried_again_only_while_a_second_request_could_save_the_try(self) -> None:
         """Found with seeds 7 and 8 of the simulated swarm: four slow peers were tried at once, with second
         requests for two of them.
         """
-        known = fleet(eagerness=50.0, hedging=HedgingConfig(saved_max=2.0))
-        known.answered("e", THREE, 1.0)
+        stats = replica_stats(selection_exponent=50.0, hedging=HedgingConfig(budget_max=2.0))
+        stats.answered("e", THREE, 1.0)
         for peer in (ONE, TWO):
-            known.overtaken("other", peer, 0.0)
-        assert known.order("e", PEERS, 0.5)[0] == THREE, "for a while they come last"
-        first = known.order("e", PEERS, 2.0)[0]
+            stats.overtaken("other", peer, 0.0)
+        assert stats.order("e", PEERS, 0.5)[0] == THREE, "for a while they come last"
+        first = stats.order("e", PEERS, 2.0)[0]
         assert first in (ONE, TWO), "unknown ones count as quick"
-        known.begin(first)
-        assert known.order("e", [first, THREE], 2.0)[0] == THREE, "it is being tried"
+        stats.begin(first)
+        assert stats.order("e", [first, THREE], 2.0)[0] == THREE, "it is being tried"
         second = ONE if first == TWO else TWO
-        assert known.order("e", PEERS, 2.0)[0] == second
-        assert known.budget.spend()
-        assert known.order("e", PEERS, 2.0)[0] == THREE, "the one that is left is for the first"
-        known.end(first)
-        assert known.order("e", [first, THREE], 2.0)[0] == first
-        assert known.budget.spend()
-        assert known.order("e", [first, THREE], 2.0)[0] == THREE
-        known.answered("other", first, 0.01)
-        assert known.order("e", [first, THREE], 2.0)[0] == first, "it answered: it is like anybody else"
+        assert stats.order("e", PEERS, 2.0)[0] == second
+        assert stats.budget.try_spend()
+        assert stats.order("e", PEERS, 2.0)[0] == THREE, "the one that is left is for the first"
+        stats.end(first)
+        assert stats.order("e", [first, THREE], 2.0)[0] == first
+        assert stats.budget.try_spend()
+        assert stats.order("e", [first, THREE], 2.0)[0] == THREE
+        stats.answered("other", first, 0.01)
+        assert stats.order("e", [first, THREE], 2.0)[0] == first, "it answered: it is like anybody else"
 
     def test_without_second_requests_who_was_full_is_asked_again_after_a_while(self) -> None:
-        known = fleet(eagerness=50.0, hedging=HedgingConfig(share_max=0.0))
-        known.answered("e", TWO, 1.0)
-        known.full(ONE, 0.0)
-        assert known.order("e", [ONE, TWO], 0.5)[0] == TWO
-        assert known.order("e", [ONE, TWO], 2.0)[0] == ONE
+        stats = replica_stats(selection_exponent=50.0, hedging=HedgingConfig(share_max=0.0))
+        stats.answered("e", TWO, 1.0)
+        stats.overloaded(ONE, 0.0)
+        assert stats.order("e", [ONE, TWO], 0.5)[0] == TWO
+        assert stats.order("e", [ONE, TWO], 2.0)[0] == ONE
 
     def test_memory_is_bounded(self) -> None:
-        known = fleet(replicas_max=2)
+        stats = replica_stats(replicas_max=2)
         for peer in PEERS:
-            known.answered("e", peer, 1.0)
-            known.said(peer, 1.0, 0.0)
-        assert known.expected_s("e", ONE) == 0.05
-        assert known.expected_s("e", THREE) == 1.0
+            stats.answered("e", peer, 1.0)
+            stats.wait_reported(peer, 1.0, 0.0)
+        assert stats.expected_s("e", ONE) == 0.05
+        assert stats.expected_s("e", THREE) == 1.0
 
     def test_an_order_has_everybody_once(self) -> None:
-        known: list[PeerId] = fleet(3).order("e", PEERS, 0.0)
-        assert sorted(known) == sorted(PEERS)
+        stats: list[PeerId] = replica_stats(3).order("e", PEERS, 0.0)
+        assert sorted(stats) == sorted(PEERS)

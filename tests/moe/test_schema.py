@@ -39,11 +39,11 @@ def test_nested_values_are_flattened_and_built_again() -> None:
 
 
 def test_a_schema_travels() -> None:
-    schema = ExpertSchema.of(NESTED, {"y": torch.zeros(2, 5)})
+    schema = ExpertSchema.from_samples(NESTED, {"y": torch.zeros(2, 5)})
     again = ExpertSchema.unpack(schema.packed)
     assert again == schema
     assert again.digest == schema.digest
-    assert ExpertSchema.of(NESTED, {"y": torch.zeros(2, 6)}).digest != schema.digest
+    assert ExpertSchema.from_samples(NESTED, {"y": torch.zeros(2, 6)}).digest != schema.digest
     assert [leaf.is_floating for leaf in schema.input_leaves] == [True, True, False]
     assert len(schema.input_gradient_leaves) == 2
 

@@ -49,7 +49,7 @@ def local_mixture(
     names = [name for name in modules if alive is None or name in alive]
     places = [tuple(map(int, name.split(".")[1:])) for name in names]
     logits = torch.stack([scores[0][:, row] + scores[1][:, column] for row, column in places], dim=1)
-    best = logits.topk(min(layer.terms.k_best, len(names)), dim=1)
+    best = logits.topk(min(layer.options.k_best, len(names)), dim=1)
     weights = torch.zeros_like(logits).scatter(1, best.indices, best.values.softmax(dim=1))
     outputs = torch.stack([modules[name](x) for name in names], dim=1)
     return (weights.unsqueeze(-1) * outputs).sum(dim=1)

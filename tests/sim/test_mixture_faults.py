@@ -13,6 +13,7 @@ import torch
 
 from moe.client.logic.hedging import HedgingConfig
 from moe.client.mixture.layer import MixtureConfig
+from moe.client.replicas.calling import ReplicaCalls
 from swarm.core.errors import NotEnoughPeers
 from swarm.testing.expert_swarm import ExpertSwarm
 from tests.sim.mixture_scenarios import (
@@ -217,7 +218,7 @@ def test_a_slow_replica_is_hedged_and_used_less(seed: int) -> None:
             to_slow.append(sum(server.forwards.total() for server in slow) - before)
             assert layer.last_forward is not None
             late = [list(MODULES).index(name) for name in layer.last_forward.failed]
-            assert len(late) <= max(to_slow[0] - HedgingConfig().saved_max, 0) * (step == 0), (
+            assert len(late) <= max(to_slow[0] - HedgingConfig().budget_max, 0) * (step == 0), (
                 layer.last_forward.failed
             )
             unharmed = ~torch.isin(best, torch.tensor(late)).any(dim=1)
@@ -239,9 +240,9 @@ def test_a_full_server_is_passed_over_and_not_blamed(swarm: ExpertSwarm) -> None
         assert layer.last_forward is not None
         assert not layer.last_forward.failed
     assert all(server.forwards for server in two)
-    fleet = layer._remote.calls.fleet
+    stats = swarm.node.service(ReplicaCalls.from_node).stats
     peers = [server.peer.peer_id for server in one]
-    assert all(fleet.why_avoided(name, peer, swarm.now_s) is None for peer in peers for name in MODULES)
+    assert all(stats.why_avoided(name, peer, swarm.now_s) is None for peer in peers for name in MODULES)
 
 
 def test_newcomers_are_found_and_who_leaves_is_forgotten(swarm: ExpertSwarm) -> None:

@@ -84,9 +84,9 @@ def train(seed: int) -> tuple[list[float], Counter[str], str, list[float]]:
             begun_s = swarm.now_s
             x = torch.randn(32, 4)
             hidden = before(x)
-            mixed = layer(hidden)
-            assert isinstance(mixed, torch.Tensor)
-            loss = (after(hidden + mixed) - 3.0 * truth(x)).square().mean()
+            output = layer(hidden)
+            assert isinstance(output, torch.Tensor)
+            loss = (after(hidden + output) - 3.0 * truth(x)).square().mean()
             optimizer.zero_grad()
             loss.backward()
             assert all(one.grad is not None and torch.isfinite(one.grad).all() for one in before.parameters())

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from moe.client.replicas.calling import ReplicaCalls
 from swarm.core.errors import UsageError
 from swarm.testing.expert_swarm import ExpertSwarm
 from tests.sim.mixture_scenarios import (
@@ -138,13 +139,13 @@ def test_steps_do_not_wait_for_the_dht(swarm: ExpertSwarm) -> None:
     serve_rows(swarm)
     layer, x = layer_of(swarm), batch()
     output_of(layer, x)
-    atlas = layer._remote.calls.atlas
-    reads = atlas.reads
+    directory = swarm.node.service(ReplicaCalls.from_node).directory
+    reads = directory.reads
     for _ in range(8):
         output_of(layer, x)
         assert layer.last_forward is not None
         assert layer.last_forward.seconds < 0.03
-    assert atlas.reads - reads <= 1
+    assert directory.reads - reads <= 1
 
 
 def test_wrong_arguments_are_the_callers_fault(swarm: ExpertSwarm) -> None:

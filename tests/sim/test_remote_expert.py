@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from moe.client.remote import RemoteExpert
+from moe.client.replicas.calling import ReplicaCalls
 from swarm.core.errors import NetworkError, NotEnoughPeers, UsageError
 from swarm.testing.expert_swarm import ExpertSwarm
 from tests.sim.mixture_scenarios import MODULES, WIDTH, batch, layer_of, output_of
@@ -57,7 +58,9 @@ def test_it_and_the_layers_of_a_node_learn_from_each_other_whom_to_avoid(swarm: 
     output_of(layer, batch())
     expert(batch())
     swarm.crash(one)
-    while not layer._remote.calls.fleet.why_avoided("ffn.3.3", one.peer.peer_id, swarm.now_s):
+    while not swarm.node.service(ReplicaCalls.from_node).stats.why_avoided(
+        "ffn.3.3", one.peer.peer_id, swarm.now_s
+    ):
         expert(batch())
     output_of(layer, batch())
     assert layer.last_forward is not None
@@ -102,4 +105,4 @@ def test_what_cannot_be_sent_is_asked_of_nobody(swarm: ExpertSwarm) -> None:
     with pytest.raises(UsageError, match="float32"):
         expert(torch.zeros(2, WIDTH + 1))
     assert not server.forwards
-    assert copy.deepcopy(nn.Sequential(expert))[0]._remote is expert._remote
+    assert copy.deepcopy(nn.Sequential(expert))[0]._bridge is expert._bridge

@@ -14,7 +14,7 @@ import torch
 
 from moe.client.logic.replica_stats import ReplicaStats
 from moe.client.replicas.calling import ForwardCall, ForwardResult, ReplicaCalls
-from moe.client.replicas.directory_cache import AtlasConfig, ExpertDirectoryCache
+from moe.client.replicas.directory_cache import DirectoryCacheConfig, ExpertDirectoryCache
 from moe.protocol.calls import UNCOMPRESSED, BackwardReply, ExpertClient, ForwardReply, GradientPass
 from moe.protocol.declarations import ExpertReplica, GridBranch
 from moe.protocol.errors import ExpertApplied, ExpertFailed, ExpertMissing, ExpertOverloaded, ExpertRefused
@@ -65,12 +65,12 @@ class Scripted:
         self,
         replica: ExpertReplica,
         uid: ExpertUid,
-        forwarded: ForwardReply,
+        forward_reply: ForwardReply,
         tensors: GradientPass,
         **settings: Any,
     ) -> BackwardReply:
         self.asked.append((asyncio.get_running_loop().time(), replica.peer_id))
-        self.request_ids.append(forwarded.request_id)
+        self.request_ids.append(forward_reply.request_id)
         try:
             async with asyncio.timeout(settings["timeout_s"]):
                 await self._play(self._backward.pop(0) if self._backward else 0.1)
@@ -97,22 +97,24 @@ def calls_of(scripted: Scripted, table: Table | None = None) -> ReplicaCalls:
 def forward(
     calls: ReplicaCalls, replicas: Sequence[ExpertReplica], deadline_s: float = 10.0
 ) -> Awaitable[ForwardResult]:
-    return calls.forward(ForwardCall(UID, replicas, INPUTS, True), deadline_s=deadline_s, travel=UNCOMPRESSED)
+    return calls.forward(ForwardCall(UID, replicas, INPUTS, True), deadline_s=deadline_s, codecs=UNCOMPRESSED)
 
 
-def made() -> ForwardResult:
+def forward_result() -> ForwardResult:
     return ForwardResult(
         UID, REPLICAS[0], ForwardReply(outputs=[INPUTS[0]], version=1, request_id=b"one", wait_s=0.0)
     )
 
 
 def backward(calls: ReplicaCalls, deadline_s: float = 10.0) -> Awaitable[BackwardReply]:
-    return calls.backward(made(), GradientPass(INPUTS, INPUTS), deadline_s=deadline_s, travel=UNCOMPRESSED)
+    return calls.backward(
+        forward_result(), GradientPass(INPUTS, INPUTS), deadline_s=deadline_s, codecs=UNCOMPRESSED
+    )
 
 
-def anybody(calls: ReplicaCalls, timeout_s: float = 10.0) -> Awaitable[ForwardResult]:
+def forward_any(calls: ReplicaCalls, timeout_s: float = 10.0) -> Awaitable[ForwardResult]:
     deadline_s = asyncio.get_running_loop().time() + timeout_s
-    return calls.forward_of(UID, INPUTS, keep=True, deadline_s=deadline_s, travel=UNCOMPRESSED)
+    return calls.forward_any(UID, INPUTS, keep=True, deadline_s=deadline_s, codecs=UNCOMPRESSED)
 
 
 def test_a_failure_goes_to_the_next_replica_at_once() -> None:
@@ -131,13 +133,13 @@ def test_a_replica_that_dawdles_is_overtaken_and_comes_last_then() -> None:
     async def scenario() -> None:
         scripted = Scripted({PEERS[0]: 30.0, PEERS[1]: 0.2})
         calls = calls_of(scripted)
-        calls.fleet.answered(str(UID), PEERS[1], 5.0)  # so that the other is asked first
+        calls.stats.answered(str(UID), PEERS[1], 5.0)  # so that the other is asked first
         answer = await forward(calls, REPLICAS[:2])
         assert answer.replica.peer_id == PEERS[1]
         assert asyncio.get_running_loop().time() == pytest.approx(1.2), (
             "a second of patience with the unknown, 0.2 for the answer"
         )
-        assert calls.fleet.available(str(UID), PEERS[:2], 1.2) == [PEERS[1]]
+        assert calls.stats.available(str(UID), PEERS[:2], 1.2) == [PEERS[1]]
         assert len([task for task in asyncio.all_tasks() if task is not asyncio.current_task()]) == 0
 
     run_virtual(scenario())
@@ -146,10 +148,10 @@ def test_a_replica_that_dawdles_is_overtaken_and_comes_last_then() -> None:
 def test_the_one_that_dawdles_may_still_win() -> None:
     async def scenario() -> None:
         calls = calls_of(Scripted({PEERS[0]: 1.5, PEERS[1]: 9.0}))
-        calls.fleet.answered(str(UID), PEERS[1], 5.0)
+        calls.stats.answered(str(UID), PEERS[1], 5.0)
         assert (await forward(calls, REPLICAS[:2])).replica.peer_id == PEERS[0]
         assert asyncio.get_running_loop().time() == pytest.approx(1.5)
-        assert calls.fleet.available(str(UID), PEERS[:2], 1.5) == PEERS[:2], "the second was not late"
+        assert calls.stats.available(str(UID), PEERS[:2], 1.5) == PEERS[:2], "the second was not late"
 
     run_virtual(scenario())
 
@@ -162,14 +164,14 @@ def test_what_one_replica_says_is_not_the_last_word(error: SwarmError) -> None:
     async def scenario() -> None:
         scripted = Scripted({PEERS[0]: error})
         calls = calls_of(scripted)
-        calls.fleet.answered(str(UID), PEERS[1], 5.0)  # so that the other is asked first
+        calls.stats.answered(str(UID), PEERS[1], 5.0)  # so that the other is asked first
         for _ in range(3):
             assert (await forward(calls, REPLICAS[:2])).replica.peer_id == PEERS[1]
         assert [peer for _, peer in scripted.asked] == [PEERS[0], *PEERS[1:2] * 3], (
             "and it comes last for a while"
         )
-        held = calls.fleet.why_avoided(str(UID), PEERS[0], 0.5)
-        assert held is None if isinstance(error, ExpertOverloaded) else held == str(error)
+        reason = calls.stats.why_avoided(str(UID), PEERS[0], 0.5)
+        assert reason is None if isinstance(error, ExpertOverloaded) else reason == str(error)
 
     run_virtual(scenario())
 
@@ -179,7 +181,7 @@ def test_when_all_queues_are_full_that_is_said_at_once() -> None:
         scripted = Scripted({peer: ExpertOverloaded("full", 9) for peer in PEERS})
         for _ in range(2):
             with pytest.raises(ExpertOverloaded):
-                await anybody(calls_of(scripted, Table(REPLICAS)), 60.0)
+                await forward_any(calls_of(scripted, Table(REPLICAS)), 60.0)
         assert asyncio.get_running_loop().time() < 1.0
         assert len(scripted.asked) == 6
 
@@ -199,16 +201,16 @@ def test_an_expert_for_which_there_is_no_other_is_asked_of_everybody_and_then_of
             Scripted({replica.peer_id: NetworkError("gone") for replica in many[:5]}),
         )
         calls = calls_of(scripted, table)
-        assert (await anybody(calls)).replica == many[5]
+        assert (await forward_any(calls)).replica == many[5]
         scripted._forward = {replica.peer_id: NetworkError("gone") for replica in many[:8]}
         table.branches_of[ROOT] = GridBranch({0: tuple(many)})
-        assert (await anybody(calls)).replica == many[8]
+        assert (await forward_any(calls)).replica == many[8]
         del scripted._forward[many[0].peer_id]
         scripted._forward[many[8].peer_id] = NetworkError("gone, too")
-        assert (await anybody(calls)).replica == many[0], "though it is avoided"
+        assert (await forward_any(calls)).replica == many[0], "though it is avoided"
         scripted._forward[many[0].peer_id] = NetworkError("gone")
         with pytest.raises(NetworkError, match="gone"):
-            await anybody(calls)
+            await forward_any(calls)
 
     run_virtual(scenario())
 
@@ -216,22 +218,22 @@ def test_an_expert_for_which_there_is_no_other_is_asked_of_everybody_and_then_of
 def test_nobody_hosts_it_or_the_dht_is_silent() -> None:
     async def scenario() -> None:
         table = Table()
-        for ask in (anybody, lambda calls: calls.schema(UID, deadline_s=10.0)):
+        for ask in (forward_any, lambda calls: calls.schema(UID, deadline_s=10.0)):
             with pytest.raises(NotEnoughPeers, match=r"nobody hosts ffn\.0"):
                 await ask(calls_of(Scripted(), table))
         table.down = True
         with pytest.raises(NetworkError, match="the DHT is silent"):
-            await anybody(calls_of(Scripted(), table))
+            await forward_any(calls_of(Scripted(), table))
 
     run_virtual(scenario())
 
 
 def test_a_schema_is_asked_of_one_after_the_other() -> None:
     async def scenario() -> None:
-        told = {PEERS[0]: NetworkError("gone"), PEERS[1]: ExpertMissing("not here")}
-        calls = calls_of(Scripted(schema=dict(told)), Table(REPLICAS))
+        failures = {PEERS[0]: NetworkError("gone"), PEERS[1]: ExpertMissing("not here")}
+        calls = calls_of(Scripted(schema=dict(failures)), Table(REPLICAS))
         assert await calls.schema(UID, deadline_s=10.0) == SCHEMA
-        alone = calls_of(Scripted(schema=dict(told)), Table(REPLICAS[:2]))
+        alone = calls_of(Scripted(schema=dict(failures)), Table(REPLICAS[:2]))
         with pytest.raises((NetworkError, ExpertMissing)):
             await alone.schema(UID, deadline_s=10.0)
         assert not alone.available(UID, REPLICAS[:2])
@@ -257,8 +259,8 @@ def test_a_call_that_is_cancelled_counts_as_late() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
                 await forward(calls, REPLICAS[:1])
-        assert calls.fleet.why_avoided(str(UID), PEERS[0], 0.6) == "it was too slow to be waited for"
-        assert calls.fleet.expected_s(str(UID), PEERS[0]) == 0.05, "nothing is in flight there any more"
+        assert calls.stats.why_avoided(str(UID), PEERS[0], 0.6) == "it was too slow to be waited for"
+        assert calls.stats.expected_s(str(UID), PEERS[0]) == 0.05, "nothing is in flight there any more"
 
     run_virtual(scenario())
 
@@ -303,7 +305,7 @@ def test_a_backward_pass_that_is_lost_is_an_error(
             await backward(calls)
         assert len(scripted.asked) == (4 if len(outcomes) == 9 else 1)
         assert (
-            calls.fleet.why_avoided(str(UID), PEERS[0], asyncio.get_running_loop().time()) is not None
+            calls.stats.why_avoided(str(UID), PEERS[0], asyncio.get_running_loop().time()) is not None
         ) == avoided
 
     run_virtual(scenario())
@@ -346,31 +348,31 @@ ROOT = ExpertUid.parse_prefix("ffn")
 def test_an_atlas_reads_once_then_behind_the_callers_back_and_drops_what_expired() -> None:
     async def scenario() -> None:
         loop, table, clock = asyncio.get_running_loop(), Table(), VirtualClock()
-        atlas = ExpertDirectoryCache(
-            table, clock, Supervisor(), AtlasConfig(fresh_s=2.0, stale_s=10.0, empty_s=0.5)
+        directory = ExpertDirectoryCache(
+            table, clock, Supervisor(), DirectoryCacheConfig(fresh_s=2.0, stale_s=10.0, empty_s=0.5)
         )
         soon = ExpertReplica(REPLICAS[0].contact, b"", expiration=EPOCH_UNIX_S + 5.0)
         table.branches_of[ROOT] = GridBranch({0: (soon,), 1: (soon, REPLICAS[1])})
-        assert set((await atlas.look([ROOT], timeout_s=1.0))[ROOT].experts) == {0, 1}
+        assert set((await directory.branches([ROOT], timeout_s=1.0))[ROOT].experts) == {0, 1}
         assert loop.time() == pytest.approx(0.1)
         await asyncio.sleep(1.0)
-        await atlas.look([ROOT], timeout_s=1.0)
+        await directory.branches([ROOT], timeout_s=1.0)
         assert len(table.reads) == 1
         await asyncio.sleep(2.0)
         at_s = loop.time()
         for _ in range(3):
-            await atlas.look([ROOT], timeout_s=1.0)
+            await directory.branches([ROOT], timeout_s=1.0)
         assert loop.time() == at_s, "nobody waits"
         await asyncio.sleep(0.2)
         assert len(table.reads) == 2
         table.down = True
         await asyncio.sleep(3.0)
-        found = (await atlas.look([ROOT], timeout_s=1.0))[ROOT]
+        found = (await directory.branches([ROOT], timeout_s=1.0))[ROOT]
         assert found.experts == {1: (REPLICAS[1],)}, "what has expired is dropped, though the DHT is silent"
         await asyncio.sleep(20.0)
-        assert (await atlas.look([ROOT], timeout_s=1.0))[ROOT].experts == {1: (REPLICAS[1],)}
+        assert (await directory.branches([ROOT], timeout_s=1.0))[ROOT].experts == {1: (REPLICAS[1],)}
         with pytest.raises(NetworkError):
-            await atlas.look([ExpertUid.parse_prefix("other")], timeout_s=1.0)
+            await directory.branches([ExpertUid.parse_prefix("other")], timeout_s=1.0)
 
     run_virtual(scenario())
 
@@ -378,16 +380,18 @@ def test_an_atlas_reads_once_then_behind_the_callers_back_and_drops_what_expired
 def test_an_atlas_believes_for_a_moment_that_there_is_nothing_and_is_bounded() -> None:
     async def scenario() -> None:
         table = Table()
-        atlas = ExpertDirectoryCache(table, VirtualClock(), Supervisor(), AtlasConfig(prefixes_max=3))
-        assert await atlas.replicas(UID, timeout_s=1.0) == ()
-        assert await atlas.replicas(UID, timeout_s=1.0) == ()
+        directory = ExpertDirectoryCache(
+            table, VirtualClock(), Supervisor(), DirectoryCacheConfig(prefixes_max=3)
+        )
+        assert await directory.replicas(UID, timeout_s=1.0) == ()
+        assert await directory.replicas(UID, timeout_s=1.0) == ()
         assert len(table.reads) == 1
         table.branches_of[ROOT] = GridBranch({0: (REPLICAS[0],)})
         await asyncio.sleep(0.6)
-        assert await atlas.replicas(UID, timeout_s=1.0) == (REPLICAS[0],)
-        assert await atlas.replicas(UID, timeout_s=1.0, anew=True) == (REPLICAS[0],)
+        assert await directory.replicas(UID, timeout_s=1.0) == (REPLICAS[0],)
+        assert await directory.replicas(UID, timeout_s=1.0, refresh=True) == (REPLICAS[0],)
         assert len(table.reads) == 3
-        await atlas.look([ExpertUid("ffn", (place,)) for place in range(10)], timeout_s=1.0)
-        assert len(atlas) == 3
+        await directory.branches([ExpertUid("ffn", (place,)) for place in range(10)], timeout_s=1.0)
+        assert len(directory) == 3
 
     run_virtual(scenario())

@@ -12,9 +12,12 @@ import pytest
 import torch
 
 import swarm
+from moe.client.replicas.calling import ReplicaCalls
 from moe.protocol.calls import GradientPass
 from moe.protocol.declarations import Directory
 from moe.protocol.names import ExpertUid
+from moe.server.hosting import HostingService
+from moe.server.logic.input_cache import InputCache
 from swarm.core.errors import NotEnoughPeers, UsageError
 from tests.wire.expert_pair import UID, expert, gated, network, pair, sgd
 
@@ -77,13 +80,13 @@ def test_several_inputs_and_outputs_nested_and_in_bfloat16() -> None:
 
 def test_codecs_for_activations_and_gradients() -> None:
     local = network()
-    travel = swarm.WireCodecs(
+    codecs = swarm.WireCodecs(
         inputs="float16", outputs="int8", gradients="bfloat16", input_gradients="float16"
     )
     with pair({"ffn.0": expert(copy.deepcopy(local))}) as two:
         x = torch.randn(64, 16, requires_grad=True)
         mirror = x.detach().clone().requires_grad_()
-        y, expected = two.remote(travel=travel)(x), local(mirror)
+        y, expected = two.remote(codecs=codecs)(x), local(mirror)
         assert 0 < float((y - expected).detach().abs().max()) < 0.02
         y.sum().backward()
         expected.sum().backward()
@@ -97,14 +100,14 @@ def test_a_repeated_backward_pass_is_applied_once() -> None:
         calls, x, gradient = two.calls, torch.randn(4, 16), torch.randn(4, 16)
 
         async def repeat() -> list[Any]:
-            forwarded = await calls.forward(two.replica, UID, [x], timeout_s=5.0)
+            forward_reply = await calls.forward(two.replica, UID, [x], timeout_s=5.0)
             passed = GradientPass([x], [gradient])
             async with asyncio.TaskGroup() as tasks:
                 same = [
-                    tasks.create_task(calls.backward(two.replica, UID, forwarded, passed, timeout_s=5.0))
+                    tasks.create_task(calls.backward(two.replica, UID, forward_reply, passed, timeout_s=5.0))
                     for _ in range(5)
                 ]
-            again = await calls.backward(two.replica, UID, forwarded, passed, timeout_s=5.0)
+            again = await calls.backward(two.replica, UID, forward_reply, passed, timeout_s=5.0)
             return [again, *(task.result() for task in same)]
 
         answers = two.run(repeat())
@@ -128,9 +131,7 @@ def test_inputs_are_sent_again_only_when_the_server_has_them_no_more(forgets: st
         mirror = x.detach().clone().requires_grad_()
         y = remote(x)
         if forgets == "all":
-            service = two.server._service
-            for name in list(service._inputs._entries):
-                service._inputs.drop(*name)
+            two.host.service(HostingService).input_cache = InputCache()
         y.sum().backward()
         module(mirror.clone()).sum().backward()
         assert x.grad is not None
@@ -139,7 +140,7 @@ def test_inputs_are_sent_again_only_when_the_server_has_them_no_more(forgets: st
         assert two.server.statistics().experts["ffn.0"].refusals == (
             {} if forgets == "nothing" else {"EXPERT_FORGOTTEN": 1}
         )
-        assert not two.server._service._inputs.size_bytes
+        assert not two.host.service(HostingService).input_cache.size_bytes
 
 
 def test_nobody_hosts_it() -> None:
@@ -159,10 +160,10 @@ def test_a_second_replica_is_asked_when_the_first_is_slow_and_backward_goes_to_w
         remote = two.remote()
 
         async def slow_one_first() -> None:
-            calls = remote._remote.calls
-            found = await calls.atlas.replicas(UID, timeout_s=5.0)
+            calls = two.guest.service(ReplicaCalls.from_node)
+            found = await calls.directory.replicas(UID, timeout_s=5.0)
             assert {replica.peer_id for replica in found} == {two.host.peer_id, other.peer_id}
-            calls.fleet.answered(str(UID), other.peer_id, 1e3)
+            calls.stats.answered(str(UID), other.peer_id, 1e3)
 
         two.run(slow_one_first())
         x = torch.ones(2, 16, requires_grad=True)

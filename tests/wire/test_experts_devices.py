@@ -16,7 +16,7 @@ import torch
 import swarm
 from moe.protocol.declarations import Directory
 from moe.protocol.names import ExpertUid
-from moe.server.checkpoints import kept_names
+from moe.server.checkpoints import saved_names
 from tests.moe.late_link import LateLink
 from tests.wire.expert_pair import UID, expert, gated, network, pair, sgd, until
 
@@ -39,14 +39,14 @@ def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LateLink]]:
 
 @pytest.mark.parametrize("batch", [1, 9000])  # within a call, and in a stream
 @pytest.mark.parametrize(
-    "travel",
+    "codecs",
     [
         swarm.WireCodecs(),
         swarm.WireCodecs(inputs="int8", outputs="float16", gradients="int8", input_gradients="int4"),
     ],
 )
 def test_a_server_with_a_link_answers_as_one_on_the_host(
-    links: list[LateLink], batch: int, travel: swarm.WireCodecs
+    links: list[LateLink], batch: int, codecs: swarm.WireCodecs
 ) -> None:
     local = network()
     answers: list[list[torch.Tensor]] = []
@@ -57,11 +57,11 @@ def test_a_server_with_a_link_answers_as_one_on_the_host(
             with pair({"ffn.0": expert(copy.deepcopy(local), sgd)}, max_batch_size=10_000) as two:
                 chance = torch.Generator().manual_seed(batch)
                 x = torch.randn(batch, 16, generator=chance).requires_grad_()
-                y = two.remote(travel=travel)(x)
+                y = two.remote(codecs=codecs)(x)
                 # with the inputs that the server has kept
                 y.backward(torch.randn(batch, 16, generator=chance))
                 assert x.grad is not None
-                answers.append([y.detach(), x.grad, two.remote(travel=travel)(x).detach()])
+                answers.append([y.detach(), x.grad, two.remote(codecs=codecs)(x).detach()])
                 assert two.server.statistics().experts["ffn.0"].refusals == {}
                 assert two.server.statistics().experts["ffn.0"].version == 1
     assert all(torch.equal(one, other) for one, other in zip(*answers, strict=True))
@@ -148,7 +148,7 @@ def test_a_lost_device_takes_the_server_out_of_the_swarm_and_keeps_the_last_good
         assert not any(two.run(found()).values())
         with pytest.raises(swarm.ExpertMissing):
             two.run(calls.forward(two.replica, UID, [torch.ones(1, 16)], timeout_s=5.0))
-    assert [str(uid) for uid in kept_names(tmp_path)] == ["ffn.0", "ffn.1"]
+    assert [str(uid) for uid in saved_names(tmp_path)] == ["ffn.0", "ffn.1"]
     kept = torch.load(tmp_path / "ffn.0.expert.pt", weights_only=True)
     assert kept["version"] == good["version"] == 1
     # the other device's was saved

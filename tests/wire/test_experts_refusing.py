@@ -197,8 +197,10 @@ def test_a_poisonous_request_in_a_batch_is_its_callers_alone(backward: bool) -> 
             if not backward:
                 return (await calls.forward(two.replica, UID, [x], timeout_s=10.0)).outputs[0]
             passed = GradientPass([x], [torch.ones(1, 16)])
-            forwarded = ForwardReply(outputs=[x], version=0, request_id=os.urandom(16), wait_s=0.0)
-            return (await calls.backward(two.replica, UID, forwarded, passed, timeout_s=10.0)).gradients[0]
+            forward_reply = ForwardReply(outputs=[x], version=0, request_id=os.urandom(16), wait_s=0.0)
+            return (await calls.backward(two.replica, UID, forward_reply, passed, timeout_s=10.0)).gradients[
+                0
+            ]
 
         async def together() -> list[Any]:
             await one(0.0)

@@ -155,10 +155,10 @@ def test_a_switch_layer_and_a_pipeline_over_real_servers(nodes: tuple[swarm.Node
         found, expected = (torch.autograd.grad(one.square().sum(), x)[0] for one in (output, wanted))
         assert torch.allclose(found, expected, atol=1e-6)
         switch = swarm.RemoteSwitchMixtureOfExperts(trainer, 8, grid="sw.[0:4]").eval()
-        mixed, loss = switch(x)
+        mixture, loss = switch(x)
         probabilities = switch.gate(x)[0].softmax(dim=1)
         value, best = probabilities.max(dim=1)
         outputs = torch.stack([module(x) for module in experts.values()], dim=1)
-        assert isinstance(mixed, torch.Tensor)
-        assert torch.allclose(mixed, value[:, None] * outputs[torch.arange(10), best], atol=1e-6)
+        assert isinstance(mixture, torch.Tensor)
+        assert torch.allclose(mixture, value[:, None] * outputs[torch.arange(10), best], atol=1e-6)
         assert loss.item() == pytest.approx(1.0, rel=1e-5), "even utilization: the probabilities sum to one"

@@ -1,4 +1,4 @@
-"""What a layer's pass may take and must give, and what came of one."""
+"""Options and report of a mixture layer's pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swarm.core.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureOptions:
-    """What a pass may take, and what it must give."""
+    """The limits of a pass, and the number of answers that it must give."""
 
     grid: ExpertGrid
     k_best: int
@@ -21,9 +21,9 @@ class MixtureOptions:
     backward_k_min: int
     forward_timeout_s: float
     backward_timeout_s: float
-    patience: GatherTimeouts
+    gather_timeouts: GatherTimeouts
     allow_zero_outputs: bool
-    travel: WireCodecs = UNCOMPRESSED
+    codecs: WireCodecs = UNCOMPRESSED
     replacements_max: int = 4  # rounds of looking for others in the place of those that failed
     beam: BeamConfig = field(default_factory=BeamConfig)
 
@@ -42,7 +42,7 @@ class MixtureOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassReport:
-    """What came of a pass: for users' logs, and for tests."""
+    """The outcome of a pass, for users' logs and for tests."""
 
     asked: tuple[str, ...]  # experts, a name for each call
     answered: tuple[str, ...]

@@ -61,7 +61,7 @@ def expert_class(name: str, file: Path | None = None) -> ExpertFactory:
     """The class of this name, of the user's file if one is given. UsageError when there is none, or it cannot
     be loaded.
     """
-    factory = _of_file(name, file) if file is not None else _of_package(name)
+    factory = _load_from_file(name, file) if file is not None else _load_installed(name)
     if not callable(factory):
         raise UsageError(
             f"the expert class {name!r} is no function: it takes ExpertSettings and returns (module, sample inputs)"
@@ -75,20 +75,20 @@ def make(
     """A new module of a class, and its sample inputs. UsageError when the class does not give those."""
     import torch
 
-    made = factory(settings)
+    result = factory(settings)
     if (
-        not isinstance(made, tuple)
-        or len(made) != 2
-        or not isinstance(made[0], torch.nn.Module)
-        or not isinstance(made[1], tuple | list)
+        not isinstance(result, tuple)
+        or len(result) != 2
+        or not isinstance(result[0], torch.nn.Module)
+        or not isinstance(result[1], tuple | list)
     ):
         raise UsageError(
-            f"the expert class {name!r} should return a module and a tuple of sample inputs, not {made!r:.100}"
+            f"the expert class {name!r} should return a module and a tuple of sample inputs, not {result!r:.100}"
         )
-    return made[0], tuple(made[1])
+    return result[0], tuple(result[1])
 
 
-def _of_package(name: str) -> Any:
+def _load_installed(name: str) -> Any:
     if name in _BUILT_IN:
         where, _, attribute = _BUILT_IN[name].partition(":")
         return getattr(importlib.import_module(where), attribute)
@@ -106,7 +106,7 @@ def _of_package(name: str) -> Any:
         ) from error
 
 
-def _of_file(name: str, file: Path) -> Any:
+def _load_from_file(name: str, file: Path) -> Any:
     specification = importlib.util.spec_from_file_location(_MODULE_NAME, file)
     if not file.is_file() or specification is None or specification.loader is None:
         raise UsageError(f"--module {file}: there is no such Python file")

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AppliedConfig:
+class AppliedRequestsConfig:
     """How much is remembered."""
 
     ids_max: int = 65536  # some 200 bytes each; a caller repeats within seconds
@@ -24,11 +24,11 @@ class AppliedConfig:
     ids_per_caller_max: int = 8192  # so that one caller cannot make the others' be forgotten
 
 
-class Applied(Generic[T]):
+class AppliedRequests(Generic[T]):
     """By caller and request id. Whoever shares it stays on one thread."""
 
-    def __init__(self, config: AppliedConfig | None = None) -> None:
-        self.config = config or AppliedConfig()
+    def __init__(self, config: AppliedRequestsConfig | None = None) -> None:
+        self.config = config or AppliedRequestsConfig()
         # the caller heard of last comes last
         self._by_caller: OrderedDict[Hashable, OrderedDict[bytes, None]] = OrderedDict()
         self._answers: OrderedDict[tuple[Hashable, bytes], tuple[T, int]] = OrderedDict()

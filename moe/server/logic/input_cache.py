@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RememberedConfig:
+class InputCacheConfig:
     """How much is kept; 0 bytes: nothing."""
 
     bytes_max: int = 256 << 20
@@ -24,13 +24,13 @@ class RememberedConfig:
     entry_overhead_bytes: int = 1024  # counted for each, so that small ones are bounded in number, too
 
 
-class Remembered(Generic[T]):
+class InputCache(Generic[T]):
     """By caller and name."""
 
-    def __init__(self, config: RememberedConfig | None = None) -> None:
-        self.config = config or RememberedConfig()
+    def __init__(self, config: InputCacheConfig | None = None) -> None:
+        self.config = config or InputCacheConfig()
         self._entries: OrderedDict[tuple[Hashable, Hashable], tuple[T, int]] = OrderedDict()
-        self._of_caller: dict[Hashable, OrderedDict[Hashable, None]] = {}
+        self._names_by_caller: dict[Hashable, OrderedDict[Hashable, None]] = {}
         self._caller_bytes: dict[Hashable, int] = {}
         self.size_bytes = 0
 
@@ -41,11 +41,11 @@ class Remembered(Generic[T]):
             return False
         self.drop(caller, name)
         self._entries[caller, name] = (value, size_bytes)
-        self._of_caller.setdefault(caller, OrderedDict())[name] = None
+        self._names_by_caller.setdefault(caller, OrderedDict())[name] = None
         self._caller_bytes[caller] = self._caller_bytes.get(caller, 0) + size_bytes
         self.size_bytes += size_bytes
         while self._caller_bytes[caller] > self.config.bytes_per_caller_max:
-            self.drop(caller, next(iter(self._of_caller[caller])))
+            self.drop(caller, next(iter(self._names_by_caller[caller])))
         while self.size_bytes > self.config.bytes_max:
             self.drop(*next(iter(self._entries)))
         return True
@@ -62,6 +62,6 @@ class Remembered(Generic[T]):
             return
         self.size_bytes -= found[1]
         self._caller_bytes[caller] -= found[1]
-        del self._of_caller[caller][name]
-        if not self._of_caller[caller]:
-            del self._of_caller[caller], self._caller_bytes[caller]
+        del self._names_by_caller[caller][name]
+        if not self._names_by_caller[caller]:
+            del self._names_by_caller[caller], self._caller_bytes[caller]
