@@ -1,5 +1,5 @@
-"""Experts on disk: a folder with a file per expert, each replaced atomically: a server killed at any time
-resumes from whole ones.
+"""Checkpoints of experts: a folder with one file per expert, each replaced atomically. A server killed at any
+time resumes from complete files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SUFFIX = ".expert.pt"
 
 
 def saved_names(folder: Path) -> list[ExpertUid]:
-    """The experts that a folder has checkpoints of."""
+    """Return the names of the experts that a folder has checkpoints of."""
     names = []
     for path in sorted(folder.expanduser().glob(f"[!.]*{_SUFFIX}")):
         with contextlib.suppress(UsageError):
@@ -29,7 +29,9 @@ def saved_names(folder: Path) -> list[ExpertUid]:
 
 
 class ExpertCheckpoints:
-    """The checkpoints of one server. `save` writes what has changed since it was last saved or loaded."""
+    """The checkpoints of one server. `save` writes experts that have changed since they were last saved or
+    loaded.
+    """
 
     def __init__(self, folder: Path, experts: Mapping[ExpertUid, Expert]) -> None:
         self.folder, self._experts = folder, dict(experts)
@@ -42,12 +44,12 @@ class ExpertCheckpoints:
             raise UsageError(f"cannot keep checkpoints in {folder}: {error}") from error
 
     def path(self, uid: ExpertUid) -> Path:
-        """Where an expert is kept."""
+        """Return the path of an expert's checkpoint."""
         return self.folder / f"{uid}{_SUFFIX}"
 
     def load(self) -> list[ExpertUid]:
-        """Resume every expert that has a checkpoint; which ones that were. UsageError when one cannot be
-        used.
+        """Restore every expert that has a checkpoint, and return their names. Raises UsageError when a
+        checkpoint cannot be used.
         """
         resumed = []
         for uid, expert in self._experts.items():
@@ -74,11 +76,11 @@ class ExpertCheckpoints:
         return resumed
 
     def save(self, failed: Collection[torch.device] = ()) -> int:
-        """Write what has changed; how many experts that were. Those on a `failed` device are left out:
-        nothing of it can be trusted.
+        """Write the experts that have changed, and return their number. Experts on a `failed` device are left
+        out: nothing on it can be trusted.
 
-        OSError when the disk does not take it, DeviceFailed when a device cannot be read: the files of before
-        are whole.
+        Raises OSError when the disk does not take it, and DeviceFailed when a device cannot be read; the
+        earlier files stay complete.
         """
         written = 0
         for uid, expert in self._experts.items():

@@ -1,10 +1,10 @@
-"""The computing thread of a device: takes batches from the queues, one at a time, and hands results back to
-the network loop.
+"""The computing thread of a device: it takes batches from the queues, one at a time, and hands results back
+to the network loop.
 
 For experts on a CUDA device three threads share the work, each with a batch of its own: one takes the next
 batch and begins to copy its tensors to the device, one computes, and one waits until results are on the host
-and hands them on. So copies in, computation and copies out of successive batches run at the same time. For
-experts on the host there is one thread, and nothing is copied.
+and delivers them. Copies in, computation and copies out of successive batches therefore run at the same time.
+For experts on the host there is one thread, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Throughput:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """One batch from the queues to its callers."""
+    """One batch on its way from the queues to its callers."""
 
     jobs: list[Job]
     queue: Hashable
@@ -64,10 +64,10 @@ class _Batch:
 
 
 class ComputeThread:
-    """Requests for the experts of one device in, results out.
+    """Computes the requests for the experts of one device.
 
-    `deliver` gets the results of a whole batch, and `report` the failure after which nothing more is
-    computed; both on a thread of this object. `link` is the way to the device (`link_of`);
+    `deliver` receives the results of a whole batch, and `report` the failure after which nothing more is
+    computed; both are called on a thread of this object. `link` is the connection to the device (`link_of`);
     None computes on one thread.
     """
 
@@ -99,7 +99,7 @@ class ComputeThread:
         self._threads = self._start()
 
     def offer(self, job: Job) -> str:
-        """Queue it; a reason when there is no room. Any thread."""
+        """Queue a job. Return the reason when there is no room, else "". Any thread may call it."""
         cost = job.batch * (BACKWARD_COST if job.is_backward else 1.0)
         kept = job.keep and job.expert.keeps_activations
         # what keeps activations is a batch of its own
@@ -118,31 +118,31 @@ class ComputeThread:
         return ""
 
     def refusal(self, caller: PeerId, size_bytes: int) -> str:
-        """What `offer` would say."""
+        """Return what `offer` would return."""
         with self._lock:
             return self._batcher.refusal(caller, size_bytes)
 
     def withdraw(self, number: int) -> bool:
-        """False when it is being computed, or was."""
+        """Remove a job from the queue. Return False when it is being computed, or was."""
         with self._lock:
             self._jobs.pop(number, None)
             return self._batcher.withdraw(number)
 
     @property
     def decodes_on_device(self) -> bool:
-        """Whether jobs bring their tensors as they came (`moe.protocol.tensors.Encoded`), for the device to
+        """Return whether jobs bring their tensors encoded (`moe.protocol.tensors.Encoded`), for the device to
         decode.
         """
         return self._link is not None
 
     @property
     def queued(self) -> int:
-        """Requests that wait."""
+        """Return the number of requests that wait."""
         return self._batcher.queued
 
     @property
     def unfinished(self) -> int:
-        """Requests that wait or are being computed."""
+        """Return the number of requests that wait or are being computed."""
         with self._lock:
             return (
                 self._batcher.queued + len(self._retries) + sum(len(batch.jobs) for batch in self._under_way)
@@ -150,7 +150,7 @@ class ComputeThread:
 
     @property
     def wait_s(self) -> float:
-        """How long a request that comes now would wait, as far as the pace until now tells."""
+        """Return how long a request that comes now would wait, estimated from the recent throughput."""
         with self._lock:
             expected_s = sum(batch.cost for batch in self._under_way) * self._throughput.s_per_cost
             running_s = max(self._begun_s + expected_s - time.monotonic(), 0.0) if self._under_way else 0.0
@@ -158,17 +158,19 @@ class ComputeThread:
 
     @property
     def samples_per_s(self) -> float:
-        """Of the last batches, while they were computed; 0: there was none yet."""
+        """Return the recent throughput while batches were computed; 0 when there was no batch yet."""
         return self._throughput.samples_per_s
 
     def halt(self) -> None:
-        """Take nothing more; batches in progress are finished, what waits is dropped."""
+        """Take no more batches; those in progress are finished, waiting requests are dropped."""
         with self._lock:
             self._stopping = True
         self._wake.put(None)
 
     def stop(self, timeout_s: float) -> bool:
-        """`halt`, and wait for batches in progress; False when that took too long."""
+        """Call `halt` and wait for batches in progress. Return False when that took longer than `timeout_s`.
+
+        """
         self.halt()
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
@@ -203,7 +205,7 @@ class ComputeThread:
         return threads
 
     def _run(self) -> None:
-        """All work on one thread."""
+        """Do all work on one thread."""
         with using(self._device):
             while (batch := self._take()) is not None:
                 self._compute(batch)
@@ -215,7 +217,7 @@ class ComputeThread:
         work: Callable[[_Batch], None],
         pass_on: Callable[[_Batch | None], None],
     ) -> None:
-        """One stage of three: every batch that comes, until None does."""
+        """Run one of three stages: process every batch that comes, until None comes."""
         assert self._link is not None
         with self._link.using():
             while (batch := take()) is not None:
@@ -242,7 +244,7 @@ class ComputeThread:
                 self._wake.get(timeout=None if due_s is None else max(due_s - now_s, 0.0))
 
     def _next_batch(self, now_s: float) -> _Batch | None:
-        """With the lock held."""
+        """Return the next batch, if one is due. The lock must be held."""
         if self._retries:
             job = self._retries.popleft()
             return _Batch([job], job.kind, 0.0, is_repeated=True)
@@ -296,8 +298,8 @@ class ComputeThread:
             )
 
     def _finish(self, batch: _Batch) -> None:
-        """Wait for results, and deliver them; what failed among others, and only now is known to have, is
-        computed again by itself.
+        """Wait for results and deliver them. A job that failed in a batch, and is only now known to have
+        failed, is computed again by itself.
         """
         done, retries = list[tuple[Job, Outcome]](), list[Job]()
         for answers in batch.answers:
@@ -333,8 +335,8 @@ class ComputeThread:
             self._wake.put(None)
 
     def _fail(self, failure: DeviceFailed) -> None:
-        """Compute nothing more. Batches under way are answered with the failure, what waits is for who hears
-        the report.
+        """Compute nothing more. Batches under way are answered with the failure; waiting requests are left to
+        the receiver of the report.
         """
         with self._lock:
             self._failure = self._failure or failure
@@ -355,7 +357,9 @@ class ComputeThread:
             count.forward_batches += 1
 
     def _record(self, batch: _Batch, done: list[tuple[Job, Outcome]]) -> None:
-        """A batch is over. Its time began when the one before it was over, if it had been taken by then."""
+        """Record a finished batch. Its computing time began when the one before it was finished, if it had
+        been taken by then.
+        """
         count = self.counts.setdefault(batch.jobs[0].uid, Counts())
         for job, outcome in done:
             if outcome.failure:

@@ -1,4 +1,6 @@
-"""`swarm.Expert`: a module that others may call, with the optimizer that learns from their backward passes."""
+"""`swarm.Expert`: a module that others may call, with the optimizer that learns from their backward passes.
+
+"""
 
 from __future__ import annotations
 
@@ -22,25 +24,28 @@ Gradients: TypeAlias = Sequence[torch.Tensor | None]
 
 
 class ComputationFailed(Exception):
-    """The module raised, or made something else than its schema says; nothing was applied."""
+    """The module raised an error, or its result does not fit its schema; nothing was applied."""
 
 
 class Expert:
     """A module as an expert. Its schema is that of `sample_inputs` (a tuple of arguments: tensors, or tuples,
-    lists and dictionaries of them; the first dimension of each is the batch) and of what the module makes of
-    them.
+    lists and dictionaries of them; the first dimension of each is the batch) and of the module's result for
+    them. The module's mode (train or eval) is left as it is.
 
-    `optimizer`: called with the trainable parameters; one step per backward batch. None: the expert is
-    frozen, and a backward pass only gives the gradients of its inputs. `schedule`: called with the optimizer,
-    gives a learning-rate schedule, stepped once per step. `clip_norm`: gradients are scaled down to this
-    norm. `device`: the module is moved there; `cuda` means the current CUDA device, and None the device that
-    the module is on. `keep_activations_bytes`: keep the activations of forward passes that a backward pass is
-    likely to follow, up to so many bytes of their tensors, instead of computing forward again; it pays where
-    no other caller's step comes between, each such request is a batch of its own, and dropout is then the
-    same in both directions. `autocast`: torch.bfloat16 or torch.float16, the dtype of `torch.autocast` around
-    the module in forward and backward passes; None computes in the module's own dtypes. The schema does not
-    depend on it: outputs are cast to the dtypes that they have without. Gradients are not scaled, so with
-    float16 small ones may become zero. The module's mode (train or eval) is left as it is.
+    `optimizer`: called with the trainable parameters; it makes one step per backward batch. None: the expert
+    is frozen, and a backward pass only gives the gradients of its inputs. `schedule`: called with the
+    optimizer, returns a learning-rate schedule, which is stepped once per optimizer step. `clip_norm`:
+    gradients are scaled down to this norm. `device`: the module is moved there; `cuda` means the current CUDA
+    device, and None the device that the module is on.
+
+    `keep_activations_bytes`: keep the activations of forward passes that a backward pass is likely to follow,
+    up to this size of their tensors, instead of computing forward again. It pays where no other caller's step
+    comes between; each such request is a batch of its own, and dropout is then the same in both directions.
+
+    `autocast`: torch.bfloat16 or torch.float16, the dtype of `torch.autocast` around the module in forward
+    and backward passes; None computes in the module's own dtypes. The schema does not depend on it: outputs
+    are cast to the dtypes that they have without. Gradients are not scaled, so with float16 small ones may
+    become zero.
     """
 
     def __init__(
@@ -86,24 +91,24 @@ class Expert:
 
     @property
     def frozen(self) -> bool:
-        """Backward passes change nothing."""
+        """Return whether backward passes change nothing."""
         return self.optimizer is None
 
     @property
     def keeps_activations(self) -> bool:
-        """Whether forward passes may keep their activations."""
+        """Return whether forward passes may keep their activations."""
         return self._activations.bytes_max > 0
 
     def forward(self, inputs: Tensors) -> Tensors:
         """Compute one batch without gradients. `inputs` are flat, on any device; the outputs are on the
-        expert's. ComputationFailed.
+        expert's device. Raises ComputationFailed.
         """
         with using(self.device), torch.no_grad():
             return self._outputs(self._to_device(inputs), len(inputs[0]))
 
     def forward_keeping(self, pass_id: object, inputs: Tensors) -> Tensors:
-        """The same, and what a backward pass of this `pass_id` needs is kept for as long as there is room and no
-        step comes between.
+        """Compute one batch as `forward` does, and keep what the backward pass with this id needs, for as
+        long as there is room and no step comes between.
         """
         with using(self.device), torch.enable_grad():
             leaves = self._leaves(inputs)
@@ -118,11 +123,11 @@ class Expert:
     def backward(
         self, passes: Sequence[tuple[object, Tensors, Gradients]]
     ) -> list[list[torch.Tensor | None]]:
-        """Make one optimizer step for several backward passes, each (name, inputs, gradients of floating
+        """Make one optimizer step for several backward passes, each (id, inputs, gradients of floating-point
         outputs or None for zeros).
 
-        Returns the gradients of each pass's floating inputs, on the expert's device; None where the expert
-        does not depend on one. ComputationFailed: no step was made.
+        Returns the gradients of each pass's floating-point inputs, on the expert's device; None where the
+        expert does not depend on one. Raises ComputationFailed when no step was made.
         """
         self.discard()
         try:
@@ -136,7 +141,7 @@ class Expert:
     def accumulate(
         self, passes: Sequence[tuple[object, Tensors, Gradients]]
     ) -> list[list[torch.Tensor | None]]:
-        """The first half of `backward`: add the passes' gradients of the parameters to those of earlier
+        """Run the first half of `backward`: add the passes' gradients of the parameters to those of earlier
         calls, for `apply`.
 
         After an exception the parameters' gradients may be those of a part of the passes: `discard` them.
@@ -164,8 +169,8 @@ class Expert:
         return [found[number] for number in range(len(passes))]
 
     def apply(self) -> None:
-        """The second half of `backward`: one optimizer step with what was accumulated. ComputationFailed: no
-        step was made.
+        """Run the second half of `backward`: one optimizer step with the accumulated gradients. Raises
+        ComputationFailed when no step was made.
         """
         if self.optimizer is not None:
             with using(self.device):
@@ -174,18 +179,22 @@ class Expert:
         self._accumulated = 0
 
     def discard(self) -> None:
-        """Forget what was accumulated."""
+        """Discard the accumulated gradients."""
         self._accumulated = 0
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
 
     def parameters_replaced(self, version: int) -> None:
-        """Somebody else has written the parameters (averaging, a checkpoint); with the lock held."""
+        """Record that something else (averaging, a checkpoint) has written the parameters. The lock must be
+        held.
+        """
         self.version = version
         self._activations.clear()
 
     def state(self) -> dict[str, Any]:
-        """A copy on the host of all that a checkpoint needs. DeviceFailed: it cannot be read any more."""
+        """Return a copy on the host of everything that a checkpoint needs. Raises DeviceFailed when the
+        device cannot be read any more.
+        """
         with using(self.device):
             return {
                 "schema": self.schema.digest,
@@ -199,8 +208,8 @@ class Expert:
             }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from there. UsageError when it is another expert's; what is loaded half is then not to be
-        used.
+        """Restore a state. Raises UsageError when it belongs to another expert; the expert may then be half
+        loaded and must not be used.
         """
         try:
             if state["schema"] != self.schema.digest:
@@ -217,7 +226,7 @@ class Expert:
             raise UsageError(f"this is no checkpoint of such an expert: {error}") from error
 
     def averaged_tensors(self) -> Tensors:
-        """What replicas of this expert average: parameters and floating buffers."""
+        """Return the tensors that replicas of this expert average: parameters and floating-point buffers."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
         return [tensor.data for tensor in tensors if tensor.dtype.is_floating_point and tensor.numel()]
 
@@ -248,7 +257,7 @@ class Expert:
         return outputs
 
     def _cast(self, outputs: Tensors) -> Tensors:
-        """Floating outputs that autocast has made, in the dtypes of the schema."""
+        """Return the floating-point outputs of autocast in the dtypes of the schema."""
         expected = self.schema.output_leaves
         if len(outputs) != len(expected):
             return outputs  # `check` says so
@@ -258,7 +267,7 @@ class Expert:
         ]
 
     def _concatenate_gradients(self, many: list[Gradients], sizes: list[int]) -> list[torch.Tensor | None]:
-        """Of several passes, one behind the other; None where none of them has one."""
+        """Concatenate the gradients of several passes; None where no pass has one."""
         found: list[torch.Tensor | None] = []
         for number, leaf in enumerate(self.schema.gradient_leaves):
             parts = [gradients[number] for gradients in many]
@@ -278,7 +287,9 @@ class Expert:
     def _differentiate(
         self, inputs: Tensors, outputs: Tensors, gradients: Gradients
     ) -> list[torch.Tensor | None]:
-        """The gradients of floating inputs; those of the parameters are added to theirs."""
+        """Return the gradients of floating-point inputs; those of the parameters are added to the accumulated
+        ones.
+        """
         floating = [tensor for tensor in outputs if tensor.dtype.is_floating_point]
         pairs = [
             (output, gradient.to(output.device))
@@ -327,7 +338,9 @@ class Expert:
 
 
 class _ActivationCache:
-    """Activations of forward passes, by name, of one version, the oldest dropped first."""
+    """Activations of forward passes, by pass id, of one version of the parameters; the oldest are dropped
+    first.
+    """
 
     def __init__(self, bytes_max: int) -> None:
         self.bytes_max = bytes_max
@@ -360,12 +373,12 @@ class _ActivationCache:
 
 
 def concatenate(many: Sequence[Tensors]) -> Tensors:
-    """The tensors of several requests, one behind the other; of one alone, themselves."""
+    """Return the tensors of several requests as one batch; those of a single request unchanged."""
     return many[0] if len(many) == 1 else [torch.cat(parts) for parts in zip(*many, strict=True)]
 
 
 def split(tensors: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> list[list[torch.Tensor | None]]:
-    """What belongs to each request again."""
+    """Split a batch's tensors into those of its requests."""
     if len(sizes) == 1:
         return [list(tensors)]
     columns = [
@@ -375,7 +388,9 @@ def split(tensors: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> list[
 
 
 def _graph_bytes(inputs: Tensors, outputs: Tensors) -> int:
-    """What a graph holds, as far as it can be seen: its ends and what its nodes have saved."""
+    """Return the memory that an autograd graph holds, as far as it can be seen: its inputs and outputs, and
+    the tensors that its nodes have saved.
+    """
     size = sum(tensor.nbytes for tensor in (*inputs, *outputs))
     visited: set[object] = set()
     pending = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
@@ -397,7 +412,7 @@ def _graph_bytes(inputs: Tensors, outputs: Tensors) -> int:
 
 
 def _copy_to_host(value: Any) -> Any:
-    """Tensors of a nested state as copies on the host."""
+    """Return a nested state with its tensors copied to the host."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
@@ -408,7 +423,7 @@ def _copy_to_host(value: Any) -> Any:
 
 
 def _raise_if_of_device(error: Exception) -> None:
-    """Raise what is not the module's fault as it is: the device has no memory left, or is lost."""
+    """Raise errors that are not the module's fault unchanged: the device is out of memory, or is lost."""
     if is_out_of_memory(error) or is_device_failure(error):
         raise error
 

@@ -1,4 +1,4 @@
-"""`swarm.ExpertServer`: hosts experts in the background of this process, for whoever calls them."""
+"""`swarm.ExpertServer`: hosts experts in the background of this process, for any caller."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ _DRAIN_WITH_NODE_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertServerConfig:
-    """Settings that rarely need a change; `batching.batch_samples_max` is the server's `max_batch_size`."""
+    """Settings that rarely need a change. `batching.batch_samples_max` is replaced by the server's
+    `max_batch_size`.
+    """
 
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     declaring: DeclaringConfig = field(default_factory=DeclaringConfig)
@@ -56,7 +58,7 @@ class ExpertServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpertStatistics:
-    """One expert since the server started."""
+    """Statistics of one expert since the server started."""
 
     version: int
     counts: Counts
@@ -65,7 +67,7 @@ class ExpertStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ServerStatistics:
-    """The server as it is now."""
+    """The present state of the server."""
 
     queued: int  # over all devices
     # of a request that comes now, expected; the mean over the experts, which may be on several devices
@@ -75,19 +77,20 @@ class ServerStatistics:
 
 
 class ExpertServer:
-    """Hosts experts: `{"ffn.0": swarm.Expert(...)}`. It answers as soon as it is made, in the background; a
-    context manager.
+    """Hosts experts: `{"ffn.0": swarm.Expert(...)}`. It answers in the background as soon as it is created.
+    It is a context manager.
 
     Requests of many callers are batched per expert, up to `max_batch_size` samples (also the largest
-    request). Experts may be on several devices, each of which computes by itself. The experts are declared in
-    the DHT and declarations renewed; `close` finishes what is being computed, saves checkpoints and takes the
-    declarations back. UsageError: a name is none, or hosted on this node already, or a checkpoint does not
-    fit. `resumed`: experts that came from one.
+    request). Experts may be on several devices, each of which computes independently. The experts are
+    declared in the DHT and their declarations renewed; `close` finishes what is being computed, saves
+    checkpoints and withdraws the declarations. `resumed` lists the experts that were restored from a
+    checkpoint. Raises UsageError when a name is invalid, or hosted on this node already, or a checkpoint does
+    not fit.
 
     `ended` is set when the server has ended: it was closed, or a device failed in a way that only a new
-    process recovers from (an index out of range on a GPU is one). Then `failed` says so in a sentence, all
-    experts have been withdrawn, and what is on that device is not saved any more. `failed` is None while
-    there is no such failure.
+    process recovers from (an index out of range on a GPU is one). In the latter case `failed` describes the
+    failure in a sentence, all experts have been withdrawn, and nothing on that device is saved any more.
+    `failed` is None while there is no such failure.
     """
 
     def __init__(
@@ -138,7 +141,7 @@ class ExpertServer:
             raise
 
     def statistics(self) -> ServerStatistics:
-        """Counts and load; any thread."""
+        """Return counts and load. Any thread may call it."""
         load = self._load()
         return ServerStatistics(
             queued=sum(compute.queued for compute in self._compute.values()),
@@ -155,15 +158,15 @@ class ExpertServer:
         )
 
     def _load(self) -> ServerLoad:
-        """Of all devices: the wait is the mean over experts, since callers of a server know of one number for
-        all of them.
+        """Return the load of all devices. The wait is the mean over experts, since a declaration has one
+        number for the whole server.
         """
         waits_s = {compute: compute.wait_s for compute in self._compute.values()}
         wait_s = sum(waits_s[one.compute] for one in self._hosted) / len(self._hosted)
         return ServerLoad(wait_s, sum(compute.samples_per_s for compute in self._compute.values()))
 
     def save(self) -> int:
-        """Write checkpoints of what has changed, now; how many experts that were."""
+        """Write checkpoints of experts that have changed. Return the number of experts written."""
         if self._checkpoints is None:
             return 0
         with self._saving:
@@ -176,8 +179,8 @@ class ExpertServer:
             return 0
 
     def close(self) -> None:
-        """Take the declarations back, finish what is being computed, save. Idempotent; ends with the node at
-        the latest.
+        """Withdraw the declarations, finish what is being computed, and save. May be called again; the server
+        is closed with the node at the latest.
         """
         if not self.node.network.ours:
             return
@@ -268,7 +271,9 @@ class ExpertServer:
             await asyncio.get_running_loop().run_in_executor(None, self.save)
 
     def _device_failed(self, failure: DeviceFailed) -> None:
-        """From a computing thread, or from who saves: take everything back, for the owner to end the process."""
+        """Withdraw everything, so that the owner can end the process. Called on a computing thread, or by a
+        thread that saves.
+        """
         self._failed_devices.add(failure.device)
         if self.failed is None:
             _log.error("this server of experts ends: %s", failure)
@@ -286,7 +291,7 @@ class ExpertServer:
             compute.stop(timeout_s)
 
     def _deliver(self, done: list[tuple[Job, Outcome]]) -> None:
-        """From the computing thread."""
+        """Hand results to the network loop. Called on a computing thread."""
         try:
             self._loop.call_soon_threadsafe(self._service.on_results, done)
         except RuntimeError:

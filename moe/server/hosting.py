@@ -1,8 +1,8 @@
-"""The server's end of calls: check a request completely, queue it, answer. One per node; lives on its network
-loop.
+"""The server's end of calls: it checks a request completely, queues it, and answers. A node has one instance,
+on its network loop.
 
-Nothing is queued, and no large payload is read, before what is announced fits the expert's schema and there
-is room. A request that does not fit gets an answer that names its defect.
+Nothing is queued, and no large payload is read, before its announcement fits the expert's schema and there is
+room. A request that does not fit gets an answer that names its defect.
 """
 
 from __future__ import annotations
@@ -95,19 +95,19 @@ class HostingService:
         node.handlers.stream(EXCHANGE, self._exchange)
 
     def open(self, hosted: Sequence[HostedExpert]) -> None:
-        """Answer for these, too. ValueError names one that is open already."""
+        """Answer calls for these experts, too. Raises ValueError, which names one that is open already."""
         taken = [str(one.uid) for one in hosted if str(one.uid) in self._hosted]
         if taken:
             raise ValueError(f"{taken[0]} is hosted on this node already")
         self._hosted.update({str(one.uid): one for one in hosted})
 
     def close(self, hosted: Sequence[HostedExpert]) -> None:
-        """Answer no longer; calls under way go on."""
+        """Answer no new calls for these experts; calls under way continue."""
         for one in hosted:
             self._hosted.pop(str(one.uid), None)
 
     def on_results(self, done: Sequence[tuple[Job, Outcome]]) -> None:
-        """Results of a computing thread; on the loop."""
+        """Take the results of a computing thread. Called on the loop."""
         for job, outcome in done:
             pending = self._jobs.pop(job.number, None)
             if job.is_backward:
@@ -119,14 +119,16 @@ class HostingService:
                 pending.future.set_result(outcome)
 
     async def drain(self, hosted: Sequence[HostedExpert], timeout_s: float) -> None:
-        """Wait for what is queued and computed."""
+        """Wait for requests of these experts that are queued or being computed."""
         threads = {id(one.compute) for one in hosted}
         futures = [pending.future for pending in self._jobs.values() if id(pending.compute) in threads]
         if futures:
             await asyncio.wait(futures, timeout=timeout_s)
 
     def drop_waiting(self, hosted: Sequence[HostedExpert], reason: str) -> None:
-        """A computing thread was stopped, with requests waiting; on the loop."""
+        """Refuse waiting requests of these experts, since their computing thread was stopped. Called on the
+        loop.
+        """
         threads = {id(one.compute) for one in hosted}
         self._pending = {
             name: pending for name, pending in self._pending.items() if id(pending.compute) not in threads
@@ -204,7 +206,7 @@ class HostingService:
     # --- checks
 
     def _admit(self, caller: PeerId, request: ExpertRequest, bytes_max: int) -> AdmittedRequest:
-        """All that can be said before the payload is read."""
+        """Check everything that is known before the payload is read. Raises RequestRefused."""
         hosted = self._hosted.get(request.uid)
         if hosted is None:
             raise RequestRefused(expert_pb2.EXPERT_MISSING, f"{request.uid[:100]!r} is not hosted here")
@@ -256,7 +258,7 @@ class HostingService:
         )
 
     def _receiving_refusal(self, caller: PeerId, size_bytes: int) -> str:
-        """Why no payload of that size can be received now; "" when it can."""
+        """Return why no payload of that size can be received now; "" when it can."""
         total, own = self._receiving.total(), self._receiving.get(caller, 0)
         if total + size_bytes > _RECEIVING_BYTES_MAX or own + size_bytes > _RECEIVING_BYTES_PER_CALLER_MAX:
             return f"{total >> 20} MiB are being received already, {own >> 20} of them from you"
@@ -281,7 +283,9 @@ class HostingService:
     # --- computing
 
     async def _outcome(self, admitted: AdmittedRequest, payload: Buffer | torch.Tensor) -> Outcome:
-        """What is answered, be it by an earlier call of the same id. Refused when nothing was computed."""
+        """Return the outcome of a request, possibly that of an earlier call with the same id. Raises
+        RequestRefused when nothing was computed.
+        """
         pending = None
         if admitted.is_backward:
             applied = self._earlier_outcome(admitted)
@@ -311,7 +315,7 @@ class HostingService:
         return outcome
 
     def _earlier_outcome(self, admitted: AdmittedRequest) -> Outcome | None:
-        """What a backward pass gave that was applied before; None when it was not."""
+        """Return the outcome of a backward pass that was applied before; None when it was not."""
         if not self._applied.is_known(*admitted.pass_id):
             return None
         answer = self._applied.answer(*admitted.pass_id)
@@ -325,7 +329,7 @@ class HostingService:
     async def _decode(
         self, admitted: AdmittedRequest, payload: Buffer | torch.Tensor
     ) -> Sequence[ReceivedTensor | None]:
-        """The payload's tensors, checked; decoded, too, unless the expert's device does that."""
+        """Return the checked tensors of the payload; decoded, unless the expert's device does that."""
         read: Callable[..., Sequence[ReceivedTensor | None]] = (
             check_payload if admitted.hosted.compute.decodes_on_device else decode
         )
@@ -338,7 +342,7 @@ class HostingService:
             raise request_refused(str(error)) from None
 
     def _enqueue(self, admitted: AdmittedRequest, tensors: Sequence[ReceivedTensor | None]) -> PendingJob:
-        """Queue it. Refused when there is no room."""
+        """Queue a job. Raises RequestRefused when there is no room."""
         hosted, request = admitted.hosted, admitted.request
         if admitted.is_backward and request.inputs_kept:
             count, inputs = 0, (admitted.kept or self._kept_inputs(admitted.caller, request)).tensors

@@ -1,11 +1,12 @@
-"""Copies between the host and a CUDA device that run beside its computation.
+"""Links: copies between the host and a CUDA device that run beside its computation.
 
 A link has two streams of its own: one for copies to the device, and one for copies to the host. Computation
-goes to the default stream (`moe.server.devices`). Events order the three: computation waits for the copies of
+uses the default stream (`moe.server.devices`). Events order the three: computation waits for the copies of
 its inputs, and copies of results wait for the computation that makes them. The host waits for one thing only:
-the event behind a copy to the host, before it reads what was copied.
+the event behind a copy to the host, before it reads the copy.
 
-Not yet run on a GPU: tested is the order of calls, and with a link whose copies arrive as late as they may.
+Not yet run on a GPU. The tests check the order of calls, and use a link whose copies arrive as late as
+possible.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from moe.server.devices import using
 
 
 class CopyToDevice(Protocol):
-    """A copy to the device that was queued."""
+    """A queued copy to the device."""
 
     def use(self) -> torch.Tensor:
-        """The copy: what this thread's current stream is asked from now on runs after it has arrived. The
-        host does not wait.
+        """Return the copy. Work that is queued on this thread's current stream from now on runs after the
+        copy has arrived; the host does not wait.
         """
         ...
 
 
 class CopyToHost(Protocol):
-    """A copy to the host that was queued."""
+    """A queued copy to the host."""
 
     def wait(self) -> torch.Tensor:
         """Return the copy when it has arrived. Other threads run meanwhile."""
@@ -38,28 +39,28 @@ class CopyToHost(Protocol):
 
 
 class Link(Protocol):
-    """The way between the host and one device. Any thread but the network's may use it."""
+    """The connection between the host and one device. Any thread but the network thread may use it."""
 
     def using(self) -> AbstractContextManager[None]:
-        """As `moe.server.devices.using`, for this device."""
+        """Return the context of `moe.server.devices.using` for this device."""
         ...
 
     def host_memory(self, numel: int) -> torch.Tensor:
-        """Flat uint8 on the host, pinned: copies from it and to it run beside other work."""
+        """Return flat uint8 on the host, pinned, so that copies from it and to it run beside other work."""
         ...
 
     def send(self, source: torch.Tensor) -> CopyToDevice:
-        """Queue a copy of `source`, from `host_memory` and not written to again, to the device."""
+        """Queue a copy to the device. `source` is from `host_memory` and must not be written to again."""
         ...
 
     def fetch(self, source: torch.Tensor) -> CopyToHost:
-        """Queue a copy to the host of `source`, flat uint8, as this thread's current stream will have made
-        it.
+        """Queue a copy to the host of `source`, flat uint8, as this thread's current stream will have
+        computed it.
         """
         ...
 
     def empty_cache(self) -> None:
-        """Give memory that no tensor uses back to the device."""
+        """Return memory that no tensor uses to the device."""
         ...
 
 
@@ -67,7 +68,7 @@ class CudaLink:
     """The link of one CUDA device. Satisfies `Link`."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        """`cuda` is the module, or what stands for it in tests."""
+        """Create the streams. `cuda` is the torch module, or its stand-in in tests."""
         self._device, self._cuda = device, cuda
         self._upload_stream = cuda.Stream(device=device)
         self._download_stream = cuda.Stream(device=device)
@@ -133,5 +134,7 @@ class _CudaCopyToHost:
 
 
 def link_of(device: torch.device) -> Link | None:
-    """The link of a CUDA device; None for others, with which everything is done in order on one thread."""
+    """Return the link of a CUDA device; None for other devices, on which everything runs in order on one
+    thread.
+    """
     return CudaLink(device) if device.type == "cuda" else None

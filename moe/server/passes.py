@@ -1,9 +1,10 @@
-"""Computing one batch: forward, or backward with one optimizer step, in smaller parts where the device's
-memory does not suffice.
+"""Computation of one batch: forward, or backward with one optimizer step, in smaller parts when the device
+runs out of memory.
 
 A forward batch that runs out of memory is halved, and each half is computed by itself. A backward batch
-begins anew with smaller parts, whose gradients add up to those of one optimizer step: nothing of the attempt
-before is left. A single request that does not fit is answered so, and the others are computed without it.
+starts over with smaller parts, whose gradients add up to those of one optimizer step; nothing of the earlier
+attempt is left. A single request that does not fit is answered with that reason, and the others are computed
+without it.
 """
 
 from __future__ import annotations
@@ -17,10 +18,7 @@ from swarm.core.device import is_out_of_memory
 
 
 class BatchPass:
-    """One batch of requests of one kind, with the lock of its expert held.
-
-    `samples_fit` afterwards: None when memory sufficed, else how many samples at once did.
-    """
+    """Computes one batch of requests of one kind. The lock of its expert must be held."""
 
     def __init__(self, expert: Expert, transfer: Transfer) -> None:
         self._expert, self._transfer = expert, transfer
@@ -30,14 +28,14 @@ class BatchPass:
 
     @property
     def samples_fit(self) -> int | None:
-        """How many samples at once had enough memory; None when all had."""
+        """Return how many samples at once had enough memory; None when memory never ran out."""
         if self._failed_samples is None:
             return None
         return max(self._fitted_samples, self._failed_samples // 2, 1)
 
     def compute(self, jobs: Sequence[Job], staged: StagedJobs | None) -> list[Answers]:
-        """The answers to all jobs, in parts. DeviceFailed: there are none, and none will be made on this
-        device.
+        """Return the answers to all jobs, in parts. Raises DeviceFailed when there are none, and none will be
+        computed on this device any more.
         """
         answers = self._attempt(jobs, staged)
         if len(jobs) > 1 and self._expert.version == self._version and any(map(_has_failed, answers)):
@@ -108,8 +106,8 @@ class BatchPass:
     def _try_step(
         self, parts: Sequence[Sequence[Job]], staged: StagedJobs | None
     ) -> tuple[list[Gradients] | None, int]:
-        """One optimizer step for all parts: the results by job, or None and the number of the part that ran
-        out of memory.
+        """Make one optimizer step for all parts. Return the results by job, or None and the number of the
+        part that ran out of memory.
         """
         expert, results, failed_part = self._expert, list[Gradients](), 0
         expert.discard()
@@ -133,7 +131,9 @@ class BatchPass:
         return results, failed_part
 
     def _answer(self, jobs: Sequence[Job], results: Sequence[Gradients]) -> list[Answers]:
-        """Only this is tried again when it runs out of memory: the step was made."""
+        """Encode the results. Only this is tried again when it runs out of memory, since the step was made.
+
+        """
         try:
             return [self._transfer.answer(jobs, results, self._version)]
         except (RuntimeError, MemoryError) as error:
@@ -169,7 +169,7 @@ class BatchPass:
             self._fitted_samples = max(self._fitted_samples, samples_of(jobs))
 
     def _on_out_of_memory(self, jobs: Sequence[Job]) -> None:
-        """Memory ran out with these jobs."""
+        """Record that memory ran out with these jobs, and release what can be released."""
         self._failed_samples = min(self._failed_samples or samples_of(jobs), samples_of(jobs))
         self._fitted_samples = min(self._fitted_samples, self._failed_samples)
         self._release_memory()
@@ -187,7 +187,7 @@ class BatchPass:
 
 
 def _has_failed(answers: Answers) -> bool:
-    """Whether some job failed, as far as is known yet, and might have succeeded by itself."""
+    """Return whether some job is known to have failed, and might have succeeded by itself."""
     return (
         isinstance(answers, ReadyAnswers)
         and not answers.is_final
@@ -196,7 +196,7 @@ def _has_failed(answers: Answers) -> bool:
 
 
 def _split_jobs(jobs: Sequence[Job], samples_max: int) -> list[list[Job]]:
-    """The jobs in parts of at most so many samples, or of one job."""
+    """Split the jobs into parts of at most `samples_max` samples, or of one job."""
     parts: list[list[Job]] = []
     for job in jobs:
         if parts and samples_of(parts[-1]) + job.batch <= samples_max:

@@ -1,11 +1,11 @@
-"""Replicas of one expert, on several servers, are averaged in the background, so that whichever answers is
-nearly the same.
+"""Averaging of replicas: experts that several servers host are averaged in the background, so that all
+replicas give nearly the same answers.
 
-At the same moments of swarm time (a period, shifted by the expert's name) every server looks which of its
-experts others host, too, and averages the parameters with them, weighted by the samples that each has learned
-from since the last time. An expert that has learned nothing yet only receives from those that have: a
-newcomer becomes a replica by its first average. The computing thread goes on meanwhile: what it learns during
-a round is added to the average.
+At the same moments of swarm time (multiples of a period) every server looks for experts of its own that
+others host, too, and averages their parameters with them, weighted by the samples that each replica has
+learned from since the last time. An expert that has learned nothing yet only receives from those that have,
+so a new server becomes a replica by its first average. Computation goes on meanwhile: what an expert learns
+during a round is added to the average.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TOGETHER_MAX = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicatingConfig:
-    """How often replicas are averaged."""
+    """How replicas are averaged."""
 
     period_s: float = 60.0  # the same on all servers; 0: never
     timeout_s: float = 20.0  # of a round, at most half the period
@@ -55,7 +55,9 @@ class _ReplicaAverager:
 
 
 class Replicating:
-    """Of one server. Lives on the network loop; the rounds' blocking ends are in a thread of their own."""
+    """Averages one server's experts with their replicas. Lives on the network loop; blocking calls run in a
+    thread of its own.
+    """
 
     def __init__(self, node: Node, experts: Mapping[ExpertUid, Expert], config: ReplicatingConfig) -> None:
         self._node, self._config = node, config
@@ -67,7 +69,7 @@ class Replicating:
         self.rounds = 0  # that succeeded
 
     async def run(self) -> None:
-        """For as long as the server does."""
+        """Average once per period, for as long as the server runs."""
         if not self._config.period_s or not self._experts:
             return
         while True:
@@ -79,7 +81,7 @@ class Replicating:
                 _log.info("replicas of this server's experts were not averaged: %s", error)
 
     async def average(self) -> None:
-        """Once, all experts of this server that others host, too."""
+        """Average once all experts of this server that others host, too."""
         found = await self._directory.replicas(list(self._experts), timeout_s=self._config.read_timeout_s)
         shared = {}
         for uid, replicas in found.items():
@@ -99,14 +101,16 @@ class Replicating:
             await self._run_on_thread(self._run_rounds, {uid: task.result() for uid, task in weights.items()})
 
     def close(self) -> None:
-        """Leave the groups. Not for the network thread. A node that closes ends its averagers by itself."""
+        """Leave the groups. Must not be called on the network thread. A node that closes ends its averagers
+        by itself.
+        """
         self._thread.shutdown(wait=False, cancel_futures=True)
         for entry in list(self._averagers.values()):
             entry.averager.close()
 
     async def _weight(self, uid: ExpertUid, others: list[ExpertReplica]) -> float:
-        """Samples since the last average, and one, so that nobody counts for nothing; 0 for a newcomer among
-        those who have learned.
+        """Return the samples learned since the last average plus one, so that no replica has weight 0; or 0
+        for a new expert when some replica has learned.
         """
         expert, entry = self._experts[uid], self._averagers.get(uid)
         if expert.version == 0:
@@ -125,7 +129,7 @@ class Replicating:
         await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)  # type: ignore[arg-type]
 
     def _run_rounds(self, weights: Mapping[ExpertUid, float]) -> None:
-        """On the thread: all rounds at once, then their results."""
+        """Start all rounds at once, then wait for their results. Runs on the averaging thread."""
         timeout_s = min(self._config.timeout_s, self._config.period_s / 2)
         pending = {}
         for uid, weight in weights.items():
@@ -172,7 +176,7 @@ class Replicating:
 
 
 def _next_version(result: RoundResult, own: int) -> int:
-    """Later than that of any who took part."""
+    """Return a version above that of every replica that took part."""
     versions = [
         value for value in result.gathered.values() if isinstance(value, int) and 0 <= value < 1 << 62
     ]

@@ -1,5 +1,5 @@
-"""What a server knows of a request on its way: whose it is, what it announced, who waits for it, and how it
-is refused.
+"""A server's records of requests: the caller, the announced tensors, the calls that wait for a result, and
+refusals.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from swarm.wire.expert_pb2 import ExpertRequest, ExpertStatus
 
 
 class RequestRefused(Exception):
-    """A request that is answered with a reason."""
+    """The request is answered with a reason instead of a result."""
 
     def __init__(self, status: ExpertStatus, reason: str, queued: int = 0) -> None:
         super().__init__(reason)
@@ -31,7 +31,7 @@ class RequestRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class HostedExpert:
-    """An expert, where it is computed, and the backward passes that it has seen."""
+    """An expert, the thread that computes it, and its limits."""
 
     uid: ExpertUid
     expert: Expert
@@ -42,7 +42,7 @@ class HostedExpert:
 
 @dataclass(slots=True)
 class PendingJob:
-    """A job, and how many calls wait for it."""
+    """A job, and the number of calls that wait for it."""
 
     future: asyncio.Future[Outcome]
     compute: ComputeThread
@@ -52,7 +52,7 @@ class PendingJob:
 
 @dataclass(frozen=True, slots=True)
 class KeptInputs:
-    """Of a forward pass."""
+    """The inputs of a forward pass, kept for the backward pass."""
 
     tensors: list[ReceivedTensor]
     batch: int
@@ -60,17 +60,17 @@ class KeptInputs:
 
     @classmethod
     def snapshot(cls, tensors: list[ReceivedTensor], batch: int) -> KeptInputs:
-        """As they are now."""
+        """Record the tensors with their present versions."""
         return cls(tensors, batch, _versions(tensors))
 
     @property
     def is_unmodified(self) -> bool:
-        """Still what was sent."""
+        """Return whether no module has written into the tensors since they were received."""
         return self.versions == _versions(self.tensors)
 
     @property
     def size_bytes(self) -> int:
-        """What they take on the host."""
+        """Return the memory that the tensors take on the host."""
         return sum((one.raw if isinstance(one, Encoded) else one).nbytes for one in self.tensors)
 
 
@@ -80,7 +80,7 @@ def _versions(tensors: list[ReceivedTensor]) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmittedRequest:
-    """A request whose announcements are right."""
+    """A request whose announcement has been checked."""
 
     hosted: HostedExpert
     caller: PeerId
@@ -94,7 +94,7 @@ class AdmittedRequest:
 
     @property
     def pass_id(self) -> tuple[PeerId, bytes]:
-        """Of the pass, whoever computes it."""
+        """Return the identity of the pass: the caller and its request id."""
         return self.caller, self.request.request_id
 
 

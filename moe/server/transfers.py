@@ -1,5 +1,5 @@
-"""How requests get to the device of their expert, and results from it: at once on the host, and beside the
-computation on a CUDA device.
+"""Transfers: the way of requests to the device of their expert, and of results back. On the host this is
+immediate; for a CUDA device it runs beside the computation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StagedJobs(Protocol):
     """The tensors of several jobs on their way to the device."""
 
     def use(self) -> list[JobTensors]:
-        """The tensors, by job, for the calls that follow on this thread. To be called once."""
+        """Return the tensors, by job, for the calls that follow on this thread. May be called once."""
         ...
 
 
@@ -43,11 +43,11 @@ class Answers(Protocol):
 
     @property
     def has_arrived(self) -> bool:
-        """Whether `outcomes` returns at once."""
+        """Return whether `outcomes` returns at once."""
         ...
 
     def outcomes(self) -> list[Outcome]:
-        """What came of each job, when its result is on the host."""
+        """Return the outcome of each job. Waits until the results are on the host."""
         ...
 
 
@@ -55,22 +55,24 @@ class Transfer(Protocol):
     """The way of requests to one device and of results back."""
 
     def stage(self, jobs: Sequence[Job]) -> StagedJobs:
-        """Begin to bring the jobs' tensors to the device."""
+        """Begin to copy the jobs' tensors to the device."""
         ...
 
     def answer(self, jobs: Sequence[Job], results: Sequence[Gradients], version: int) -> Answers:
-        """Check the results, by job, for NaN and infinity, encode them, and begin to bring them to the host."""
+        """Check the results, by job, for NaN and infinity, encode them, and begin to copy them to the host.
+
+        """
         ...
 
     def release_memory(self) -> None:
-        """Give memory that no tensor uses back to the device."""
+        """Return memory that no tensor uses to the device."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ReadyAnswers:
-    """Outcomes that are there. `is_final`: computing a failed job by itself would not help. Satisfies
-    `Answers`.
+    """Outcomes that are there already. `is_final` means that computing a failed job by itself would not help.
+    Satisfies `Answers`.
     """
 
     jobs: Sequence[Job]
@@ -86,8 +88,8 @@ class ReadyAnswers:
 
 
 class HostTransfer:
-    """For the host, and for devices without streams that we know of: everything in the order in which it is
-    asked. Satisfies `Transfer`.
+    """The transfer for the host, and for devices without known streams: everything runs in order. Satisfies
+    `Transfer`.
     """
 
     def stage(self, jobs: Sequence[Job]) -> StagedJobs:
@@ -123,15 +125,17 @@ def _encode_on_host(job: Job, tensors: Gradients, version: int) -> Outcome:
 
 
 class DeviceTransfer:
-    """For a CUDA device: what travels is decoded and encoded there, and copied beside the computation.
-    Satisfies `Transfer`.
+    """The transfer for a CUDA device: tensors are decoded and encoded there, and copied beside the
+    computation. Satisfies `Transfer`.
     """
 
     def __init__(self, link: Link) -> None:
         self._link = link
 
     def stage(self, jobs: Sequence[Job]) -> StagedJobs:
-        """One copy for all tensors of all jobs, each as it came: a codec's bytes are fewer than the tensor's."""
+        """Begin one copy for all tensors of all jobs, each still encoded: a codec's bytes are fewer than the
+        tensor's.
+        """
         tensors = [
             tensor
             for job in jobs
@@ -149,7 +153,7 @@ class DeviceTransfer:
             return _DeviceStagedJobs(self._link, jobs, self._link.send(staging_buffer))
 
     def answer(self, jobs: Sequence[Job], results: Sequence[Gradients], version: int) -> Answers:
-        """One copy for the bytes of all results and their flags of being finite."""
+        """Begin one copy for the encoded bytes of all results and their flags of being finite."""
         with self._link.using():
             flat = [None if tensor is None else tensor.detach() for tensors in results for tensor in tensors]
             codecs = [job.codec for job, tensors in zip(jobs, results, strict=True) for _ in tensors]

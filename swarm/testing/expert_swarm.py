@@ -4,13 +4,14 @@ messages in virtual time.
     with ExpertSwarm(seed=3) as swarm:
         server = swarm.serve({"ffn.0.0": torch.nn.Linear(8, 8), …})
         layer = RemoteMixtureOfExperts(swarm.node, in_features=8, grid="ffn.[0:4].[0:4]")
-        loss = layer(x).square().mean()      # a plain training loop, outside the loop: time passes only while it waits for the network
+        # a plain training loop, outside the event loop: time passes only while it waits for the network
+        loss = layer(x).square().mean()
         loss.backward()
         swarm.sleep(3.0)
 
-The servers are simple ones: what they compute takes no processor time but `compute_s` of virtual time, one
-request after the other. They keep every promise of the wire: schemas are checked, a backward pass is applied
-once for one request id.
+The servers are simple: computation takes no processor time but `compute_s` of virtual time, one request after
+the other. They follow the protocol: schemas are checked, and a backward pass is applied once for one request
+id.
 """
 
 from __future__ import annotations
@@ -154,8 +155,8 @@ class SimulatedExperts:
 
 
 class _Thread:
-    """Stands where a node's network thread would: the caller's thread runs the virtual loop until the answer
-    is there.
+    """A stand-in for a node's network thread: the caller's thread runs the virtual loop until the result is
+    there.
     """
 
     pool = None
@@ -176,8 +177,8 @@ async def _within(coroutine: Coroutine[Any, Any, T], timeout_s: float | None) ->
 
 
 class ExpertSwarm:
-    """A context manager; `node` is the trainer's, for layers. Servers of one name that are served twice are
-    replicas.
+    """A context manager; `node` is the trainer's, for layers. Servers that serve the same names are replicas.
+
     """
 
     def __init__(self, seed: int, link: LinkConfig | None = None) -> None:
@@ -243,17 +244,17 @@ class ExpertSwarm:
         return self.run(now())
 
     def crash(self, server: SimulatedExperts) -> None:
-        """kill -9."""
+        """Kill a server without warning, like kill -9."""
         self.run(self.network.crash(server.peer))
 
     def restart(self, server: SimulatedExperts) -> None:
-        """The same identity and address; its experts are as they were (a checkpoint), what it remembers of
-        requests is gone.
+        """Restart a server with the same identity and address. Its experts are as they were (a checkpoint);
+        its record of requests is lost.
         """
         self.run(self.restarted(server))
 
     async def restarted(self, server: SimulatedExperts) -> None:
-        """`restart`, from within the loop."""
+        """Restart a server, called from within the loop."""
         self.network.restart(server.peer)
         server.applied.clear()
         server._busy = asyncio.Lock()
@@ -275,6 +276,6 @@ class ExpertSwarm:
 
 
 class _TrainersNode(SimpleNamespace):
-    """As much of a Node as layers use."""
+    """The part of a Node that layers use."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]

@@ -106,17 +106,17 @@ def test_a_copy_to_the_host_comes_after_its_computation_and_is_waited_for_by_its
     with link.using():
         cuda.call("compute 0")
         source = torch.arange(5, dtype=torch.uint8)
-        departure: Any = link.fetch(source)
+        copy: Any = link.fetch(source)
         outward = cuda.entered[-1]
         assert outward is not cuda.default
         assert "compute 0" in outward.known
         cuda.call("compute 1")
         assert "compute 1" not in outward.known
-        assert departure.source is source  # alive until the copy is over
-    assert not departure.done.synchronized
-    assert torch.equal(departure.wait(), source)
-    assert departure.done.synchronized
-    assert "compute 1" not in departure.done.known  # nobody waits for what computes meanwhile
+        assert copy.source is source  # alive until the copy is over
+    assert not copy.event.synchronized
+    assert torch.equal(copy.wait(), source)
+    assert copy.event.synchronized
+    assert "compute 1" not in copy.event.known  # nobody waits for what computes meanwhile
 
 
 def test_copies_in_and_out_do_not_wait_for_each_other() -> None:

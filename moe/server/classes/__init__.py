@@ -1,5 +1,4 @@
-"""Kinds of experts that can be served by name: those that come with the package, installed ones, and a user's
-own file.
+"""Kinds of experts that can be served by name: built-in ones, installed ones, and those of a user's own file.
 
 An expert class is a function that takes `ExpertSettings` and returns a module and its sample inputs (as
 `swarm.Expert` takes them). A package adds one with an entry point of the group `swarm.experts`:
@@ -7,8 +6,9 @@ An expert class is a function that takes `ExpertSettings` and returns a module a
     [project.entry-points."swarm.experts"]
     mine = "mypackage.experts:make_mine"
 
-A user's own needs no package: `swarm serve --module file.py --expert-class make_mine` calls the function of
-that name in the file. What is run is always on this machine already; nothing is taken from the network.
+A user's own class needs no package: `swarm serve --module file.py --expert-class make_mine` calls the
+function of that name in the file. The code that runs is always on this machine already; none is taken from
+the network.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MODULE_NAME = "swarm_user_experts"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSettings:
-    """What the command line lets a user choose."""
+    """The settings of an expert class that the command line offers."""
 
     hidden_dim: int = 1024
     sequence_length: int = 128  # of those experts that take sequences: (batch, sequence_length, hidden_dim)
@@ -53,13 +53,13 @@ ExpertFactory: TypeAlias = "Callable[[ExpertSettings], tuple[torch.nn.Module, Se
 
 
 def available_classes() -> list[str]:
-    """The names that `--expert-class` takes on this machine."""
+    """Return the names that `--expert-class` takes on this machine."""
     return sorted({*_BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
 def expert_class(name: str, file: Path | None = None) -> ExpertFactory:
-    """The class of this name, of the user's file if one is given. UsageError when there is none, or it cannot
-    be loaded.
+    """Return the class of this name, from the user's file if one is given. Raises UsageError when there is
+    none, or it cannot be loaded.
     """
     factory = _load_from_file(name, file) if file is not None else _load_installed(name)
     if not callable(factory):
@@ -72,7 +72,9 @@ def expert_class(name: str, file: Path | None = None) -> ExpertFactory:
 def make(
     name: str, factory: ExpertFactory, settings: ExpertSettings
 ) -> tuple[torch.nn.Module, tuple[Any, ...]]:
-    """A new module of a class, and its sample inputs. UsageError when the class does not give those."""
+    """Create a module of a class, and its sample inputs. Raises UsageError when the class returns something
+    else.
+    """
     import torch
 
     result = factory(settings)

@@ -1,13 +1,14 @@
-"""Which requests are computed next, and together: the pure machine between the callers of a server and its
-device.
+"""Batching: it decides which requests a device computes next, and which of them together. Pure logic between
+the callers of a server and its device.
 
-Requests of one expert and pass form a queue; a batch is taken from one queue, up to a number of samples. The
-order, between queues and within them, is that of start-time fair queueing (Goyal, Vin and Cheng, 1996): each
-request gets a virtual start, which is the machine's virtual time or the end of its caller's previous request,
-whichever is later. So a caller alone is served oldest first, several get equal shares of samples however many
-requests each of them has waiting, and nobody waits for ever. A full queue refuses at once.
+Requests of one expert and direction form a queue. A batch is taken from one queue, up to a number of samples.
+The order between queues and within them is that of start-time fair queueing (Goyal, Vin and Cheng, 1996):
+each request gets a virtual start, which is the virtual time or the end of its caller's previous request,
+whichever is later. A caller alone is served oldest first; several callers get equal shares of samples,
+whatever the number of requests that each has waiting; and no request waits for ever. A full queue refuses at
+once.
 
-Times are parameters. Not thread-safe: whoever shares it holds a lock.
+Times are parameters. Not thread-safe: threads that share it hold a lock.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class BatchingConfig:
 
 @dataclass(frozen=True, slots=True)
 class QueuedRequest:
-    """One request. `cost`: what serving it takes, in samples of a forward pass."""
+    """One request. `cost` is the work that it takes, in samples of a forward pass."""
 
     number: int
     queue: Hashable  # expert and pass
@@ -71,7 +72,7 @@ class _Queue:
     samples: int = 0
 
     def head(self) -> tuple[float, int]:
-        """Who is next, of a queue that is not empty."""
+        """Return the (virtual start, number) of the next request. The queue must not be empty."""
         while self.order[0][1] not in self.waiting:
             heapq.heappop(self.order)
         return self.order[0]
@@ -97,11 +98,11 @@ class Batcher:
 
     @property
     def queued(self) -> int:
-        """Requests that wait."""
+        """Return the number of requests that wait."""
         return len(self._queue_of)
 
     def refusal(self, caller: Hashable, size_bytes: int) -> str:
-        """Why such a request cannot wait here now; "" when it can."""
+        """Return why such a request cannot wait here now; "" when it can."""
         config = self.config
         if len(self._queue_of) >= config.queued_requests_max:
             return f"the queue is full: {len(self._queue_of)} queued"
@@ -112,7 +113,7 @@ class Batcher:
         return ""
 
     def offer(self, request: QueuedRequest, now_s: float) -> str:
-        """Let a request wait; a reason when it cannot, and then nothing has changed."""
+        """Queue a request. Return "", or the reason why it cannot wait; nothing has changed then."""
         assert 0 < request.samples <= self.config.batch_samples_max
         refusal = self.refusal(request.caller, request.size_bytes)
         if refusal:
@@ -136,14 +137,16 @@ class Batcher:
         return ""
 
     def withdraw(self, number: int) -> bool:
-        """Forget a request that nobody waits for any longer; False when it does not wait here."""
+        """Remove a request that no call waits for any longer. Return False when it is not queued."""
         if number not in self._queue_of:
             return False
         self._remove(number)
         return True
 
     def take(self, now_s: float) -> list[QueuedRequest]:
-        """The next batch, all of one queue and in the order of their turns; [] when none is due yet."""
+        """Return the next batch, all of one queue and in the order of their turns; [] when none is due yet.
+
+        """
         due = [(queue.head(), key) for key, queue in self._queues.items() if self._is_due(key, queue, now_s)]
         if not due:
             return []
@@ -163,18 +166,18 @@ class Batcher:
         return batch
 
     def samples_max(self, queue: Hashable) -> int:
-        """The most samples that a batch of this queue may have now; a request alone may have more."""
+        """Return the most samples that a batch of this queue may have now; a single request may have more."""
         return int(self._memory_limits.get(queue, self.config.batch_samples_max))
 
     def ran_out_of_memory(self, queue: Hashable, samples_fit: int) -> None:
-        """A batch of this queue was too large for the device, and so many samples were not: later batches
-        have no more at first.
+        """Record that a batch of this queue was too large for the device, and that `samples_fit` samples were
+        not. Later batches have no more at first.
         """
         self._memory_limits[queue] = min(max(samples_fit, 1), self.samples_max(queue))
 
     def succeeded(self, queue: Hashable) -> None:
-        """A batch of this queue was computed at once: if memory had set a limit, the next may be a little
-        larger.
+        """Record that a batch of this queue was computed at once. If memory had set a limit, the next batch
+        may be a little larger.
         """
         limit = self._memory_limits.get(queue)
         if limit is None:
@@ -186,7 +189,7 @@ class Batcher:
             del self._memory_limits[queue]
 
     def due_s(self) -> float | None:
-        """When the next batch is due, be it long ago; None when nobody waits."""
+        """Return when the next batch is due, which may be in the past; None when no request waits."""
         times = [
             queue.oldest_s() + (0.0 if self._is_enough(key, queue) else self.config.linger_s)
             for key, queue in self._queues.items()

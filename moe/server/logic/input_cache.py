@@ -1,8 +1,8 @@
-"""The inputs of forward passes whose backward passes are likely to follow: kept for a while, so that they
-need not be sent again.
+"""A cache of the inputs of forward passes whose backward passes are likely to follow, so that they need not
+be sent again.
 
-Bounded, over all and per caller; what was put first goes first. A caller whose inputs are gone is told so and
-sends them.
+It is bounded in total and per caller; the oldest entries are dropped first. A caller whose inputs are gone is
+told to send them again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputCacheConfig:
-    """How much is kept; 0 bytes: nothing."""
+    """Limits of the cache; 0 bytes: nothing is kept."""
 
     bytes_max: int = 256 << 20
     bytes_per_caller_max: int = 64 << 20
@@ -25,7 +25,7 @@ class InputCacheConfig:
 
 
 class InputCache(Generic[T]):
-    """By caller and name."""
+    """Values by caller and name."""
 
     def __init__(self, config: InputCacheConfig | None = None) -> None:
         self.config = config or InputCacheConfig()
@@ -35,7 +35,7 @@ class InputCache(Generic[T]):
         self.size_bytes = 0
 
     def put(self, caller: Hashable, name: Hashable, value: T, size_bytes: int) -> bool:
-        """Keep it; False when it is too large to be kept."""
+        """Store a value. Return False when it is too large."""
         size_bytes += self.config.entry_overhead_bytes
         if size_bytes > min(self.config.bytes_max, self.config.bytes_per_caller_max):
             return False
@@ -51,12 +51,12 @@ class InputCache(Generic[T]):
         return True
 
     def get(self, caller: Hashable, name: Hashable) -> T | None:
-        """What was put; None when it is gone."""
+        """Return a value; None when it is gone."""
         found = self._entries.get((caller, name))
         return found[0] if found is not None else None
 
     def drop(self, caller: Hashable, name: Hashable) -> None:
-        """It is not needed any more."""
+        """Remove a value, if it is there."""
         found = self._entries.pop((caller, name), None)
         if found is None:
             return
