@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from swarm.node import Node
 
 _SCHEMAS_MAX = 1024
-_POOLED_BYTES = 256 << 10  # what takes longer to encode or decode than a change of threads
+_POOLED_BYTES = 256 << 10  # beyond this, encoding takes longer than a change of threads
 _TENSOR_LANE = 1
 
 
@@ -72,7 +72,7 @@ class WireCodecs:
 
     inputs: str | None = None
     outputs: str | None = None
-    gradients: str | None = None  # of outputs, on the way to the expert
+    gradients: str | None = None  # of outputs, sent to the expert
     input_gradients: str | None = None
 
     def __post_init__(self) -> None:
@@ -90,8 +90,8 @@ class Description:
 
     uid: ExpertUid
     schema: ExpertSchema
-    version: int  # optimizer steps so far
-    batch_size_max: int  # samples that one request may have
+    version: int  # number of optimizer steps so far
+    batch_size_max: int  # the most samples of one request
     frozen: bool
     load: ServerLoad
 
@@ -100,20 +100,20 @@ class Description:
 class ForwardReply:
     """The reply to a forward pass."""
 
-    outputs: list[torch.Tensor]  # flat, as the schema says, on the host
-    version: int  # that they were computed with
+    outputs: list[torch.Tensor]  # flat, in the order of the schema, on the host
+    version: int  # the parameters' version that computed them
     request_id: bytes  # for the backward pass that follows
-    wait_s: float  # how long a next request would wait there
-    kept: bool = False  # the server keeps the inputs, so that the backward pass can go without
+    wait_s: float  # how long the next request would wait there
+    kept: bool = False  # the server keeps the inputs: the backward pass need not send them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardReply:
     """The reply to a backward pass."""
 
-    # of the floating inputs, in order; None: the expert does not depend on it
+    # of the floating-point inputs, in order; None: the expert does not depend on it
     gradients: list[torch.Tensor | None]
-    version: int  # that they were computed with, before the step
+    version: int  # the parameters' version that computed them, before the step
     wait_s: float
 
 
@@ -287,7 +287,8 @@ class ExpertCalls:
         batch = check(schema.input_leaves, tensors.inputs, "input")
         if len(tensors.gradients) != len(schema.gradient_leaves):
             raise UsageError(
-                f"{uid} has {len(schema.gradient_leaves)} floating outputs, and there are {len(tensors.gradients)} gradients"
+                f"{uid} has {len(schema.gradient_leaves)} floating-point outputs, "
+                f"and there are {len(tensors.gradients)} gradients"
             )
         given = [
             (leaf, one)
@@ -391,9 +392,9 @@ class ExpertCalls:
                     await send_payload(stream, payloads)
                     await stream.finish()
                 except NetworkError:
-                    return  # what is received says why
+                    return  # the reply says why
 
-            # raised below: what `except*` raises comes in a group on early versions of Python 3.11
+            # raised below: early versions of Python 3.11 wrap errors raised within `except*` in a group
             failed: BaseException | None = None
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -443,11 +444,11 @@ class _ExpectedReply:
             )
         except PeerError as error:
             raise ExpertFailed(
-                f"peer {replica.peer_id} answered with something else than the expert's schema says: {error}"
+                f"peer {replica.peer_id} sent a reply that does not fit the expert's schema: {error}"
             ) from None
         if reply.payload_bytes not in (0, expected):
             raise ExpertFailed(
-                f"peer {replica.peer_id} announces {reply.payload_bytes} bytes where its answer takes {expected}"
+                f"peer {replica.peer_id} announces {reply.payload_bytes} bytes for a reply of {expected}"
             )
         return expected
 

@@ -30,14 +30,14 @@ from swarm.dht.service.dht_service import ManyAnswers, StoreItem, StoreResult
 _log = logging.getLogger(__name__)
 
 NAMESPACE = "experts"
-REPLICAS_MAX = 64  # of one expert that a reader takes into account
+REPLICAS_MAX = 64  # of one expert; a reader ignores further ones
 _ADDRESSES_MAX = 8
-_SCHEMAS_MAX = 64  # among one server's experts under one prefix
+_SCHEMAS_MAX = 64  # of one server's experts under one prefix
 _DIGEST_BYTES = 16
 _WAIT_S_MAX = 3600.0
 _RATE_MAX = 1e9
 _PARALLEL_DELETES = 16
-_GRIDS_PER_SERVER_MAX = 64  # that it names; what it hosts beyond is found by those who know its name
+_GRIDS_PER_SERVER_MAX = 64  # that a server lists; readers find further grids only by name
 _GRID_CHARACTERS_MAX = 200
 
 _COORDINATES = Many(Number(0, COORDINATE_MAX, whole=True), COORDINATE_MAX + 1)
@@ -72,8 +72,8 @@ GRIDS_RULES = NamespaceRules(
 class ServerLoad:
     """The load that a server reports."""
 
-    wait_s: float = 0.0  # before a request that comes now is begun
-    samples_per_s: float = 0.0  # that it computed lately while busy, over all its experts; 0: not known yet
+    wait_s: float = 0.0  # expected wait of a new request
+    samples_per_s: float = 0.0  # recent throughput while busy, over all experts; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +81,9 @@ class ExpertReplica:
     """An expert on one server. Replicas with the same expert and schema are alternatives."""
 
     contact: Contact
-    schema: bytes  # its digest
+    schema: bytes  # the schema's digest
     load: ServerLoad = ServerLoad()
-    expiration: float = 0.0  # swarm time; it is renewed long before
+    expiration: float = 0.0  # swarm time; the declaration is renewed long before
 
     @property
     def peer_id(self) -> PeerId:
@@ -95,7 +95,7 @@ class GridBranch:
     """The experts and longer prefixes directly below a prefix."""
 
     experts: Mapping[int, tuple[ExpertReplica, ...]] = field(default_factory=dict)
-    deeper: frozenset[int] = frozenset()  # coordinates that are prefixes themselves
+    deeper: frozenset[int] = frozenset()  # coordinates of longer prefixes
 
     @property
     def coordinates(self) -> frozenset[int]:
@@ -107,11 +107,11 @@ class GridBranch:
 class DeclaringConfig:
     """Settings for a server's declarations."""
 
-    ttl_s: float = 45.0  # experts of a server that died without a word are still found for this long
+    ttl_s: float = 45.0  # experts of a server that crashed are still found for this long
     renew_s: float = 15.0  # two renewals may get lost
-    retry_s: float = 1.0  # after a renewal that nobody took; doubles up to renew_s
+    retry_s: float = 1.0  # after a renewal that no peer stored; doubles up to renew_s
     store_timeout_s: float = 8.0
-    goodbye_timeout_s: float = 0.8  # a node that closes does not wait longer for its callbacks
+    goodbye_timeout_s: float = 0.8  # a closing node waits no longer for its callbacks
 
     def __post_init__(self) -> None:
         if not 0 < self.renew_s < self.ttl_s <= RULES.ttl_s_max:
@@ -149,7 +149,7 @@ class Directory:
         found = await self._dht.get_many([GRIDS], timeout_s=timeout_s)
         if GRIDS not in found.answers:
             raise DeadlineExceeded(
-                f"the DHT does not say which grids of experts there are: {found.failures.get(GRIDS)}"
+                f"the grids of experts cannot be read from the DHT: {found.failures.get(GRIDS)}"
             )
         servers: Counter[ExpertUid] = Counter()
         answer = found.answers[GRIDS]
@@ -171,7 +171,7 @@ class Directory:
         if keys and not found.answers:
             reason = next(iter(found.failures.values()), None)
             raise DeadlineExceeded(
-                f"the DHT does not say which experts there are below {prefixes[0]}: {reason}"
+                f"the experts below {prefixes[0]} cannot be read from the DHT: {reason}"
             )
         return {
             keys[Key.parse(name) if isinstance(name, str) else name]: _branch(answer)
@@ -236,7 +236,7 @@ class Declarations:
             renew_s=self._config.renew_s,
             retry_s=self._config.retry_s,
         )
-        self.declared = self._keeper.attempted  # others can find this server, or the first attempt failed
+        self.declared = self._keeper.attempted  # set when others can find this server, or the first attempt failed
         _register(dht)
 
     async def declare(self) -> bool:
@@ -282,7 +282,7 @@ class _Content:
     """The experts that a server has below one prefix."""
 
     deeper: set[int] = field(default_factory=set)
-    experts: dict[bytes, list[int]] = field(default_factory=dict)  # digest of the schema -> last coordinates
+    experts: dict[bytes, list[int]] = field(default_factory=dict)  # schema digest -> last coordinates
 
 
 def _by_prefix(experts: Mapping[ExpertUid, bytes]) -> dict[ExpertUid, _Content]:
@@ -317,14 +317,14 @@ def _branch(answer: Entry | dict[str, Entry] | None) -> GridBranch:
     deeper: set[int] = set()
     experts: dict[int, list[ExpertReplica]] = {}
     for entry in answer.values() if isinstance(answer, dict) else ():
-        value = entry.value  # as RULES demand: this peer registered them
+        value = entry.value  # valid, since this peer registered RULES
         try:
             contact = Contact(entry.writer, tuple(Address.parse(one) for one in value["addresses"]))
         except UsageError:
-            continue  # its writer's fault, and nobody else's business
+            continue  # an invalid record of its writer's; the others are used
         deeper.update(value["deeper"])
         load = ServerLoad(float(value["wait"]), float(value["rate"]))
-        known: set[int] = set()  # a server is one replica of an expert, however often it says so
+        known: set[int] = set()  # a server counts as one replica, even if it lists an expert twice
         for digest, coordinates in zip(value["schemas"], value["experts"], strict=False):
             replica = ExpertReplica(contact, digest, load, entry.expiration)
             for coordinate in set(coordinates) - known:

@@ -13,7 +13,7 @@ from swarm.core.errors import PeerError
 from swarm.net.rpc import Method, Stream, StreamMethod
 from swarm.wire.expert_pb2 import DescribeReply, DescribeRequest, ExpertReply, ExpertRequest, TensorHeader
 
-# payloads up to this travel within the call; both the request's and the answer's must fit
+# payloads up to this size are sent within the call; both the request's and the reply's must fit
 INLINE_BYTES_MAX = 256 << 10
 PAYLOAD_BYTES_MAX = 256 << 20
 UIDS_PER_DESCRIBE_MAX = 256

@@ -18,8 +18,8 @@ from typing import NamedTuple
 from swarm.core.errors import UsageError
 
 DEPTH_MAX = 8
-COORDINATE_MAX = 4095  # so that one server's share of a prefix fits into one record
-NAMES_MAX = 65536  # that a pattern is ever written out to
+COORDINATE_MAX = 4095  # so that one server's experts below a prefix fit into one record
+NAMES_MAX = 65536  # that a pattern is expanded to
 
 _BLOCK = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,47}")
 _COORDINATE = re.compile(r"0|[1-9][0-9]{0,3}")
@@ -50,7 +50,8 @@ class ExpertUid(NamedTuple):
         block, *parts = _split(text)
         if not all(_COORDINATE.fullmatch(part) and int(part) <= COORDINATE_MAX for part in parts):
             raise UsageError(
-                f"{text[:100]!r} is no expert's name: after the first dot come whole numbers from 0 to {COORDINATE_MAX}"
+                f"{text[:100]!r} is no expert's name: "
+                f"after the first dot come whole numbers from 0 to {COORDINATE_MAX}"
             )
         return cls(block, tuple(int(part) for part in parts))
 
@@ -72,7 +73,8 @@ class ExpertUid(NamedTuple):
         """
         if len(self.coordinates) >= DEPTH_MAX or not 0 <= coordinate <= COORDINATE_MAX:
             raise UsageError(
-                f"below {self} there is no {coordinate}: at most {DEPTH_MAX} coordinates, each from 0 to {COORDINATE_MAX}"
+                f"below {self} there is no {coordinate}: "
+                f"at most {DEPTH_MAX} coordinates, each from 0 to {COORDINATE_MAX}"
             )
         return ExpertUid(self.block, (*self.coordinates, coordinate))
 

@@ -90,8 +90,8 @@ class ExpertSchema:
         for count, leaf in enumerate((*leaves(self.inputs), *leaves(self.outputs)), 1):
             if count > LEAVES_MAX or leaf.elements > ELEMENTS_PER_SAMPLE_MAX or len(leaf.shape) > _RANK_MAX:
                 raise UsageError(
-                    f"an expert has at most {LEAVES_MAX} tensors in and out, of at most {_RANK_MAX} dimensions behind the batch and "
-                    f"{ELEMENTS_PER_SAMPLE_MAX:,} elements a sample"
+                    f"an expert has at most {LEAVES_MAX} tensors in and out, of at most {_RANK_MAX} dimensions "
+                    f"behind the batch and {ELEMENTS_PER_SAMPLE_MAX:,} elements a sample"
                 )
         if not isinstance(self.inputs, tuple) or not self.input_leaves or not self.output_leaves:
             raise UsageError("an expert takes at least one tensor, and returns at least one")
@@ -186,7 +186,8 @@ def flatten(value: Any, depth: int = 0) -> tuple[Tree, list[torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         if value.ndim == 0 or value.dtype not in _NAMES:
             raise UsageError(
-                f"an expert's tensors have the batch as their first dimension, and a dtype of {', '.join(_DTYPES)}: not {value!r:.80}"
+                "an expert's tensors have the batch as their first dimension, "
+                f"and a dtype of {', '.join(_DTYPES)}: not {value!r:.80}"
             )
         return Leaf(value.dtype, tuple(value.shape[1:])), [value]
     if depth > NESTING_MAX:
@@ -210,7 +211,8 @@ def flatten(value: Any, depth: int = 0) -> tuple[Tree, list[torch.Tensor]]:
             tensors += more
         return (tuple(parts) if isinstance(value, tuple) else parts), tensors
     raise UsageError(
-        f"an expert takes and returns tensors, and tuples, lists and dictionaries of them: not {type(value).__name__}"
+        "an expert takes and returns tensors, and tuples, lists and dictionaries of them: "
+        f"not {type(value).__name__}"
     )
 
 

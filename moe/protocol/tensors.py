@@ -20,8 +20,8 @@ from swarm.compression import Buffer, Codec, find_wire_id, view_bytes, view_tens
 from swarm.compression.plain import PlainCodec
 from swarm.core.errors import PeerError
 
-ALIGNMENT = 16  # of every tensor in a payload: vector loads and NumPy want aligned elements
-CHUNK_BYTES = 1 << 20  # of a stream's messages
+ALIGNMENT = 16  # of every tensor in a payload: vector loads and NumPy need aligned elements
+CHUNK_BYTES = 1 << 20  # the size of a stream's messages
 _PADDING = bytes(ALIGNMENT)
 _FINITE = {dtype: PlainCodec("", 1, dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 
@@ -246,8 +246,7 @@ def finite_flags(tensors: Sequence[torch.Tensor | None]) -> tuple[list[int], tor
             alike.append(tensor)
     if not by_dtype:
         return [], torch.empty(0, dtype=torch.uint8, device="cpu")
-    # the largest magnitude of each tensor, in which NaN and infinity show: one call for all tensors of a
-    # dtype
+    # the maximum norm is NaN or infinite where an element is: one call for all tensors of a dtype
     flags = [
         torch.isfinite(torch.stack(torch._foreach_norm(alike, float("inf"))))
         for _, alike in by_dtype.values()
@@ -269,7 +268,7 @@ def _encode(tensor: torch.Tensor, codec: Codec | None) -> TensorPayload:
 def _check_tensor(header: Header, leaf: Leaf, batch: int, raw: torch.Tensor, what: str) -> Encoded:
     if header.codec:
         codec = find_wire_id(header.codec, header.version)
-        assert codec is not None  # check_headers
+        assert codec is not None  # `check_headers` has found it
         flaw = codec.flaw(raw, batch * leaf.elements)
         if flaw:
             raise PeerError(f"{what}: {flaw}")

@@ -35,10 +35,10 @@ class ExpertCheckpoints:
 
     def __init__(self, folder: Path, experts: Mapping[ExpertUid, Expert]) -> None:
         self.folder, self._experts = folder, dict(experts)
-        self._saved: dict[ExpertUid, tuple[int, int]] = {}  # version and samples
+        self._saved: dict[ExpertUid, tuple[int, int]] = {}  # version and samples when last saved
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for leftover in folder.glob(f".*{_SUFFIX}.*"):  # of a server that was killed while it wrote
+            for leftover in folder.glob(f".*{_SUFFIX}.*"):  # of a server that was killed while writing
                 leftover.unlink(missing_ok=True)
         except OSError as error:
             raise UsageError(f"cannot keep checkpoints in {folder}: {error}") from error
@@ -60,11 +60,11 @@ class ExpertCheckpoints:
                 state = torch.load(path, map_location="cpu", weights_only=True)
             except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
                 raise UsageError(
-                    f"the checkpoint {path} cannot be read: {error}. Move it away to start that expert afresh"
+                    f"the checkpoint {path} cannot be read: {error}. Move it away to start that expert from its initial parameters"
                 ) from error
             if not isinstance(state, dict):
                 raise UsageError(
-                    f"{path} is no checkpoint of an expert. Move it away to start that expert afresh"
+                    f"{path} is no checkpoint of an expert. Move it away to start that expert from its initial parameters"
                 )
             with expert.lock:
                 try:

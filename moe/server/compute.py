@@ -30,9 +30,9 @@ from swarm.core.ids import PeerId
 
 _log = logging.getLogger(__name__)
 
-BACKWARD_COST = 3.0  # of a backward pass that computes forward again, in forward passes
-_BATCHES_UNDER_WAY_MAX = 3  # on a device with a link: one is copied in, one is computed, one is copied out
-_RATE_SHARE = 0.1  # of the newest batch in the moving averages
+BACKWARD_COST = 3.0  # of a backward pass, in forward passes: it computes forward again
+_BATCHES_UNDER_WAY_MAX = 3  # on a device with a link: copied in, computed, copied out
+_RATE_SHARE = 0.1  # weight of the newest batch in the moving averages
 
 
 @dataclass(slots=True)
@@ -57,10 +57,10 @@ class _Batch:
     jobs: list[Job]
     queue: Hashable
     cost: float
-    is_repeated: bool = False  # its job was in a batch before
+    is_repeated: bool = False  # its job failed in an earlier batch
     staged: StagedJobs | None = None
     answers: list[Answers] = field(default_factory=list)
-    has_stepped: bool = False  # computing a job of it again would make another step
+    has_stepped: bool = False  # computing one of its jobs again would make another step
 
 
 class ComputeThread:
@@ -83,17 +83,17 @@ class ComputeThread:
         self._deliver, self._report = deliver, report
         self._device, self._link = device, link
         self._transfer: Transfer = HostTransfer() if link is None else DeviceTransfer(link)
-        self._jobs: dict[int, Job] = {}  # that wait
-        self._retries: deque[Job] = deque()  # that failed in a batch, and are computed by themselves
+        self._jobs: dict[int, Job] = {}  # waiting, by number
+        self._retries: deque[Job] = deque()  # failed in a batch, and are computed by themselves
         self._lock = threading.Lock()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._asleep = False
         self._stopping = False
         self._failure: DeviceFailed | None = None
         self._reported = False
-        # taken, and not delivered yet, in the order in which they were taken
+        # taken and not delivered yet, in the order in which they were taken
         self._under_way: deque[_Batch] = deque()
-        self._begun_s = 0.0  # when the oldest of them was taken, or the one before it delivered
+        self._begun_s = 0.0  # when the oldest was taken, or the one before it delivered
         self._throughput = _Throughput()
         self.counts: dict[str, Counts] = {}
         self._threads = self._start()
@@ -102,7 +102,7 @@ class ComputeThread:
         """Queue a job. Return the reason when there is no room, else "". Any thread may call it."""
         cost = job.batch * (BACKWARD_COST if job.is_backward else 1.0)
         kept = job.keep and job.expert.keeps_activations
-        # what keeps activations is a batch of its own
+        # a request that keeps activations is a batch of its own
         kind: object = (*job.kind, job.number) if kept else job.kind
         queued = QueuedRequest(job.number, kind, job.caller, job.batch, job.size_bytes, cost)
         with self._lock:
@@ -264,7 +264,7 @@ class ComputeThread:
             batch.staged = self._transfer.stage(batch.jobs)
         except DeviceFailed as failure:
             self._fail(failure)
-        # the computing thread tries it again, with less at once if memory ran out
+        # the computing thread tries again, with fewer samples at once if memory ran out
         except (RuntimeError, MemoryError) as error:
             _log.debug("inputs of %s were not copied ahead: %s", batch.jobs[0].uid, error)
 
@@ -368,7 +368,7 @@ class ComputeThread:
         with self._lock:
             now_s = time.monotonic()
             seconds, self._begun_s = now_s - self._begun_s, now_s
-            self._under_way.popleft()  # batches keep their order
+            self._under_way.popleft()  # batches finish in order
             if batch.cost:
                 self._throughput.note(seconds, batch.cost, samples_of(batch.jobs))
             count.busy_s += seconds

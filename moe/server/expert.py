@@ -81,12 +81,12 @@ class Expert:
             schedule(self.optimizer) if schedule is not None and self.optimizer is not None else None
         )
         self.clip_norm = clip_norm
-        self.version = 0  # optimizer steps, and averages with replicas
-        self.samples = 0  # of backward passes
-        # of everything below: the computing thread, checkpoints and averaging take turns
+        self.version = 0  # counts optimizer steps and averages with replicas
+        self.samples = 0  # samples of backward passes
+        # held by the computing thread, checkpoints and averaging while they use the expert
         self.lock = threading.Lock()
         self._trainable = trainable if self.optimizer is not None else []
-        self._accumulated = 0  # samples whose gradients no step has used yet
+        self._accumulated = 0  # samples whose gradients wait for `apply`
         self._activations = _ActivationCache(keep_activations_bytes)
 
     @property
@@ -248,7 +248,7 @@ class Expert:
                     _, outputs = flatten(self.module(*unflatten(self.schema.inputs, inputs)))
                 outputs = self._cast(outputs)
             found = check(self.schema.output_leaves, outputs, "output")
-        # whatever a module raises is the answer to its caller, and ends nothing else
+        # a module's error is the answer to its caller, and ends nothing else
         except Exception as error:
             _raise_if_of_device(error)
             raise ComputationFailed(f"the module failed: {type(error).__name__}: {error}") from error
@@ -260,7 +260,7 @@ class Expert:
         """Return the floating-point outputs of autocast in the dtypes of the schema."""
         expected = self.schema.output_leaves
         if len(outputs) != len(expected):
-            return outputs  # `check` says so
+            return outputs  # refused by `check`
         return [
             tensor.to(leaf.dtype) if leaf.is_floating and tensor.is_floating_point() else tensor
             for leaf, tensor in zip(expected, outputs, strict=True)
@@ -323,7 +323,7 @@ class Expert:
             )
         if self.clip_norm is not None and norm > self.clip_norm:
             torch._foreach_mul_(gradients, self.clip_norm / norm)
-        # first: were the step to fail half-way, the parameters would not be those of before
+        # counted first: a step that fails half-way has changed parameters
         self.version += 1
         try:
             self.optimizer.step()
@@ -332,7 +332,7 @@ class Expert:
         except Exception as error:
             if is_device_failure(error):
                 raise
-            # also when memory ran out: the step may have been made in part, and is not made again
+            # also when memory ran out: a step that may be half made is not repeated
             raise ComputationFailed(f"the optimizer failed: {type(error).__name__}: {error}") from error
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -349,7 +349,7 @@ class _ActivationCache:
         self._graphs: OrderedDict[object, tuple[Tensors, Tensors, int]] = OrderedDict()
 
     def put(self, pass_id: object, version: int, inputs: Tensors, outputs: Tensors) -> None:
-        if version != self._version:  # a step has overwritten what the graphs refer to
+        if version != self._version:  # a step has overwritten the tensors of the graphs
             self.clear()
             self._version = version
         size = _graph_bytes(inputs, outputs)

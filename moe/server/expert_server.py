@@ -37,8 +37,8 @@ __all__ = ["Expert", "ExpertServer", "ExpertServerConfig", "ExpertStatistics", "
 _log = logging.getLogger(__name__)
 
 EXPERTS_MAX = 4096
-_DECLARE_S = 1.0  # the constructor waits this long at most until others can find the experts
-# when the node closes first, which gives its services a second for all of their goodbyes
+_DECLARE_S = 1.0  # how long the constructor waits until others can find the experts
+# when the node closes first: it gives its services one second in all
 _DRAIN_WITH_NODE_S = 0.2
 
 
@@ -51,9 +51,9 @@ class ExpertServerConfig:
     batching: BatchingConfig = field(default_factory=BatchingConfig)
     declaring: DeclaringConfig = field(default_factory=DeclaringConfig)
     replicating: ReplicatingConfig = field(default_factory=ReplicatingConfig)
-    checkpoints: Path | None = None  # a folder; experts resume from it and are saved to it
-    checkpoint_s: float = 60.0  # between saves of what has changed
-    drain_s: float = 1.0  # for requests that wait when the server closes
+    checkpoints: Path | None = None  # folder from which experts resume and to which they are saved
+    checkpoint_s: float = 60.0  # time between saves of changed experts
+    drain_s: float = 1.0  # time for waiting requests when the server closes
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +62,17 @@ class ExpertStatistics:
 
     version: int
     counts: Counts
-    refusals: dict[str, int]  # by what they were answered with
+    refusals: dict[str, int]  # by status of the reply
 
 
 @dataclass(frozen=True, slots=True)
 class ServerStatistics:
     """The present state of the server."""
 
-    queued: int  # over all devices
-    # of a request that comes now, expected; the mean over the experts, which may be on several devices
+    queued: int  # requests, over all devices
+    # expected wait of a new request; the mean over the experts, which may be on several devices
     wait_s: float
-    samples_per_s: float  # while it computes; the sum over all devices
+    samples_per_s: float  # throughput while computing; the sum over all devices
     experts: dict[str, ExpertStatistics]
 
 
@@ -189,7 +189,7 @@ class ExpertServer:
                 self.node.network.run(self._close_on_loop(self.config.drain_s), self.config.drain_s + 2.0)
             except DeadlineExceeded:
                 _log.warning("the server of experts did not end in time")
-            self.ended.wait(self.config.drain_s + 2.0)  # a failed device may be ending it already
+            self.ended.wait(self.config.drain_s + 2.0)  # a failed device may be closing the server already
             try:
                 self._replicating.close()
             except RuntimeError as error:
@@ -295,4 +295,4 @@ class ExpertServer:
         try:
             self._loop.call_soon_threadsafe(self._service.on_results, done)
         except RuntimeError:
-            return  # the node was closed meanwhile: nobody waits
+            return  # the node was closed meanwhile: no call waits

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from swarm.node import Node
 
 _POOLED_BYTES = 256 << 10
-_RECEIVING_BYTES_MAX = 1 << 30  # of all payloads that are being received
+_RECEIVING_BYTES_MAX = 1 << 30  # limit for all payloads being received together
 _RECEIVING_BYTES_PER_CALLER_MAX = 512 << 20
 
 
@@ -85,11 +85,11 @@ class HostingService:
         self._applied: AppliedRequests[Outcome] = AppliedRequests(applied)
         self.input_cache: InputCache[KeptInputs] = InputCache(
             input_cache
-        )  # by caller, and (request id, expert)
-        self._jobs: dict[int, PendingJob] = {}  # by number: queued or computed
-        self._pending: dict[tuple[PeerId, bytes], PendingJob] = {}  # backward passes among them
+        )  # by caller and (request id, expert)
+        self._jobs: dict[int, PendingJob] = {}  # by number: queued or being computed
+        self._pending: dict[tuple[PeerId, bytes], PendingJob] = {}  # the backward passes among them, by pass id
         self._numbers = itertools.count(1)
-        self._receiving: Counter[PeerId] = Counter()  # bytes
+        self._receiving: Counter[PeerId] = Counter()  # bytes by caller
         node.handlers.direct(DESCRIBE, self._describe)
         node.handlers.unary(CALL, self._call)
         node.handlers.stream(EXCHANGE, self._exchange)
@@ -223,7 +223,8 @@ class HostingService:
             codec = find_wire_id(request.reply_codec, request.reply_codec_version)
             if codec is None:
                 raise request_refused(
-                    f"codec {request.reply_codec}, version {request.reply_codec_version}, for the answer is not known here"
+                    f"codec {request.reply_codec}, version {request.reply_codec_version}, "
+                    "for the answer is not known here"
                 )
         repeated = backward and self._is_repeated(caller, request)
         kept = (
@@ -294,7 +295,7 @@ class HostingService:
             pending = self._pending.get(admitted.pass_id)
         if pending is None:
             tensors = await self._decode(admitted, payload)
-            # a twin may have come and gone meanwhile
+            # the same request may have come again, and been answered, meanwhile
             if admitted.is_backward and len(payload) > _POOLED_BYTES:
                 applied = self._earlier_outcome(admitted)
                 if applied is not None:

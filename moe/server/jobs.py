@@ -13,9 +13,9 @@ from moe.server.expert import Expert, Gradients, Tensors
 from swarm.compression import Codec
 from swarm.core.ids import PeerId
 
-# on the host; Encoded for experts whose device decodes by itself
+# a received tensor, on the host; Encoded for experts whose device decodes
 ReceivedTensor: TypeAlias = torch.Tensor | Encoded
-# the inputs of a request and the gradients of its outputs, decoded, where they are used
+# the decoded inputs of a job and gradients of its outputs, on the device that uses them
 JobTensors: TypeAlias = tuple[Tensors, Gradients]
 
 
@@ -27,13 +27,13 @@ class Job:
     uid: str
     expert: Expert
     caller: PeerId
-    pass_id: tuple[PeerId, bytes]  # of the pass, for activations that are kept
+    pass_id: tuple[PeerId, bytes]  # (caller, request id), under which activations are kept
     inputs: Sequence[ReceivedTensor]
     gradients: Sequence[ReceivedTensor | None] | None  # None: a forward pass
     keep: bool
     batch: int
     size_bytes: int
-    codec: Codec | None  # for the answer
+    codec: Codec | None  # for encoding the results
 
     @property
     def is_backward(self) -> bool:

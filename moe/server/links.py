@@ -77,13 +77,11 @@ class CudaLink:
         return using(self._device, self._cuda)
 
     def host_memory(self, numel: int) -> torch.Tensor:
-        # torch keeps pinned memory that is freed, and hands it out again when the copies that used it are
-        # over
+        # torch reuses freed pinned memory when the copies that used it are over
         return torch.empty(numel, dtype=torch.uint8, device="cpu", pin_memory=self._device.type == "cuda")
 
     def send(self, source: torch.Tensor) -> CopyToDevice:
-        # the memory comes from the copies' stream: memory of the default stream may be in use until what
-        # computes now is done
+        # allocated on the copies' stream: memory of the default stream may be in use until computation ends
         with self._cuda.stream(self._upload_stream):
             device_copy = torch.empty(source.numel(), dtype=torch.uint8, device=self._device)
             device_copy.copy_(source, non_blocking=True)
@@ -100,7 +98,7 @@ class CudaLink:
         self._cuda.empty_cache()
 
     def _record_event(self, stream: Any) -> Any:
-        event = self._cuda.Event(blocking=True)  # a thread that waits sleeps, and leaves its core to others
+        event = self._cuda.Event(blocking=True)  # blocking: a waiting thread sleeps
         event.record(stream)
         return event
 
@@ -117,7 +115,7 @@ class _CudaCopyToDevice:
         current.wait_event(self.event)
         if (
             self.device_copy.is_cuda
-        ):  # the copies' stream must not hand its memory out again while it is being read
+        ):  # its memory must not be reused while it is being read
             self.device_copy.record_stream(current)
         return self.device_copy
 

@@ -23,8 +23,8 @@ class BatchPass:
     def __init__(self, expert: Expert, transfer: Transfer) -> None:
         self._expert, self._transfer = expert, transfer
         self._version = expert.version
-        self._failed_samples: int | None = None  # of the smallest part that ran out of memory
-        self._fitted_samples = 0  # of the largest part that did not, since then
+        self._failed_samples: int | None = None  # samples of the smallest part that ran out of memory
+        self._fitted_samples = 0  # samples of the largest part that fitted since then
 
     @property
     def samples_fit(self) -> int | None:
@@ -39,7 +39,7 @@ class BatchPass:
         """
         answers = self._attempt(jobs, staged)
         if len(jobs) > 1 and self._expert.version == self._version and any(map(_has_failed, answers)):
-            # whose request it was is found by computing each by itself: it costs the others nothing but time
+            # compute each by itself to find the request that fails: it costs the others only time
             return [answer for job in jobs for answer in self._attempt([job], None)]
         return answers
 
@@ -63,7 +63,7 @@ class BatchPass:
         else:
             self._note_fitting(jobs)
             return [answer]
-        # not within `except`: the traceback keeps the tensors
+        # not within `except`: its traceback would keep the tensors alive
         if keeping:
             self._release_memory()
             return self._forward(jobs, None, may_keep=False)
@@ -159,7 +159,7 @@ class BatchPass:
             *self._answer(jobs[middle:], results[middle:]),
         ]
 
-    # ---
+    # --- common parts
 
     def _job_tensors(self, jobs: Sequence[Job], staged: StagedJobs | None) -> list[JobTensors]:
         return (staged or self._transfer.stage(jobs)).use()
@@ -179,7 +179,10 @@ class BatchPass:
         self._transfer.release_memory()
 
     def _too_large(self, job: Job) -> Answers:
-        reason = f"its {job.batch} samples do not fit into the memory of the server's {self._expert.device}: send fewer at a time"
+        reason = (
+            f"its {job.batch} samples do not fit into the memory of the server's {self._expert.device}: "
+            "send fewer at a time"
+        )
         return self._failed_answers([job], reason, is_final=True)
 
     def _failed_answers(self, jobs: Sequence[Job], reason: str, *, is_final: bool = False) -> Answers:

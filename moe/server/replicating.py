@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _NAME_MAX = 50
-_DECLARE_S = 0.2  # many averagers may be opened one after the other
-# experts of a server that are averaged in one period; the others have their turn in the next
+_DECLARE_S = 0.2  # short, since many averagers may be opened one after the other
+# experts of a server that are averaged in one period
 _TOGETHER_MAX = 64
 
 
@@ -41,8 +41,8 @@ _TOGETHER_MAX = 64
 class ReplicatingConfig:
     """How replicas are averaged."""
 
-    period_s: float = 60.0  # the same on all servers; 0: never
-    timeout_s: float = 20.0  # of a round, at most half the period
+    period_s: float = 60.0  # must be the same on all servers; 0: never
+    timeout_s: float = 20.0  # of a round; at most half the period is used
     group_size: int = 8
     codec: str = "float16"
     read_timeout_s: float = 5.0
@@ -51,7 +51,7 @@ class ReplicatingConfig:
 @dataclass(slots=True)
 class _ReplicaAverager:
     averager: Averager
-    samples: int = 0  # of the expert when it was last averaged
+    samples: int = 0  # the expert's samples when it was last averaged
 
 
 class Replicating:
@@ -66,7 +66,7 @@ class Replicating:
         self._calls = node.service(ExpertCalls.from_node)
         self._averagers: dict[ExpertUid, _ReplicaAverager] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="swarm-replicas")
-        self.rounds = 0  # that succeeded
+        self.rounds = 0  # number of successful rounds
 
     async def run(self) -> None:
         """Average once per period, for as long as the server runs."""
@@ -147,7 +147,7 @@ class Replicating:
             if not step.wait(timeout_s + 1.0):
                 step.cancel()
                 continue
-            with expert.lock:  # the difference is added: what was learned meanwhile stays
+            with expert.lock:  # the difference is added, so steps made meanwhile are kept
                 result = step.result()
                 if not result.failed:
                     expert.parameters_replaced(_next_version(result, expert.version))

@@ -56,7 +56,7 @@ class KeptInputs:
 
     tensors: list[ReceivedTensor]
     batch: int
-    versions: list[int]  # of the tensors: a module may write into what it is given
+    versions: list[int]  # of the tensors: a module may write into its inputs
 
     @classmethod
     def snapshot(cls, tensors: list[ReceivedTensor], batch: int) -> KeptInputs:
@@ -86,11 +86,11 @@ class AdmittedRequest:
     caller: PeerId
     request: ExpertRequest
     headers: list[Header]
-    leaves: Sequence[Leaf]  # of what the payload holds
+    leaves: Sequence[Leaf]  # of the payload's tensors
     size_bytes: int
     codec: Codec | None
     is_backward: bool
-    kept: KeptInputs | None  # of a backward pass that came without
+    kept: KeptInputs | None  # for a backward pass that was sent without inputs
 
     @property
     def pass_id(self) -> tuple[PeerId, bytes]:

@@ -180,7 +180,7 @@ class _DeviceStagedJobs:
 
     def use(self) -> list[JobTensors]:
         assert self._copy is not None
-        copy, self._copy = self._copy, None  # its memory is that of the tensors, and freed with them
+        copy, self._copy = self._copy, None  # the tensors are views of it: freed with them
         with self._link.using():
             raw, start = copy.use(), 0
             given: list[JobTensors] = []
@@ -202,10 +202,10 @@ class _DeviceStagedJobs:
 class _DeviceAnswers:
     link: Link
     jobs: Sequence[Job]
-    counts: list[int]  # tensors of each job
+    counts: list[int]  # number of tensors of each job
     version: int
-    headers: list[Header | None]  # of the tensors of all jobs
-    numbers: list[int]  # of the tensors that have a flag, in the order of flags
+    headers: list[Header | None]  # one for each tensor of all jobs
+    numbers: list[int]  # numbers of the tensors that have a flag, in the order of flags
     copy: CopyToHost | None  # None: there is nothing to copy
     is_final: bool = False
 
@@ -216,7 +216,7 @@ class _DeviceAnswers:
     def outcomes(self) -> list[Outcome]:
         with self.link.using():
             host = self.copy.wait().numpy() if self.copy is not None else np.empty(0, np.uint8)
-        self.copy = None  # the device's memory is free again
+        self.copy = None  # frees the device's memory
         size = sum(header.size_bytes for header in self.headers if header is not None)
         non_finite = {number for number, flag in zip(self.numbers, host[size:], strict=True) if not flag}
         payloads, start = list[TensorPayload](), 0
@@ -225,7 +225,7 @@ class _DeviceAnswers:
                 payloads.append(ABSENT)
                 continue
             end = start + header.size_bytes
-            # a copy: what callers may ask for again must not keep pinned memory
+            # copied: answers that are kept for repetitions must not hold pinned memory
             payloads.append(
                 TensorPayload(
                     header.codec, header.version, host[start:end].copy().data if end > start else b""

@@ -75,12 +75,12 @@ class SimulatedExperts:
             }
         self.versions: Counter[ExpertUid] = Counter()
         self.forwards: Counter[str] = Counter()  # per expert
-        self.backwards: Counter[str] = Counter()  # as they came, repeated ones too
+        self.backwards: Counter[str] = Counter()  # per expert, repeated ones included
         self.applied: dict[bytes, ExpertReply] = {}
-        self.rows: Counter[str] = Counter()  # samples that were forwarded
-        self.poisoned: set[str] = set()  # these answer NaN
-        self.full = False  # refuses everything as overloaded
-        self.lose_replies = 0  # so many backward passes are applied and never answered
+        self.rows: Counter[str] = Counter()  # samples of forward passes, per expert
+        self.poisoned: set[str] = set()  # experts that answer NaN
+        self.full = False  # refuse every call as overloaded
+        self.lose_replies = 0  # number of backward passes to apply and never answer
         self._busy = asyncio.Lock()
 
     async def start(self, bootstrap: Sequence[SimulatedPeer]) -> None:
@@ -143,7 +143,7 @@ class SimulatedExperts:
     def _backward(self, uid: ExpertUid, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         module = self.modules[uid]
         parameters = list(module.parameters())
-        with torch.enable_grad():  # all of this may run within a backward pass of the trainer
+        with torch.enable_grad():  # this may run within the trainer's backward pass
             given = cast(torch.Tensor, tensors[0]).clone().requires_grad_()
             output = module(given)
             gradient = tensors[1] if tensors[1] is not None else torch.zeros_like(output)
@@ -183,7 +183,7 @@ class ExpertSwarm:
 
     def __init__(self, seed: int, link: LinkConfig | None = None) -> None:
         self._threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # tensors here are small, and waking a team takes longer than the work
+        torch.set_num_threads(1)  # tensors are small: waking threads takes longer than the work
         self._thread = _Thread()
         self.network = SimulatedNetwork(seed, link or LinkConfig(delay_s=0.005))
         self.servers: list[SimulatedExperts] = []
@@ -201,7 +201,7 @@ class ExpertSwarm:
             supervisor=peer.supervisor,
             dht=SimpleNamespace(service=service),
         )
-        # so that a seed replays whom layers ask
+        # seeded, so that a seed replays which replicas are asked
         services: Services[Node] = Services(cast(Node, node))
         node.service = services.get
         services.put(

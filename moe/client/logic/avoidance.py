@@ -20,12 +20,11 @@ from swarm.core.errors import UsageError
 class AvoidanceConfig:
     """The times for which failing keys are avoided."""
 
-    # after the first failure; too small: steps wait for the dead again and again, too large: a hiccup costs
-    # experts
+    # after the first failure. Too small: steps keep waiting for dead peers; too large: a hiccup costs experts
     pause_first_s: float = 1.0
-    growth: float = 2.0  # each further failure without an answer between makes it so many times as long
-    pause_s_max: float = 60.0  # never longer: who comes back is used again within this
-    keys_max: int = 10_000  # who failed longest ago is forgotten beyond this
+    growth: float = 2.0  # factor for each further failure without an answer in between
+    pause_s_max: float = 60.0  # upper limit: a peer that comes back is used again within this time
+    keys_max: int = 10_000  # beyond this the key that failed longest ago is forgotten
 
     def __post_init__(self) -> None:
         if not (
@@ -34,7 +33,7 @@ class AvoidanceConfig:
             and self.keys_max >= 1
         ):
             raise UsageError(
-                "avoidance needs 0 < first_s <= longest_s, a growth of at least 1, and keys_max of at least 1"
+                "avoidance needs 0 < pause_first_s <= pause_s_max, a growth of at least 1, and keys_max of at least 1"
             )
 
 
@@ -43,7 +42,7 @@ class _Record:
     failures: int
     until_s: float
     reason: str
-    last_s: float  # when it failed last, avoided or not
+    last_s: float  # time of the last failure, also while it was avoided
 
 
 class Avoidance:

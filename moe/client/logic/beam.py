@@ -29,12 +29,11 @@ _NO_SCORE = float("-inf")
 class BeamConfig:
     """Limits of a search."""
 
-    # prefixes that each sample may open at a time; too small: more round trips, too large: reads that nobody
-    # needed
+    # prefixes that each sample may open at a time. Too small: more round trips; too large: needless reads
     width: int = 4
-    prefixes_per_step_max: int = 64  # read together, from the DHT when they are not known yet
-    prefixes_max: int = 1024  # opened by one search; beyond this it ends with what it has
-    elements_max: int = 1 << 22  # numbers that one step holds in memory for a part of the batch
+    prefixes_per_step_max: int = 64  # opened together; those not cached are read from the DHT
+    prefixes_max: int = 1024  # opened by one search, which then ends with what it has found
+    elements_max: int = 1 << 22  # elements that one step holds in memory for a part of the batch
 
     def __post_init__(self) -> None:
         if min(self.width, self.prefixes_per_step_max, self.prefixes_max, self.elements_max) < 1:
@@ -49,7 +48,7 @@ class Selection:
 
     experts: tuple[Prefix, ...]
     indices_BK: torch.Tensor
-    certain: bool  # what an exhaustive search would find
+    certain: bool  # the result equals that of an exhaustive search
 
 
 class BeamSearch:
@@ -80,7 +79,7 @@ class BeamSearch:
         best_per_dimension = torch.stack(
             [score.amax(dim=1) if batch else score.new_zeros(0) for score in scores]
         )
-        # [D + 1, B]: the most that the dimensions from d on can add
+        # [D + 1, B]: the largest score that the dimensions from d on can add
         self._remaining_max = torch.cat(
             [best_per_dimension.flip(0).cumsum(0).flip(0), best_per_dimension.new_zeros(1, batch)]
         )
@@ -179,7 +178,7 @@ class BeamSearch:
 
 def compact(experts: Sequence[Prefix], indices_BK: torch.Tensor, certain: bool) -> Selection:
     """Return the selection without the experts that no sample has selected."""
-    # the last place stands for -1
+    # the last entry stands for -1
     renumbered = torch.full((len(experts) + 1,), -1, dtype=torch.int64, device="cpu")
     used = torch.bincount(indices_BK[indices_BK >= 0], minlength=len(experts)).nonzero().flatten()
     renumbered[used] = torch.arange(len(used), device="cpu")

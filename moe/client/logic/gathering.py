@@ -18,7 +18,7 @@ from swarm.core.errors import UsageError
 class GatherTimeouts:
     """The time for which pending experts are awaited after all samples have enough answers."""
 
-    after_k_min_s: float | None = None  # None: `elapsed_share` of what that took, within the two bounds below
+    after_k_min_s: float | None = None  # None: `elapsed_share` of the elapsed time, within the bounds below
     elapsed_share: float = 1.0
     wait_s_min: float = 0.1
     wait_s_max: float = 5.0
@@ -29,7 +29,7 @@ class GatherTimeouts:
                 f"timeout_after_k_min_s is a number of seconds from 0 up, or None, not {self.after_k_min_s!r}"
             )
         if not (self.elapsed_share >= 0.0 and self.wait_s_min >= 0.0 and self.wait_s_max >= 0.0):
-            raise UsageError("patience needs a share, least_s and most_s of at least 0")
+            raise UsageError("gather timeouts need an elapsed_share, wait_s_min and wait_s_max of at least 0")
 
     def wait_s(self, elapsed_s: float) -> float:
         """Return the additional waiting time after `elapsed_s` of waiting."""
@@ -53,12 +53,12 @@ class Gathering:
         self._answered_B = torch.zeros(batch, dtype=torch.int64, device="cpu")
         self._pending_B = torch.zeros(batch, dtype=torch.int64, device="cpu")
         self._suspected_B = torch.zeros(batch, dtype=torch.int64, device="cpu")
-        self._rows: dict[int, torch.Tensor] = {}  # of those that are still out
+        self._rows: dict[int, torch.Tensor] = {}  # of pending experts
         self._suspected: set[int] = set()
         self._expected_s: dict[int, float] = {}
         self._satisfied_s: float | None = None
         self._last_reply_s = begun_s
-        self._has_reply = False  # of anybody at all
+        self._has_reply = False  # some expert has answered or failed
 
     def expect(self, expert: int, rows: torch.Tensor, now_s: float, expected_s: float = 0.0) -> None:
         """Record that this expert was asked for these rows (distinct samples of the batch). Asking a
@@ -126,7 +126,7 @@ class Gathering:
             return min(
                 self._until_s, self._satisfied_s + self._timeouts.wait_s(self._satisfied_s - self._begun_s)
             )
-        # nobody is needed: one who is out holds up no longer than the others took
+        # no answer is required: a pending expert delays the pass no longer than the others took
         if not self._k_min and self._has_reply:
             suspect_at_s = self.suspect_at_s()
             return min(self._until_s, suspect_at_s if suspect_at_s is not None else self._last_reply_s)
@@ -145,8 +145,7 @@ class Gathering:
 
     def _check_satisfied(self, now_s: float) -> None:
         if self._satisfied_s is None:
-            # with k_min of 0 a sample still waits for its first answer, or until there is nobody left to wait
-            # for
+            # with a k_min of 0 a sample still waits for its first answer, unless none is pending
             needed = max(self._k_min, 1)
             if bool(((self._answered_B >= needed) | (self._pending_B + self._suspected_B == 0)).all()):
                 self._satisfied_s = now_s

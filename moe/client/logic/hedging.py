@@ -18,13 +18,13 @@ from swarm.core.errors import UsageError
 class HedgingConfig:
     """Settings for asking a second replica."""
 
-    # never sooner after the first; too small: hiccups of a busy machine are answered with more work
+    # lower limit. Too small: a busy machine's hiccups cause more work
     delay_s_min: float = 0.05
-    delay_s_initial: float = 1.0  # while nothing is known of how long it takes
-    deviations: float = 4.0  # sooner only after the mean plus so many mean deviations of its calls of late
-    share_max: float = 0.1  # of all calls, over time; 0: never
-    budget_max: float = 8.0  # second requests that may have been saved up, for the moment when a peer freezes
-    attempts_max: int = 3  # peers that one call may ask in all
+    delay_s_initial: float = 1.0  # while the replica's answer times are unknown
+    deviations: float = 4.0  # a second request after the mean plus this many mean deviations
+    share_max: float = 0.1  # second requests as a share of all calls, over time; 0: never
+    budget_max: float = 8.0  # unused second requests that may accumulate for when a peer freezes
+    attempts_max: int = 3  # peers that one call may ask in total
 
     def __post_init__(self) -> None:
         if not (
@@ -33,10 +33,10 @@ class HedgingConfig:
             and self.attempts_max >= 1
         ):
             raise UsageError(
-                "hedging needs 0 < least_s <= first_s, deviations of at least 0, attempts_max of at least 1"
+                "hedging needs 0 < delay_s_min <= delay_s_initial, deviations of at least 0, attempts_max of at least 1"
             )
         if not (0.0 <= self.share_max <= 1.0 and self.budget_max >= 0.0):
-            raise UsageError("hedging needs a share_max from 0 to 1 and a saved_max of at least 0")
+            raise UsageError("hedging needs a share_max from 0 to 1 and a budget_max of at least 0")
 
 
 class HedgeBudget:
@@ -75,7 +75,7 @@ class HedgedCall:
         self._left = list(order[: config.attempts_max])
         self._hedge_after_s = hedge_after_s
         self._budget = budget
-        self._asked: list[Hashable] = []  # and not heard of since
+        self._asked: list[Hashable] = []  # and neither answered nor failed
         self._hedge_at_s: float | None = None
         self.winner: Hashable | None = None
         self.hedged = False

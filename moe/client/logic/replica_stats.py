@@ -21,8 +21,8 @@ from swarm.core.ids import PeerId
 if TYPE_CHECKING:
     import random
 
-_ReplicaKey = tuple[str, PeerId]  # (the expert's name, who holds it)
-_SLOW = ""  # in the place of an expert's name: the peer as a whole dawdles
+_ReplicaKey = tuple[str, PeerId]  # (the expert's name, its host)
+_SLOW = ""  # used as the expert's name for marks against a peer that is slow as a whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,17 +31,17 @@ class ReplicaStatsConfig:
 
     avoidance: AvoidanceConfig = field(default_factory=AvoidanceConfig)
     hedging: HedgingConfig = field(default_factory=HedgingConfig)
-    smoothing: float = 0.2  # weight of the newest call in the mean of a replica's times
-    # a replica is asked in proportion to the power of 1 / its expected time; 0: evenly, large: always the
-    # fastest
+    smoothing: float = 0.2  # weight of the newest call in the mean of a replica's answer times
+    # a replica is drawn in proportion to (1 / expected time) to this power. 0: evenly, large: the fastest
     selection_exponent: float = 2.0
-    reported_wait_ttl_s: float = 5.0  # how long a peer's word about its queue outweighs its declaration
-    replicas_max: int = 10_000  # whose times are remembered
+    reported_wait_ttl_s: float = 5.0  # how long a reported wait overrides the declared one
+    replicas_max: int = 10_000  # whose answer times are remembered
 
     def __post_init__(self) -> None:
         if not (0.0 < self.smoothing <= 1.0 and self.selection_exponent >= 0.0 and self.replicas_max >= 1):
             raise UsageError(
-                "a fleet needs a fading above 0 and at most 1, eagerness of at least 0, replicas_max of at least 1"
+                "replica statistics need a smoothing above 0 and at most 1, a selection_exponent of at least 0, "
+                "and replicas_max of at least 1"
             )
 
 
@@ -63,7 +63,7 @@ class ReplicaStats:
         self._avoidance = Avoidance(self.config.avoidance)
         self._latencies: OrderedDict[_ReplicaKey, _Latency] = OrderedDict()
         self._in_flight: dict[PeerId, int] = {}
-        self._waits: OrderedDict[PeerId, tuple[float, float]] = OrderedDict()  # what it said, and when
+        self._waits: OrderedDict[PeerId, tuple[float, float]] = OrderedDict()  # reported wait, and when
 
     def available(self, uid: str, peers: Iterable[PeerId], now_s: float) -> list[PeerId]:
         """Return the peers that may be asked for this expert now."""
@@ -146,7 +146,7 @@ class ReplicaStats:
             self._avoidance.succeeded((_SLOW, peer))
         latency = self._latencies.get((uid, peer))
         if latency is None:
-            # the first call may have had to connect: half of it may be chance
+            # the first call may include connecting: half of its time may be chance
             self._latencies[uid, peer] = _Latency(seconds, seconds / 2.0)
             if len(self._latencies) > self.config.replicas_max:
                 self._latencies.popitem(last=False)
@@ -189,7 +189,7 @@ class ReplicaStats:
         key = (_SLOW, peer)
         if self._avoidance.avoided(key, now_s) or not self._avoidance.failures(key):
             return self._avoidance.avoided(key, now_s)
-        # it may be tried: by one call at a time, and by no more peers' calls than could be hedged
+        # slow peers are tried by one call at a time, and by no more calls than could be hedged
         busy_slow_peers = sum(self._avoidance.failures((_SLOW, other)) > 0 for other in self._in_flight)
         return peer in self._in_flight or not self.budget.can_afford(busy_slow_peers + 1)
 

@@ -51,8 +51,7 @@ class BackwardPass:
         options, clock = self._options, self._calls.clock
         begun_s = clock.monotonic_s()
         deadline_s = begun_s + options.backward_timeout_s
-        # a backward pass takes longer than a forward pass: never less patience than the quicker ones took
-        # themselves
+        # a backward pass takes longer than a forward pass: `after_k_min_s` is only a lower limit here
         gather_timeouts = replace(
             options.gather_timeouts,
             after_k_min_s=None,

@@ -31,7 +31,7 @@ from swarm.core.ids import PeerId
 
 T = TypeVar("T")
 
-_INLINE_BYTES_MAX = 256 << 10  # larger tensors are cut up and put together in a thread of the pool
+_INLINE_BYTES_MAX = 256 << 10  # larger tensors are split and joined in a thread of the pool
 REASONS_SHOWN = 4
 
 
@@ -50,9 +50,9 @@ class MixtureOutput:
     """
 
     coordinates_BSD: torch.Tensor
-    selected_BS: torch.Tensor  # was to be asked at first
+    selected_BS: torch.Tensor  # the initial selection, without replacements
     answered_BS: torch.Tensor
-    outputs: list[torch.Tensor]  # [B, S, …] each; empty when nobody has ever answered
+    outputs: list[torch.Tensor]  # [B, S, …] each; no rows when no expert has ever answered
     branches: list[ExpertCall]
     report: PassReport
 
@@ -83,19 +83,19 @@ class ForwardPass:
             batch, 0, len(options.grid.dimensions), dtype=torch.int64, device="cpu"
         )
         self._occupied_BS = torch.zeros(batch, 0, dtype=torch.bool, device="cpu")
-        self._places: list[Places] = []  # of every call
+        self._places: list[Places] = []  # by call
         self._uids: list[ExpertUid] = []
         self._results: dict[int, ForwardResult] = {}
         self._failed: dict[int, SwarmError] = {}
         self._tasks: dict[asyncio.Task[ForwardResult | SwarmError], int] = {}
-        self._excluded: set[ExpertUid] = set()  # failed in this pass
+        self._excluded: set[ExpertUid] = set()  # failed or suspected in this pass
         self._replicas: dict[ExpertUid, Sequence[ExpertReplica]] = {}
         self._refresh_directory = self._has_refreshed = self._include_avoided = self._include_silent = False
-        self._may_lack_experts = True  # some sample may have too few experts
-        self._silent: set[PeerId] = set()  # peers that were not heard of in this pass when others were
-        # how often others were looked for
+        self._may_lack_experts = True  # some sample may have lost experts since the last check
+        self._silent: set[PeerId] = set()  # peers that did not answer in this pass when others did
+        # how often replacements were searched for
         self._replaced_B = torch.zeros(batch, dtype=torch.int64, device="cpu")
-        self._directory_error = ""  # why the DHT could not say which experts there are
+        self._directory_error = ""  # why the DHT could not be read
 
     async def run(self, empty: Sequence[torch.Tensor]) -> MixtureOutput:
         """Run the pass. `empty` gives the shape and dtype of the outputs when no expert answers.
@@ -300,7 +300,7 @@ class ForwardPass:
         outputs = await offload(
             self._pool, size, lambda: scatter_outputs(batch, width, places, answers, like)
         )
-        # they are in `outputs` now, and need not be held twice until the backward pass
+        # `outputs` has them now: do not hold them twice until the backward pass
         branches = [ExpertCall(one.result.without_outputs(), one.places) for one in branches]
         selection = torch.zeros_like(self._occupied_BS)
         selection[:, : initially_occupied.shape[1]] = initially_occupied
@@ -329,7 +329,8 @@ class ForwardPass:
         )
         seconds = self._calls.clock.monotonic_s() - self._begun_s
         text = (
-            f"{count} of {len(self._occupied_BS)} samples got fewer than k_min = {options.k_min} answers in {seconds:.2g} s: {reasons_text}; "
+            f"{count} of {len(self._occupied_BS)} samples got fewer than k_min = {options.k_min} answers "
+            f"in {seconds:.2g} s: {reasons_text}; "
             "let more servers hold these experts, lower k_min, or set allow_zero_outputs"
         )
         if self._failed and all(isinstance(error, UsageError) for error in self._failed.values()):

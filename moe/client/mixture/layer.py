@@ -36,8 +36,8 @@ class MixtureConfig:
     gather_timeouts: GatherTimeouts = field(
         default_factory=GatherTimeouts
     )  # its `after_k_min_s` is the layer's
-    # rounds of asking others for samples that lost too many experts, after the first also those avoided; 0:
-    # never
+    # rounds of asking replacements for samples that lost too many experts; from the second round on avoided
+    # experts are asked as well. 0: never
     replacements_max: int = 4
     beam: BeamConfig = field(default_factory=BeamConfig)
 

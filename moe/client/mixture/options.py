@@ -24,7 +24,7 @@ class MixtureOptions:
     gather_timeouts: GatherTimeouts
     allow_zero_outputs: bool
     codecs: WireCodecs = UNCOMPRESSED
-    replacements_max: int = 4  # rounds of looking for others in the place of those that failed
+    replacements_max: int = 4  # rounds of asking replacements for experts that failed
     beam: BeamConfig = field(default_factory=BeamConfig)
 
     def __post_init__(self) -> None:
@@ -34,7 +34,8 @@ class MixtureOptions:
             )
         if not (0 <= self.k_min <= self.k_best and 0 <= self.backward_k_min <= self.k_best):
             raise UsageError(
-                f"k_min and backward_k_min are from 0 to k_best, {self.k_best}: not {self.k_min} and {self.backward_k_min}"
+                f"k_min and backward_k_min are from 0 to k_best, {self.k_best}: "
+                f"not {self.k_min} and {self.backward_k_min}"
             )
         if not (0.0 < self.forward_timeout_s < float("inf") and 0.0 < self.backward_timeout_s < float("inf")):
             raise UsageError("forward_timeout_s and backward_timeout_s are positive numbers of seconds")
@@ -44,8 +45,8 @@ class MixtureOptions:
 class PassReport:
     """The outcome of a pass, for users' logs and for tests."""
 
-    asked: tuple[str, ...]  # experts, a name for each call
+    asked: tuple[str, ...]  # names of experts, one for each call
     answered: tuple[str, ...]
-    failed: dict[str, str]  # name -> why, for those that were asked and did not answer
-    short_samples: int  # that had fewer than k_min answers
+    failed: dict[str, str]  # name -> reason, for experts that were asked and did not answer
+    short_samples: int  # samples with fewer than k_min answers
     seconds: float

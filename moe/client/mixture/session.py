@@ -21,7 +21,7 @@ class LastPasses:
 
     empty_outputs: list[torch.Tensor] = field(
         default_factory=list
-    )  # what outputs are like, once one was seen
+    )  # gives the shapes and dtypes of outputs, once known
     forward: PassReport | None = None
     backward: PassReport | None = None
 
@@ -53,7 +53,7 @@ class Session:
         if mixture_output.branches:
             last_passes.empty_outputs = [output[:0, 0] for output in mixture_output.outputs]
         last_passes.forward = mixture_output.report
-        # what the graph holds must not hold the graph's own outputs
+        # the graph holds this object, which must not hold the graph's own outputs
         self._mixture_output = replace(mixture_output, outputs=[])
         return replace(
             mixture_output, outputs=list(attach_backward(inputs, mixture_output.outputs, self._backward))

@@ -19,7 +19,7 @@ from swarm.core.errors import UsageError
 if TYPE_CHECKING:
     from swarm.node import Node
 
-# taken from the scores of coordinates that are dropped: they are chosen only when nothing else is alive
+# subtracted from the scores of dropped coordinates: they are selected only when nothing else is alive
 _DROPOUT_PENALTY = 1e4
 
 
@@ -27,9 +27,9 @@ _DROPOUT_PENALTY = 1e4
 class SwitchConfig:
     """Settings for exploration and balancing. In `eval()` mode only the loss remains."""
 
-    utilization_alpha: float = 0.9  # how much of the utilization before is kept when a batch is added
-    grid_dropout: float = 1.0  # each coordinate is kept with this chance; 1: all are
-    # the gate sees its input times a factor from 1 - this to 1 + this, per element; the experts do not
+    utilization_alpha: float = 0.9  # weight of the earlier utilization when a batch is added
+    grid_dropout: float = 1.0  # probability with which each coordinate is kept; 1: all are
+    # the gate's input (not the experts') is multiplied by 1 - this to 1 + this, per element
     jitter_eps: float = 1e-2
     mixture: MixtureConfig = field(default_factory=MixtureConfig)
 
@@ -40,7 +40,8 @@ class SwitchConfig:
             and 0.0 <= self.jitter_eps < 1.0
         ):
             raise UsageError(
-                "a switch layer needs utilization_alpha and jitter_eps from 0 to below 1, grid_dropout above 0 and at most 1"
+                "a switch layer needs utilization_alpha and jitter_eps from 0 to below 1, "
+                "grid_dropout above 0 and at most 1"
             )
 
 
@@ -129,7 +130,7 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
         )
         if self.training:
             self._update_utilization(found.coordinates_BSD, found.selected_BS)
-        # clones: the next batch changes the buffers before this loss may have been differentiated
+        # clones: the next batch may change the buffers before this loss is differentiated
         loss = balancing_loss(scores, [share_used.clone() for share_used in self.utilization])
         return weighted_outputs(weights, found.outputs, inputs), loss
 

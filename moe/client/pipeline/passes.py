@@ -33,12 +33,12 @@ class PipelineOptions:
 
     stages: tuple[ExpertUid, ...]
     timeout_s: float  # of a whole pass, forward or backward
-    # of one attempt at one stage; then another peer is asked. Too small: a slow peer's work is thrown away
+    # of one attempt at one stage, then another peer is asked. Too small: slow peers' work is thrown away
     stage_timeout_s: float
-    # samples; too small: round trips cost more than the work, too large: stages wait for one another
+    # in samples. Too small: round trips cost more than the work; too large: stages wait for one another
     micro_batch_size: int
-    in_flight_max: int  # micro-batches on their way at a time
-    pause_first_s: float = 0.05  # before a stage that nobody could do is tried again; doubles
+    in_flight_max: int  # micro-batches that are processed at a time
+    pause_first_s: float = 0.05  # before a stage that no peer completed is tried again; doubles
     pause_s_max: float = 1.0
     codecs: WireCodecs = UNCOMPRESSED
 
@@ -56,7 +56,7 @@ class PipelineReport:
     """The outcome of a pass."""
 
     micro_batches: int = 0
-    rerouted: list[str] = field(default_factory=list)  # "block.3: why", for each attempt that failed
+    rerouted: list[str] = field(default_factory=list)  # "block.3: reason", for each attempt that failed
     seconds: float = 0.0
 
 
@@ -141,7 +141,7 @@ class PipelinePass:
             async with self._slots:
                 return await one
 
-        # raised below: what `except*` raises comes in a group on early versions of Python 3.11
+        # raised below: early versions of Python 3.11 wrap errors raised within `except*` in a group
         failed: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -150,7 +150,7 @@ class PipelinePass:
             failed = _first_error(errors)
         finally:
             for one in work:
-                one.close()  # those that never began
+                one.close()  # coroutines that never began must be closed
         if failed is not None:
             raise failed
         self.report.seconds = self._calls.clock.monotonic_s() - self._begun_s
@@ -162,7 +162,7 @@ class PipelinePass:
         """Compute one stage of one micro-batch at any replica that can do it."""
         clock, options = self._calls.clock, self._options
         backoff = Backoff(options.pause_first_s, options.pause_s_max)
-        error = SwarmError("there was no time to ask anybody")
+        error = SwarmError("there was no time to ask any peer")
         refresh, include_avoided_since_s = False, None
         while (now_s := clock.monotonic_s()) < self._deadline_s:
             limit_s = min(now_s + options.stage_timeout_s, self._deadline_s)
@@ -178,8 +178,8 @@ class PipelinePass:
             refresh, include_avoided_since_s = True, clock.monotonic_s()
             await asyncio.sleep(min(backoff.next_s(), max(self._deadline_s - include_avoided_since_s, 0.0)))
         raise NotEnoughPeers(
-            f"stage {uid} was not done within {options.timeout_s:g} s; the last attempt: {error}; "
-            "let more servers hold it, or allow more time"
+            f"stage {uid} was not computed within {options.timeout_s:g} s; the last attempt: {error}; "
+            "let more servers host it, or allow more time"
         )
 
     async def _backward_stage(

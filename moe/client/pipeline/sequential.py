@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 __all__ = ["PipelineConfig", "PipelineReport", "RemoteSequential"]
 
-_DEFAULT_MICRO_BATCHES = 4  # that a batch is cut into when nothing is said
+_DEFAULT_MICRO_BATCHES = 4  # the number of micro-batches when no size is given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineConfig:
     """Settings of pipelines that rarely need a change."""
 
-    # of one attempt at one stage with one micro-batch; then another peer is asked
+    # of one attempt at one stage with one micro-batch, then another peer is asked
     stage_timeout_s: float = 10.0
-    # micro-batches on their way at a time; more hide more of the links' delay, and keep more stages busy
+    # micro-batches processed at a time; more of them hide the links' delay and keep more stages busy
     in_flight_max: int = 8
     codecs: WireCodecs = UNCOMPRESSED  # codecs for activations and gradients
 
@@ -67,10 +67,10 @@ class RemoteSequential(nn.Module):
             )
         self.micro_batch_size = micro_batch_size
         self._forward_timeout_s, self._backward_timeout_s = forward_timeout_s, backward_timeout_s
-        self.pass_options(1, forward_timeout_s)  # says now what is wrong with the arguments
+        self.pass_options(1, forward_timeout_s)  # raises now when the arguments are wrong
         self.pass_options(1, backward_timeout_s)
         self._bridge = NodeBridge(node)
-        self.last_forward: PipelineReport | None = None  # what became of the last pass
+        self.last_forward: PipelineReport | None = None  # report of the last pass
         self.last_backward: PipelineReport | None = None
 
     def __len__(self) -> int:

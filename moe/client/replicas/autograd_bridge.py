@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MARGIN_S = 10.0  # passes end by their own deadlines; this is for a network thread that is busy
+_MARGIN_S = 10.0  # passes have their own deadlines; this is added for a busy network thread
 
-# (inputs, gradients of the floating outputs, whether the same forward pass had a backward pass before) ->
-# gradients of the floating inputs, in their order. All on the host; None: the outputs do not depend on it.
+# (inputs, gradients of the floating-point outputs, whether this forward pass had a backward pass before) ->
+# gradients of the floating-point inputs, in order. All on the host; None: the outputs do not depend on it.
 Backward: TypeAlias = Callable[
     [list[torch.Tensor], list[torch.Tensor | None], bool], Sequence[torch.Tensor | None]
 ]
@@ -47,7 +47,8 @@ class NodeBridge:
 
     def __reduce__(self) -> Any:
         raise UsageError(
-            "a layer of remote experts belongs to its node and process: save its state_dict instead of pickling it"
+            "a layer of remote experts belongs to its node and process: "
+            "save its state_dict instead of pickling it"
         )
 
 
@@ -80,7 +81,7 @@ def to_host_checked(inputs: Sequence[torch.Tensor], what: str) -> list[torch.Ten
     host_inputs = to_host(inputs)
     for number, tensor in enumerate(host_inputs):
         if not is_finite(tensor):
-            raise UsageError(f"input {number} of the {what} has NaN or infinity; nobody was asked")
+            raise UsageError(f"input {number} of the {what} has NaN or infinity; no expert was called")
     return host_inputs
 
 
@@ -94,7 +95,8 @@ def check_batch(inputs: Sequence[torch.Tensor]) -> None:
             or len(tensor) != len(inputs[0])
         ):
             raise UsageError(
-                "a layer of experts takes tensors whose first dimension is the batch, the same for all, and at least 1"
+                "a layer of experts takes tensors whose first dimension is the batch, "
+                "the same for all, and at least 1"
             )
 
 
@@ -136,7 +138,7 @@ class _RemoteFunction(torch.autograd.Function):
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.remote_backward = remote_backward
-        # what is sent again are views of these: autograd notices when they are overwritten
+        # saved, so that autograd notices when inputs are overwritten: views of them are sent again
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
         outputs = tuple(output.to(inputs[0].device) for output in remote_outputs)

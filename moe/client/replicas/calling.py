@@ -48,11 +48,11 @@ from swarm.core.ids import PeerId
 if TYPE_CHECKING:
     from swarm.node import Node
 
-_REPEATS_MAX = 3  # of a backward pass that got no answer
+_REPEATS_MAX = 3  # of a backward pass that got no reply
 _REPEAT_FIRST_S = 0.05  # before the first repetition; doubles
-# of the time that is left: an answer that was lost is asked for again while there is time for it
+# share of the remaining time that one attempt may take, so that a lost reply can be asked for again
 _WAIT_SHARE = 0.6
-_ATTEMPTS_MAX = 8  # replicas that a call asks for which there is no other expert
+_ATTEMPTS_MAX = 8  # replicas to ask when no other expert can replace this one
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -76,9 +76,9 @@ class ForwardCall:
     replicas: Sequence[ExpertReplica]
     inputs: Sequence[torch.Tensor]
     keep: bool  # a backward pass is likely to follow
-    # ask those that are avoided, too, but for those that failed since then
+    # also ask avoided replicas, except those that failed since this time
     include_avoided_since_s: float | None = None
-    attempts_max: int | None = None  # replicas that are asked; None: as the fleet's hedging says
+    attempts_max: int | None = None  # replicas that are asked; None: as configured for hedging
 
 
 class ReplicaCalls:
@@ -180,7 +180,7 @@ class ReplicaCalls:
                     for peer in hedged.poll(now_s):
                         asked_s[peer] = now_s
                         replica = by_peer[peer]  # type: ignore[index]
-                        # counted here, so that calls of the same moment spread
+                        # counted here, so that simultaneous calls spread over replicas
                         self.stats.begin(replica.peer_id)
                         task = tasks.create_task(self._attempt(call, replica, deadline_s, codecs))
                         task.add_done_callback(functools.partial(self._on_call_ended, replica.peer_id))
@@ -202,7 +202,7 @@ class ReplicaCalls:
                 for task, peer in running.items():
                     if task.cancel() and winner is not None and asked_s[peer] < asked_s[winner]:
                         self.stats.overtaken(str(call.uid), peer, now_s)  # type: ignore[arg-type]
-                    # it had half of the time that there was
+                    # it had at least half of the available time
                     elif winner is None and asked_s[peer] < (begun_s + now_s) / 2.0:
                         self.stats.failed(str(call.uid), peer, now_s, "it was too slow to be waited for")  # type: ignore[arg-type]
         if hedged.winner is None:
@@ -292,7 +292,7 @@ class ReplicaCalls:
 
     def _record_failure(self, uid: ExpertUid, replica: ExpertReplica, error: SwarmError) -> None:
         now_s, peer = self.clock.monotonic_s(), replica.peer_id
-        if isinstance(error, ExpertOverloaded | ExpertApplied):  # it is alive and honest
+        if isinstance(error, ExpertOverloaded | ExpertApplied):  # the peer is alive and honest
             if isinstance(error, ExpertOverloaded):
                 self.stats.overloaded(peer, now_s)
             return
@@ -326,11 +326,12 @@ class ReplicaCalls:
     ) -> NotEnoughPeers:
         if not replicas:
             return NotEnoughPeers(
-                f"nobody hosts {uid}: no live declaration of it is in the DHT. Is its server up, and in this swarm?"
+                f"nobody hosts {uid}: no live declaration of it is in the DHT. "
+                "Is its server up, and in this swarm?"
             )
         why = self.stats.why_avoided(str(uid), replicas[0].peer_id, now_s) or "they failed just now"
         return NotEnoughPeers(
-            f"nobody can be asked for {uid}: all of its {len(replicas)} replicas are avoided, {why}"
+            f"no replica of {uid} can be asked: all {len(replicas)} are avoided, {why}"
         )
 
 
@@ -355,7 +356,7 @@ def cast_to_schema(leaves: Sequence[Leaf], tensors: Sequence[TensorT]) -> list[T
     compute in another precision.
     """
     if len(leaves) != len(tensors):
-        return list(tensors)  # refused where the schema is checked, with words
+        return list(tensors)  # the schema check refuses it with a message
     return [
         tensor.to(leaf.dtype)
         if tensor is not None and tensor.is_floating_point() and leaf.is_floating

@@ -27,12 +27,12 @@ _log = logging.getLogger(__name__)
 class DirectoryCacheConfig:
     """The age that cached prefixes may have."""
 
-    # used as it is; too small: the DHT is read all the time, too large: new servers are found late
+    # used without reading again. Too small: the DHT is read all the time; too large: new servers are found late
     fresh_s: float = 2.0
-    stale_s: float = 60.0  # used while it is read anew in the background; older: a step waits for the reading
-    empty_s: float = 0.5  # that nothing is declared is believed for this long
+    stale_s: float = 60.0  # used while it is read again in the background; when older, a step waits
+    empty_s: float = 0.5  # how long an empty branch is cached
     read_timeout_s: float = 5.0
-    prefixes_max: int = 4096  # that are remembered
+    prefixes_max: int = 4096  # prefixes in the cache
 
     def __post_init__(self) -> None:
         if not (
@@ -42,7 +42,8 @@ class DirectoryCacheConfig:
             and self.prefixes_max >= 1
         ):
             raise UsageError(
-                "an atlas needs 0 <= fresh_s <= stale_s, empty_s of at least 0, a read_timeout_s above 0, room for a prefix"
+                "a directory cache needs 0 <= fresh_s <= stale_s, empty_s of at least 0, a read_timeout_s above 0, "
+                "and prefixes_max of at least 1"
             )
 
 
@@ -78,7 +79,7 @@ class ExpertDirectoryCache:
         self._config = config or DirectoryCacheConfig()
         self._cached: OrderedDict[ExpertUid, _CachedBranch] = OrderedDict()
         self._refreshing: set[ExpertUid] = set()
-        self.reads = 0  # how often the DHT was asked
+        self.reads = 0  # number of DHT reads
 
     async def branches(
         self, prefixes: Sequence[ExpertUid], *, timeout_s: float, refresh: bool = False
@@ -99,14 +100,14 @@ class ExpertDirectoryCache:
                 aging.append(prefix)
         if aging:
             self._refreshing.update(aging)
-            self._supervisor.spawn("reading which experts there are", lambda: self._refresh(aging))
+            self._supervisor.spawn("reading the directory of experts", lambda: self._refresh(aging))
         if unknown:
             try:
                 await self._read(unknown, min(timeout_s, self._config.read_timeout_s))
             except NetworkError as error:
                 if not any(prefix in self._cached for prefix in prefixes):
                     raise
-                _log.info("experts as known before are used: %s", error)
+                _log.info("the DHT cannot be read, cached experts are used: %s", error)
         return {prefix: self._live(prefix) for prefix in prefixes}
 
     async def replicas(
@@ -141,7 +142,7 @@ class ExpertDirectoryCache:
         try:
             await self._read(prefixes, self._config.read_timeout_s)
         except NetworkError as error:
-            _log.debug("experts as known before are used: %s", error)
+            _log.debug("the DHT cannot be read, cached experts are used: %s", error)
         finally:
             self._refreshing.difference_update(prefixes)
 

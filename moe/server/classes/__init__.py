@@ -42,7 +42,7 @@ class ExpertSettings:
     """The settings of an expert class that the command line offers."""
 
     hidden_dim: int = 1024
-    sequence_length: int = 128  # of those experts that take sequences: (batch, sequence_length, hidden_dim)
+    sequence_length: int = 128  # for experts on sequences: (batch, sequence_length, hidden_dim)
 
     def __post_init__(self) -> None:
         if self.hidden_dim < 1 or self.sequence_length < 1:
@@ -64,7 +64,8 @@ def expert_class(name: str, file: Path | None = None) -> ExpertFactory:
     factory = _load_from_file(name, file) if file is not None else _load_installed(name)
     if not callable(factory):
         raise UsageError(
-            f"the expert class {name!r} is no function: it takes ExpertSettings and returns (module, sample inputs)"
+            f"the expert class {name!r} is no function: "
+            "it takes ExpertSettings and returns (module, sample inputs)"
         )
     return factory  # type: ignore[no-any-return]
 
@@ -85,7 +86,8 @@ def make(
         or not isinstance(result[1], tuple | list)
     ):
         raise UsageError(
-            f"the expert class {name!r} should return a module and a tuple of sample inputs, not {result!r:.100}"
+            f"the expert class {name!r} should return a module and a tuple of sample inputs, "
+            f"not {result!r:.100}"
         )
     return result[0], tuple(result[1])
 
@@ -113,7 +115,7 @@ def _load_from_file(name: str, file: Path) -> Any:
     if not file.is_file() or specification is None or specification.loader is None:
         raise UsageError(f"--module {file}: there is no such Python file")
     module = importlib.util.module_from_spec(specification)
-    sys.modules[_MODULE_NAME] = module  # dataclasses and pickles of the file look their module up
+    sys.modules[_MODULE_NAME] = module  # dataclasses and pickles of the file look up their module
     try:
         specification.loader.exec_module(module)
     except Exception as error:

@@ -19,9 +19,9 @@ T = TypeVar("T")
 class AppliedRequestsConfig:
     """Limits of the record."""
 
-    ids_max: int = 65536  # some 200 bytes each; a caller repeats within seconds
+    ids_max: int = 65536  # about 200 bytes each; callers repeat within seconds
     answers_bytes_max: int = 128 << 20
-    ids_per_caller_max: int = 8192  # so that one caller cannot make the others' be forgotten
+    ids_per_caller_max: int = 8192  # so that one caller cannot evict the others' ids
 
 
 class AppliedRequests(Generic[T]):
@@ -29,7 +29,7 @@ class AppliedRequests(Generic[T]):
 
     def __init__(self, config: AppliedRequestsConfig | None = None) -> None:
         self.config = config or AppliedRequestsConfig()
-        # the caller heard of last comes last
+        # the most recent caller comes last
         self._by_caller: OrderedDict[Hashable, OrderedDict[bytes, None]] = OrderedDict()
         self._answers: OrderedDict[tuple[Hashable, bytes], tuple[T, int]] = OrderedDict()
         self._ids = 0

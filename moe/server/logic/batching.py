@@ -19,22 +19,22 @@ from dataclasses import dataclass, field
 
 from swarm.core.errors import UsageError
 
-# a limit that memory has set grows by a 64th with each batch that succeeds: it doubles in 45 batches
+# a limit set by memory grows by 1/64 with each successful batch: it doubles in 45 batches
 _RECOVERY = 64
-_IDLE_CALLERS_MAX = 1024  # whose virtual ends are remembered although nothing of theirs waits
+_IDLE_CALLERS_MAX = 1024  # without waiting requests whose virtual ends are remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchingConfig:
     """Limits of batches and queues."""
 
-    batch_samples_max: int = 4096  # also of one request
+    batch_samples_max: int = 4096  # also the limit of one request
     batch_requests_max: int = 256
-    # a smaller batch waits `linger_s` for company; 1: an idle device starts at once
+    # a smaller batch waits `linger_s` for further requests; 1: an idle device starts at once
     batch_samples_min: int = 1
-    linger_s: float = 0.0  # the longest that the oldest request of a queue waits for `batch_samples_min`
-    queued_requests_max: int = 1024  # of all callers; what is beyond is refused
-    queued_bytes_max: int = 1 << 30  # of their tensors
+    linger_s: float = 0.0  # longest wait of a queue's oldest request for `batch_samples_min`
+    queued_requests_max: int = 1024  # of all callers; further ones are refused
+    queued_bytes_max: int = 1 << 30  # of the tensors of queued requests
     queued_requests_per_caller_max: int = 128  # so that one caller cannot fill the queue
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class QueuedRequest:
     """One request. `cost` is the work that it takes, in samples of a forward pass."""
 
     number: int
-    queue: Hashable  # expert and pass
+    queue: Hashable  # expert and direction
     caller: Hashable
     samples: int
     size_bytes: int
@@ -67,7 +67,7 @@ class QueuedRequest:
 class _Queue:
     # by number, in order of arrival, with the time of arrival
     waiting: dict[int, tuple[QueuedRequest, float]] = field(default_factory=dict)
-    # a heap of (virtual start, number); some are gone
+    # a heap of (virtual start, number); entries of removed requests stay in it
     order: list[tuple[float, int]] = field(default_factory=list)
     samples: int = 0
 
@@ -88,12 +88,12 @@ class Batcher:
         self.config = config or BatchingConfig()
         self.queued_bytes = 0
         self.queued_cost = 0.0
-        self._queues: dict[Hashable, _Queue] = {}  # those with requests
+        self._queues: dict[Hashable, _Queue] = {}  # queues that have requests
         self._queue_of: dict[int, Hashable] = {}
-        self._waiting_by_caller: dict[Hashable, int] = {}  # requests that wait
+        self._waiting_by_caller: dict[Hashable, int] = {}  # number of waiting requests
         self._virtual_ends: dict[Hashable, float] = {}  # the virtual end of each caller's last request
         self._virtual_s = 0.0
-        # samples of a batch, of those queues whose batches ran out of memory
+        # the most samples of a batch, for queues whose batches ran out of memory
         self._memory_limits: dict[Hashable, float] = {}
 
     @property
@@ -162,7 +162,7 @@ class Batcher:
             samples += request.samples
             self._remove(request.number)
         if not self._queue_of:
-            self._virtual_ends.clear()  # nobody waits: nobody is ahead of anybody
+            self._virtual_ends.clear()  # the queues are empty: all callers are equal again
         return batch
 
     def samples_max(self, queue: Hashable) -> int:

@@ -21,7 +21,7 @@ class InputCacheConfig:
 
     bytes_max: int = 256 << 20
     bytes_per_caller_max: int = 64 << 20
-    entry_overhead_bytes: int = 1024  # counted for each, so that small ones are bounded in number, too
+    entry_overhead_bytes: int = 1024  # counted for each, which bounds the number of small entries
 
 
 class InputCache(Generic[T]):
