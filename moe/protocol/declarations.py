@@ -37,6 +37,7 @@ _DIGEST_BYTES = 16
 _WAIT_S_MAX = 3600.0
 _RATE_MAX = 1e9
 _PARALLEL_DELETES = 16
+_WITHDRAW_TIMEOUT_S = 0.8  # a closing node waits no longer for its callbacks
 _GRIDS_PER_SERVER_MAX = 64  # that a server lists; readers find further grids only by name
 _GRID_CHARACTERS_MAX = 200
 
@@ -111,7 +112,6 @@ class DeclaringConfig:
     renew_s: float = 15.0  # two renewals may get lost
     retry_s: float = 1.0  # after a renewal that no peer stored; doubles up to renew_s
     store_timeout_s: float = 8.0
-    goodbye_timeout_s: float = 0.8  # a closing node waits no longer for its callbacks
 
     def __post_init__(self) -> None:
         if not 0 < self.renew_s < self.ttl_s <= RULES.ttl_s_max:
@@ -170,9 +170,7 @@ class Directory:
         found = await self._dht.get_many(list(keys), max_age_s=max_age_s, timeout_s=timeout_s)
         if keys and not found.answers:
             reason = next(iter(found.failures.values()), None)
-            raise DeadlineExceeded(
-                f"the experts below {prefixes[0]} cannot be read from the DHT: {reason}"
-            )
+            raise DeadlineExceeded(f"the experts below {prefixes[0]} cannot be read from the DHT: {reason}")
         return {
             keys[Key.parse(name) if isinstance(name, str) else name]: _branch(answer)
             for name, answer in found.answers.items()
@@ -236,12 +234,13 @@ class Declarations:
             renew_s=self._config.renew_s,
             retry_s=self._config.retry_s,
         )
-        self.declared = self._keeper.attempted  # set when others can find this server, or the first attempt failed
+        # set when others can find this server, or the first attempt failed
+        self.declared = self._keeper.attempted
         _register(dht)
 
     async def declare(self) -> bool:
-        """Store every record once. Return False when some record was not stored by any other peer of the DHT.
-
+        """Store every record once. Return False when some record was not stored by any other peer of the
+        DHT.
         """
         contact, load = self._own_contact(), self._load()
         items = [
@@ -261,7 +260,7 @@ class Declarations:
         """Delete the records, so that nobody finds these experts here any more."""
         slots = asyncio.Semaphore(_PARALLEL_DELETES)
         try:
-            async with asyncio.timeout(self._config.goodbye_timeout_s), asyncio.TaskGroup() as tasks:
+            async with asyncio.timeout(_WITHDRAW_TIMEOUT_S), asyncio.TaskGroup() as tasks:
                 for key in (GRIDS, *map(_key, self._prefixes)):
                     tasks.create_task(self._delete(key, slots))
         except TimeoutError:
@@ -271,7 +270,7 @@ class Declarations:
         async with slots:
             try:
                 await self._dht.delete(
-                    key, subkey=str(self._own_contact().peer_id), timeout_s=self._config.goodbye_timeout_s
+                    key, subkey=str(self._own_contact().peer_id), timeout_s=_WITHDRAW_TIMEOUT_S
                 )
             except (NetworkError, UsageError) as error:
                 _log.debug("the declaration under %s was not withdrawn: %s", key, error)
@@ -297,7 +296,7 @@ def _by_prefix(experts: Mapping[ExpertUid, bytes]) -> dict[ExpertUid, _Content]:
     for prefix, content in found.items():
         if len(content.experts) > _SCHEMAS_MAX:
             raise UsageError(
-                f"one server hosts experts of at most {_SCHEMAS_MAX} different schemas directly below {prefix}"
+                f"one server hosts experts of at most {_SCHEMAS_MAX} schemas directly below {prefix}"
             )
     return found
 

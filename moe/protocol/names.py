@@ -40,7 +40,8 @@ class ExpertUid(NamedTuple):
         uid = cls.parse_prefix(text)
         if not uid.coordinates:
             raise UsageError(
-                f"{text!r} names a grid, not an expert: an expert's name ends in its coordinates, like {text}.0"
+                f"{text!r} names a grid, not an expert: "
+                f"an expert's name ends in its coordinates, like {text}.0"
             )
         return uid
 

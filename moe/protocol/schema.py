@@ -90,8 +90,9 @@ class ExpertSchema:
         for count, leaf in enumerate((*leaves(self.inputs), *leaves(self.outputs)), 1):
             if count > LEAVES_MAX or leaf.elements > ELEMENTS_PER_SAMPLE_MAX or len(leaf.shape) > _RANK_MAX:
                 raise UsageError(
-                    f"an expert has at most {LEAVES_MAX} tensors in and out, of at most {_RANK_MAX} dimensions "
-                    f"behind the batch and {ELEMENTS_PER_SAMPLE_MAX:,} elements a sample"
+                    f"an expert has at most {LEAVES_MAX} tensors in and out, "
+                    f"of at most {_RANK_MAX} dimensions behind the batch "
+                    f"and {ELEMENTS_PER_SAMPLE_MAX:,} elements a sample"
                 )
         if not isinstance(self.inputs, tuple) or not self.input_leaves or not self.output_leaves:
             raise UsageError("an expert takes at least one tensor, and returns at least one")

@@ -149,14 +149,16 @@ def check_headers(
             codec = find_wire_id(header.codec, header.version)
             if codec is None:
                 raise PeerError(
-                    f"{what} {number} came in codec {header.codec}, version {header.version}, which this peer does not have"
+                    f"{what} {number} came in codec {header.codec}, version {header.version}, "
+                    "which this peer does not have"
                 )
             if not leaf.is_floating:
-                raise PeerError(f"{what} {number} is {leaf}: only floating tensors travel in a codec")
+                raise PeerError(f"{what} {number} is {leaf}: only floating-point tensors are sent through a codec")
             wanted = codec.encoded_bytes(batch * leaf.elements)
         if header.size_bytes != wanted:
             raise PeerError(
-                f"{what} {number}, {leaf} with a batch of {batch}, has {wanted} bytes, not {header.size_bytes}"
+                f"{what} {number}, {leaf} with a batch of {batch}, has {wanted} bytes, "
+                f"not {header.size_bytes}"
             )
         total += wanted + -wanted % ALIGNMENT
     return total

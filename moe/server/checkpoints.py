@@ -60,11 +60,13 @@ class ExpertCheckpoints:
                 state = torch.load(path, map_location="cpu", weights_only=True)
             except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
                 raise UsageError(
-                    f"the checkpoint {path} cannot be read: {error}. Move it away to start that expert from its initial parameters"
+                    f"the checkpoint {path} cannot be read: {error}. "
+                    "Move it away to start that expert from its initial parameters"
                 ) from error
             if not isinstance(state, dict):
                 raise UsageError(
-                    f"{path} is no checkpoint of an expert. Move it away to start that expert from its initial parameters"
+                    f"{path} is no checkpoint of an expert. "
+                    "Move it away to start that expert from its initial parameters"
                 )
             with expert.lock:
                 try:

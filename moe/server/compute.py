@@ -168,8 +168,8 @@ class ComputeThread:
         self._wake.put(None)
 
     def stop(self, timeout_s: float) -> bool:
-        """Call `halt` and wait for batches in progress. Return False when that took longer than `timeout_s`.
-
+        """Call `halt` and wait for batches in progress. Return False when that took longer than
+        `timeout_s`.
         """
         self.halt()
         deadline_s = time.monotonic() + timeout_s

@@ -1,5 +1,5 @@
-"""`swarm.Expert`: a module that others may call, with the optimizer that learns from their backward passes.
-
+"""`swarm.Expert`: a module that others may call, with the optimizer that learns from their backward
+passes.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moe.protocol.declarations import Declarations, DeclaringConfig, ServerLoad
+from moe.protocol.declarations import Declarations, ServerLoad
 from moe.protocol.names import ExpertUid
 from moe.server.checkpoints import ExpertCheckpoints
 from moe.server.compute import ComputeThread
@@ -38,6 +38,7 @@ _log = logging.getLogger(__name__)
 
 EXPERTS_MAX = 4096
 _DECLARE_S = 1.0  # how long the constructor waits until others can find the experts
+_DRAIN_S = 1.0  # time for waiting requests when the server closes
 # when the node closes first: it gives its services one second in all
 _DRAIN_WITH_NODE_S = 0.2
 
@@ -49,11 +50,9 @@ class ExpertServerConfig:
     """
 
     batching: BatchingConfig = field(default_factory=BatchingConfig)
-    declaring: DeclaringConfig = field(default_factory=DeclaringConfig)
     replicating: ReplicatingConfig = field(default_factory=ReplicatingConfig)
     checkpoints: Path | None = None  # folder from which experts resume and to which they are saved
     checkpoint_s: float = 60.0  # time between saves of changed experts
-    drain_s: float = 1.0  # time for waiting requests when the server closes
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,10 +185,10 @@ class ExpertServer:
             return
         if not self.node.closed:
             try:
-                self.node.network.run(self._close_on_loop(self.config.drain_s), self.config.drain_s + 2.0)
+                self.node.network.run(self._close_on_loop(_DRAIN_S), _DRAIN_S + 2.0)
             except DeadlineExceeded:
                 _log.warning("the server of experts did not end in time")
-            self.ended.wait(self.config.drain_s + 2.0)  # a failed device may be closing the server already
+            self.ended.wait(_DRAIN_S + 2.0)  # a failed device may be closing the server already
             try:
                 self._replicating.close()
             except RuntimeError as error:
@@ -221,7 +220,6 @@ class ExpertServer:
             lambda: node.contact,
             {uid: expert.schema.digest for uid, expert in self.experts.items()},
             self._load,
-            self.config.declaring,
         )
         try:
             self._service.open(self._hosted)

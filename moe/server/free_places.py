@@ -42,7 +42,8 @@ def choose_places(
         free = [uid for uid in grid.names() if uid not in taken]
         if len(free) < count:
             raise UsageError(
-                f"{grid} has {len(free)} free places of {grid.count}, and {count} experts need one: choose a larger grid"
+                f"{grid} has {len(free)} free places of {grid.count}, and {count} experts need one: "
+                "choose a larger grid"
             )
         return sorted(rng.sample(free, count))
     chosen: set[ExpertUid] = set()

@@ -38,8 +38,8 @@ from moe.protocol.tensors import (
     payload_bytes,
 )
 from moe.server.jobs import Job, Outcome, ReceivedTensor
-from moe.server.logic.applied import AppliedRequests, AppliedRequestsConfig
-from moe.server.logic.input_cache import InputCache, InputCacheConfig
+from moe.server.logic.applied import AppliedRequests
+from moe.server.logic.input_cache import InputCache
 from moe.server.requests import (
     AdmittedRequest,
     HostedExpert,
@@ -74,20 +74,15 @@ _RECEIVING_BYTES_PER_CALLER_MAX = 512 << 20
 class HostingService:
     """Answers calls for every expert that servers on this node have opened."""
 
-    def __init__(
-        self,
-        node: Node,
-        applied: AppliedRequestsConfig | None = None,
-        input_cache: InputCacheConfig | None = None,
-    ) -> None:
+    def __init__(self, node: Node) -> None:
         self._node = node
         self._hosted: dict[str, HostedExpert] = {}
-        self._applied: AppliedRequests[Outcome] = AppliedRequests(applied)
-        self.input_cache: InputCache[KeptInputs] = InputCache(
-            input_cache
-        )  # by caller and (request id, expert)
+        self._applied: AppliedRequests[Outcome] = AppliedRequests()
+        # by caller and (request id, expert)
+        self.input_cache: InputCache[KeptInputs] = InputCache()
         self._jobs: dict[int, PendingJob] = {}  # by number: queued or being computed
-        self._pending: dict[tuple[PeerId, bytes], PendingJob] = {}  # the backward passes among them, by pass id
+        # the backward passes among them, by pass id
+        self._pending: dict[tuple[PeerId, bytes], PendingJob] = {}
         self._numbers = itertools.count(1)
         self._receiving: Counter[PeerId] = Counter()  # bytes by caller
         node.handlers.direct(DESCRIBE, self._describe)

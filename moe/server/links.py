@@ -113,9 +113,7 @@ class _CudaCopyToDevice:
     def use(self) -> torch.Tensor:
         current = self.cuda.current_stream(self.device_copy.device)
         current.wait_event(self.event)
-        if (
-            self.device_copy.is_cuda
-        ):  # its memory must not be reused while it is being read
+        if self.device_copy.is_cuda:  # its memory must not be reused while it is being read
             self.device_copy.record_stream(current)
         return self.device_copy
 

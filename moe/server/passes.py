@@ -131,8 +131,8 @@ class BatchPass:
         return results, failed_part
 
     def _answer(self, jobs: Sequence[Job], results: Sequence[Gradients]) -> list[Answers]:
-        """Encode the results. Only this is tried again when it runs out of memory, since the step was made.
-
+        """Encode the results. Only this is tried again when it runs out of memory, since the step was
+        made.
         """
         try:
             return [self._transfer.answer(jobs, results, self._version)]

@@ -33,19 +33,19 @@ _log = logging.getLogger(__name__)
 
 _NAME_MAX = 50
 _DECLARE_S = 0.2  # short, since many averagers may be opened one after the other
-# experts of a server that are averaged in one period
-_TOGETHER_MAX = 64
+# experts of a server that are averaged in one period; the others follow in the next
+_EXPERTS_PER_PERIOD_MAX = 64
+_ROUND_TIMEOUT_S = 20.0  # of a round; at most half the period is used
+_GROUP_SIZE = 8
+_CODEC = "float16"
+_READ_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicatingConfig:
-    """How replicas are averaged."""
+    """How often replicas are averaged."""
 
     period_s: float = 60.0  # must be the same on all servers; 0: never
-    timeout_s: float = 20.0  # of a round; at most half the period is used
-    group_size: int = 8
-    codec: str = "float16"
-    read_timeout_s: float = 5.0
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class Replicating:
 
     async def average(self) -> None:
         """Average once all experts of this server that others host, too."""
-        found = await self._directory.replicas(list(self._experts), timeout_s=self._config.read_timeout_s)
+        found = await self._directory.replicas(list(self._experts), timeout_s=_READ_TIMEOUT_S)
         shared = {}
         for uid, replicas in found.items():
             others = [
@@ -94,7 +94,7 @@ class Replicating:
                 shared[uid] = others
             elif uid in self._averagers:
                 await self._run_on_thread(self._averagers.pop(uid).averager.close)
-        selected = dict(list(shared.items())[:_TOGETHER_MAX])
+        selected = dict(list(shared.items())[:_EXPERTS_PER_PERIOD_MAX])
         async with asyncio.TaskGroup() as tasks:
             weights = {uid: tasks.create_task(self._weight(uid, others)) for uid, others in selected.items()}
         if selected:
@@ -116,9 +116,7 @@ class Replicating:
         if expert.version == 0:
             for replica in others:
                 try:
-                    described = (
-                        await self._calls.describe(replica, [uid], timeout_s=self._config.read_timeout_s)
-                    )[0]
+                    described = (await self._calls.describe(replica, [uid], timeout_s=_READ_TIMEOUT_S))[0]
                 except SwarmError:
                     continue
                 if described is not None and described.version > 0:
@@ -130,7 +128,7 @@ class Replicating:
 
     def _run_rounds(self, weights: Mapping[ExpertUid, float]) -> None:
         """Start all rounds at once, then wait for their results. Runs on the averaging thread."""
-        timeout_s = min(self._config.timeout_s, self._config.period_s / 2)
+        timeout_s = min(_ROUND_TIMEOUT_S, self._config.period_s / 2)
         pending = {}
         for uid, weight in weights.items():
             expert = self._experts[uid]
@@ -167,8 +165,8 @@ class Replicating:
             self._node,
             expert.averaged_tensors(),
             name=f"expert-{name}",
-            target_group_size=self._config.group_size,
-            codec=self._config.codec,
+            target_group_size=_GROUP_SIZE,
+            codec=_CODEC,
             config=AveragerConfig(declare_s=_DECLARE_S),
         )
         entry = self._averagers[uid] = _ReplicaAverager(averager)

@@ -59,8 +59,8 @@ class Transfer(Protocol):
         ...
 
     def answer(self, jobs: Sequence[Job], results: Sequence[Gradients], version: int) -> Answers:
-        """Check the results, by job, for NaN and infinity, encode them, and begin to copy them to the host.
-
+        """Check the results, by job, for NaN and infinity, encode them, and begin to copy them to the
+        host.
         """
         ...
 

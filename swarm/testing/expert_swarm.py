@@ -177,8 +177,8 @@ async def _within(coroutine: Coroutine[Any, Any, T], timeout_s: float | None) ->
 
 
 class ExpertSwarm:
-    """A context manager; `node` is the trainer's, for layers. Servers that serve the same names are replicas.
-
+    """A context manager; `node` is the trainer's, for layers. Servers that serve the same names are
+    replicas.
     """
 
     def __init__(self, seed: int, link: LinkConfig | None = None) -> None:

@@ -40,7 +40,7 @@ def job_of(
     codec: str = "",
     encoded: bool = False,
 ) -> Job:
-    """A request as `hosting` makes it. `encoded`: its tensors are for the device to decode."""
+    """Return a job as `hosting` creates it. With `encoded` its tensors are left for the device to decode."""
     schema, batch, found = expert.schema, len(inputs[0]), find(codec) if codec else None
     leaves = [*schema.input_leaves, *(schema.gradient_leaves if gradients is not None else ())]
     payloads = encode([*inputs, *(gradients or ())], found)
@@ -64,7 +64,7 @@ def job_of(
 
 
 def tensors_of(job: Job, outcome: Outcome) -> list[torch.Tensor | None]:
-    """What the caller of a job decodes."""
+    """Decode the outcome of a job, as its caller does."""
     assert not outcome.failure, outcome.failure
     schema = job.expert.schema
     leaves = schema.input_gradient_leaves if job.is_backward else schema.output_leaves
@@ -72,7 +72,7 @@ def tensors_of(job: Job, outcome: Outcome) -> list[torch.Tensor | None]:
 
 
 class Computing:
-    """A computing thread, and what came of it."""
+    """A computing thread and its outcomes."""
 
     def __init__(self, link: LateLink | None = None, config: BatchingConfig | None = None) -> None:
         self.link = link
@@ -97,7 +97,7 @@ class Computing:
                 assert not self.thread.offer(job)
 
     def results(self, *jobs: Job) -> list[Outcome]:
-        """The outcomes of these jobs, which come exactly once."""
+        """Return the outcomes of these jobs, each of which comes exactly once."""
         while not all(job.number in self.outcomes for job in jobs):
             job, outcome = self._done.get(timeout=TIMEOUT_S)
             assert job.number not in self.outcomes
@@ -110,8 +110,8 @@ class Computing:
 
 
 def batching_of(count: int, samples_max: int = 4096) -> BatchingConfig:
-    """Batches wait until `count` requests of a sample or more are there: so tests know what is computed
-    together.
+    """Return a config with which batches wait until there are `count` requests of a sample or more, so that
+    tests control what is computed together.
     """
     return BatchingConfig(batch_samples_max=samples_max, batch_samples_min=count, linger_s=TIMEOUT_S)
 

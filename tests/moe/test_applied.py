@@ -1,4 +1,4 @@
-"""What was applied is remembered, within bounds."""
+"""Applied backward passes are remembered, within bounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def name(number: int) -> bytes:
     return number.to_bytes(16, "big")
 
 
-def test_an_answer_is_given_again_to_its_caller_only() -> None:
+def test_a_repeated_request_gets_its_answer_only_for_the_same_caller() -> None:
     applied: AppliedRequests[str] = AppliedRequests()
     applied.note("x", name(1), "gradients", 10)
     assert applied.is_known("x", name(1))
@@ -26,7 +26,7 @@ def test_answers_are_forgotten_before_ids() -> None:
     assert all(applied.is_known("x", name(number)) for number in range(5))
 
 
-def test_one_caller_cannot_make_the_others_be_forgotten() -> None:
+def test_one_caller_cannot_evict_the_ids_of_others() -> None:
     applied: AppliedRequests[str] = AppliedRequests(AppliedRequestsConfig(ids_per_caller_max=10))
     applied.note("quiet", name(0), "kept", 1)
     for number in range(1000):
@@ -35,7 +35,7 @@ def test_one_caller_cannot_make_the_others_be_forgotten() -> None:
     assert len(applied) == 11
 
 
-def test_there_is_a_limit_over_all() -> None:
+def test_ids_and_answers_are_limited_over_all_callers() -> None:
     applied: AppliedRequests[str] = AppliedRequests(AppliedRequestsConfig(ids_max=20))
     for number in range(100):
         applied.note(f"caller {number}", name(number), "", 1)

@@ -1,4 +1,4 @@
-"""When a layer has waited long enough."""
+"""Gathering: when a layer has waited long enough for its experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def rows(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def test_all_samples_need_k_min_before_patience_runs() -> None:
+def test_the_additional_wait_starts_when_all_samples_have_k_min_answers() -> None:
     gathering = Gathering(2, 1, EXACT, 0.0, 10.0)
     for expert, who in enumerate([rows(0), rows(0, 1), rows(1)]):
         gathering.expect(expert, who, 0.0)
@@ -29,7 +29,7 @@ def test_all_samples_need_k_min_before_patience_runs() -> None:
     assert gathering.pending == [1]
 
 
-def test_it_ends_when_everybody_is_heard_of() -> None:
+def test_gathering_is_over_when_every_expert_has_answered_or_failed() -> None:
     gathering = Gathering(1, 2, EXACT, 0.0, 10.0)
     gathering.expect(0, rows(0), 0.0)
     gathering.expect(1, rows(0), 0.0)
@@ -39,7 +39,7 @@ def test_it_ends_when_everybody_is_heard_of() -> None:
     assert gathering.rows_below_k_min.tolist() == gathering.unsatisfiable_rows.tolist() == [0]
 
 
-def test_a_sample_that_can_get_no_more_holds_nobody_up() -> None:
+def test_a_sample_that_can_get_no_more_answers_is_not_waited_for() -> None:
     gathering = Gathering(2, 2, EXACT, 0.0, 10.0)
     gathering.expect(0, rows(0), 0.0)
     gathering.expect(1, rows(0, 1), 0.0)
@@ -54,7 +54,7 @@ def test_a_sample_that_can_get_no_more_holds_nobody_up() -> None:
     assert gathering.over(1.7)
 
 
-def test_a_replacement_starts_patience_anew() -> None:
+def test_a_replacement_restarts_the_additional_wait() -> None:
     gathering = Gathering(1, 1, EXACT, 0.0, 10.0)
     gathering.expect(0, rows(0), 0.0)
     gathering.expect(1, rows(0), 0.0)
@@ -66,7 +66,7 @@ def test_a_replacement_starts_patience_anew() -> None:
     assert gathering.over(4.0)
 
 
-def test_the_deadline_ends_it_in_any_case() -> None:
+def test_gathering_is_over_at_the_deadline() -> None:
     gathering = Gathering(1, 1, EXACT, 5.0, 8.0)
     gathering.expect(0, rows(0), 0.0)
     assert gathering.deadline_s() == 8.0
@@ -74,7 +74,7 @@ def test_the_deadline_ends_it_in_any_case() -> None:
     assert gathering.over(8.0)
 
 
-def test_without_k_min_nobody_holds_up_longer_than_the_others_took() -> None:
+def test_with_k_min_of_0_a_pending_expert_is_awaited_no_longer_than_the_others_took() -> None:
     gathering = Gathering(2, 0, EXACT, 0.0, 10.0)
     gathering.expect(0, rows(0), 0.0)
     gathering.expect(1, rows(1), 0.0, expected_s=1.5)
@@ -86,7 +86,7 @@ def test_without_k_min_nobody_holds_up_longer_than_the_others_took() -> None:
     assert gathering.over(3.5)
 
 
-def test_those_who_are_out_too_long_are_doubted_and_still_count_when_they_answer() -> None:
+def test_stalled_experts_are_suspected_and_their_answers_still_count() -> None:
     gathering = Gathering(2, 1, EXACT, 0.0, 10.0)
     gathering.expect(0, rows(0), 0.0)
     gathering.expect(1, rows(1), 0.0, expected_s=0.8)
@@ -106,7 +106,7 @@ def test_those_who_are_out_too_long_are_doubted_and_still_count_when_they_answer
     assert gathering.over(2.0)
 
 
-def test_who_was_doubted_and_failed_is_gone() -> None:
+def test_a_suspected_expert_that_fails_is_no_longer_pending() -> None:
     gathering = Gathering(1, 1, EXACT, 0.0, 10.0)
     gathering.expect(0, rows(0), 0.0)
     gathering.suspect()
@@ -125,10 +125,10 @@ def test_unknown_and_repeated_events_change_nothing() -> None:
 
 
 @pytest.mark.parametrize(("took_s", "expected_s"), [(0.01, 0.1), (0.4, 0.4), (60.0, 5.0)])
-def test_patience_follows_what_it_took(took_s: float, expected_s: float) -> None:
+def test_the_additional_wait_follows_the_elapsed_time_within_bounds(took_s: float, expected_s: float) -> None:
     assert GatherTimeouts().wait_s(took_s) == expected_s
 
 
-def test_wrong_patience() -> None:
+def test_a_negative_wait_is_refused() -> None:
     with pytest.raises(UsageError):
         GatherTimeouts(after_k_min_s=-1.0)

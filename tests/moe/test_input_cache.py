@@ -1,4 +1,4 @@
-"""Inputs are kept within bounds, and one caller does not push out another's."""
+"""The input cache is bounded, and one caller does not evict another's inputs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from moe.server.logic.input_cache import InputCache, InputCacheConfig
 
 
-def test_what_was_put_is_there_until_it_is_dropped() -> None:
+def test_a_value_is_cached_until_it_is_dropped() -> None:
     kept: InputCache[str] = InputCache()
     assert kept.put("x", 1, "inputs", 100)
     assert kept.get("x", 1) == "inputs"
@@ -20,7 +20,7 @@ def test_what_was_put_is_there_until_it_is_dropped() -> None:
     assert kept.size_bytes == 0
 
 
-def test_one_caller_pushes_out_its_own() -> None:
+def test_a_caller_evicts_only_its_own_entries() -> None:
     kept: InputCache[str] = InputCache(
         InputCacheConfig(bytes_max=1000, bytes_per_caller_max=300, entry_overhead_bytes=0)
     )
@@ -33,7 +33,7 @@ def test_one_caller_pushes_out_its_own() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_limits_hold_whatever_happens(seed: int) -> None:
+def test_limits_hold_under_random_operations(seed: int) -> None:
     rng = random.Random(seed)
     config = InputCacheConfig(bytes_max=2000, bytes_per_caller_max=800, entry_overhead_bytes=10)
     kept: InputCache[int] = InputCache(config)

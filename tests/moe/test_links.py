@@ -1,4 +1,4 @@
-"""The link to a CUDA device: which streams its calls go to, and what comes before what. `FakeCuda` stands for
+"""The link to a CUDA device: the streams that its calls use, and their order. `FakeCuda` stands for
 `torch.cuda`.
 """
 
@@ -18,7 +18,7 @@ DEVICE = torch.device("cpu")
 
 
 class Stream:
-    """Knows which calls are over before its next one."""
+    """A stream that knows which calls are over before its next one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.known = device, set[str]()
@@ -41,7 +41,7 @@ class Event:
 
 
 class FakeCuda:
-    """`torch.cuda` as far as a link uses it."""
+    """The part of `torch.cuda` that a link uses."""
 
     Stream, Event = Stream, Event
 
@@ -135,7 +135,7 @@ def test_only_cuda_devices_have_a_link() -> None:
     assert link_of(torch.device("meta")) is None
 
 
-def test_the_device_and_its_default_stream_are_current_in_whatever_thread_uses_it() -> None:
+def test_the_device_and_its_default_stream_are_current_in_any_thread_that_uses_it() -> None:
     cuda = FakeCuda()
     device = torch.device("cuda", 3)
     with using(device, cuda):

@@ -8,7 +8,13 @@ import math
 import pytest
 import torch
 
-from moe.client.logic.dispatch import exclude_known, places_of, scatter_outputs, sum_input_gradients, weighted_sum
+from moe.client.logic.dispatch import (
+    exclude_known,
+    places_of,
+    scatter_outputs,
+    sum_input_gradients,
+    weighted_sum,
+)
 from moe.client.logic.gate import (
     ProductKeyGate,
     balancing_loss,
@@ -31,13 +37,13 @@ def test_places_of_equal_a_loop_over_samples(seed: int) -> None:
         assert list(zip(places.rows.tolist(), places.columns.tolist(), strict=True)) == expected
 
 
-def test_places_of_nothing() -> None:
+def test_places_of_an_empty_batch_are_empty() -> None:
     assert places_of(torch.full((3, 2), -1), 0) == []
     assert [len(places.rows) for places in places_of(torch.zeros(0, 2, dtype=torch.int64), 2)] == [0, 0]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_spread_mix_and_add_up_equal_the_dense_mixture(seed: int) -> None:
+def test_dispatch_and_combination_equal_the_dense_mixture(seed: int) -> None:
     """Value and gradients of Σ_s w[b, s] · f_e(b, s)(x[b]), computed by dispatching, equal autograd's of the
     sum written out.
     """
@@ -74,7 +80,7 @@ def test_spread_mix_and_add_up_equal_the_dense_mixture(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_not_among_equals_a_loop_over_samples(seed: int) -> None:
+def test_exclude_known_equals_a_loop_over_samples(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     which = torch.stack([torch.randperm(8, generator=generator)[:6] for _ in range(7)])
     which[torch.rand(7, 6, generator=generator) < 0.2] = -1
@@ -91,7 +97,7 @@ def test_not_among_equals_a_loop_over_samples(seed: int) -> None:
         assert found[sample].tolist() == [*left, -1, -1][:2]
 
 
-def test_gradients_that_nobody_gave() -> None:
+def test_an_input_without_gradients_gets_none() -> None:
     places = places_of(torch.tensor([[0]]), 1)
     assert sum_input_gradients([torch.zeros(1, 2)], [(places[0], [None])]) == [None]
     assert sum_input_gradients([torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)], []) == [None]
@@ -107,7 +113,7 @@ def test_the_gates_logits_are_sums_over_dimensions() -> None:
     assert set(gate.state_dict()) == {"projection.weight", "projection.bias"}
 
 
-def test_softmax_only_over_those_who_answered() -> None:
+def test_the_softmax_covers_only_experts_that_answered() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]], requires_grad=True)
     there = torch.tensor([[True, False, True], [False, False, False]])
     weights = softmax_over(logits, there)
@@ -167,7 +173,7 @@ def test_the_balancing_loss_equals_its_formula() -> None:
     assert float(balancing_loss((torch.zeros(2, 3), torch.zeros(2, 4)), even)) == pytest.approx(2.0)
 
 
-def test_the_balancing_losss_gradient_pushes_towards_the_unused() -> None:
+def test_the_gradient_of_the_balancing_loss_favours_unused_coordinates() -> None:
     scores = torch.zeros(4, 2, requires_grad=True)
     balancing_loss([scores], [torch.tensor([0.9, 0.1])]).backward()  # type: ignore[no-untyped-call]
     assert scores.grad is not None
@@ -175,7 +181,7 @@ def test_the_balancing_losss_gradient_pushes_towards_the_unused() -> None:
     assert (scores.grad[:, 1] < 0).all()
 
 
-def test_the_gate_sees_one_vector_per_sample() -> None:
+def test_the_gates_input_is_one_vector_per_sample() -> None:
     like = torch.zeros(1, dtype=torch.float64)
     x = torch.randn(3, 5, 2, 4)
     assert torch.allclose(gate_input(x, 4, like), x.double().mean((1, 2)))

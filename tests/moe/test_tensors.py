@@ -1,4 +1,4 @@
-"""Tensors as bytes: exact as they are, bounded through codecs, and nothing wrong gets through."""
+"""Tensors as bytes: exact without a codec, bounded errors with one, and malformed payloads are refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def headers_of(payloads: list) -> list[Header]:  # type: ignore[type-arg]
 
 
 @pytest.mark.parametrize("batch", [1, 2, 7])
-def test_every_dtype_arrives_as_it_was(batch: int) -> None:
+def test_every_dtype_is_decoded_exactly(batch: int) -> None:
     given = [sample(leaf, batch) for leaf in LEAVES]
     payloads = encode(given, None)
     payload = join_payloads(payloads)
@@ -62,7 +62,7 @@ def test_every_dtype_arrives_as_it_was(batch: int) -> None:
     assert b"".join(chunks(payloads)) == payload
 
 
-def test_it_is_read_in_place() -> None:
+def test_uncompressed_tensors_are_views_of_the_payload() -> None:
     payload = join_payloads(encode([torch.randn(4, 8)], None))
     found = decode([Header(0, 0, 128)], [Leaf(torch.float32, (8,))], 4, payload)[0]
     assert found is not None
@@ -71,7 +71,7 @@ def test_it_is_read_in_place() -> None:
     assert found.data_ptr() == again.data_ptr()
 
 
-def test_large_payloads_are_cut_into_chunks() -> None:
+def test_large_payloads_are_split_into_chunks() -> None:
     payloads = encode(
         [torch.randn(1, CHUNK_BYTES // 4 + 1), torch.ones(1, 3), torch.randn(1, CHUNK_BYTES // 2)], None
     )
@@ -82,7 +82,7 @@ def test_large_payloads_are_cut_into_chunks() -> None:
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_codecs_hold_their_bound(name: str, dtype: torch.dtype) -> None:
+def test_codecs_keep_their_error_bound(name: str, dtype: torch.dtype) -> None:
     codec, leaf = find(name), Leaf(dtype, (100,))
     given = torch.randn(3, 100).to(dtype)
     payloads = encode([given], codec)
@@ -143,7 +143,7 @@ def test_broken_payloads_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ["", "float32", "float16", "bfloat16", "int8", "int4", "sign"])
 @pytest.mark.parametrize("leaf", LEAVES, ids=str)
-def test_bytes_that_are_made_on_the_device_are_those_of_the_host(name: str, leaf: Leaf) -> None:
+def test_encoding_on_the_device_gives_the_bytes_of_the_host(name: str, leaf: Leaf) -> None:
     given = sample(leaf, 3)
     codec = find(name) if name else None
     (piece,) = encode([given.clone()], codec)
@@ -157,7 +157,7 @@ def test_bytes_that_are_made_on_the_device_are_those_of_the_host(name: str, leaf
     assert torch.equal(checked.decode(raw), expected)
 
 
-def test_flags_tell_which_tensors_are_finite_in_one_call_for_each_dtype() -> None:
+def test_finite_flags_take_one_call_for_each_dtype() -> None:
     tensors: list[torch.Tensor | None] = [torch.tensor([1, 2]), None, torch.empty(0, 3)]
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         tensors.append(torch.full((3, 2), torch.finfo(dtype).max, dtype=dtype))
@@ -178,7 +178,7 @@ def test_flags_tell_which_tensors_are_finite_in_one_call_for_each_dtype() -> Non
     assert finite_flags([torch.tensor([1]), None])[0] == []
 
 
-def test_a_default_dtype_does_not_change_what_is_read() -> None:
+def test_torchs_default_dtype_does_not_change_decoding() -> None:
     codec, leaf = find("int8"), Leaf(torch.float32, (100,))
     payloads = encode([torch.randn(3, 100, generator=torch.Generator().manual_seed(0))], codec)
     (expected,) = decode(headers_of(payloads), [leaf], 3, join_payloads(payloads))

@@ -1,5 +1,5 @@
-"""One expert on other peers, called like a module, over simulated servers: equal to the module here, whoever
-dies, and applied once.
+"""A remote expert over simulated servers equals the local module, survives dead replicas, and is trained once
+per backward pass.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_both_ways(expert: RemoteExpert) -> None:
     assert torch.allclose(*(torch.autograd.grad(one.square().sum(), x)[0] for one in outputs), atol=1e-6)
 
 
-def test_it_goes_on_while_one_replica_lives_and_when_another_has_come(swarm: ExpertSwarm) -> None:
+def test_calls_succeed_while_one_replica_is_alive(swarm: ExpertSwarm) -> None:
     servers = [swarm.serve({NAME: MODULE}) for _ in range(3)]
     expert = RemoteExpert(swarm.node, NAME, forward_timeout_s=5.0)
     for server in servers[:2]:
@@ -52,7 +52,7 @@ def test_it_goes_on_while_one_replica_lives_and_when_another_has_come(swarm: Exp
         expert(batch())
 
 
-def test_it_and_the_layers_of_a_node_learn_from_each_other_whom_to_avoid(swarm: ExpertSwarm) -> None:
+def test_experts_and_layers_of_a_node_share_what_they_avoid(swarm: ExpertSwarm) -> None:
     one, two = swarm.serve(MODULES), swarm.serve(MODULES)
     layer, expert = layer_of(swarm), RemoteExpert(swarm.node, NAME)
     output_of(layer, batch())
@@ -68,7 +68,7 @@ def test_it_and_the_layers_of_a_node_learn_from_each_other_whom_to_avoid(swarm: 
     assert two.forwards
 
 
-def test_an_answer_that_was_lost_is_asked_for_again_and_applied_once(swarm: ExpertSwarm) -> None:
+def test_a_backward_pass_whose_answer_was_lost_is_repeated_and_applied_once(swarm: ExpertSwarm) -> None:
     server = swarm.serve({NAME: MODULE}, learning_rate=0.1)
     expert, local = RemoteExpert(swarm.node, NAME, backward_timeout_s=10.0), copy.deepcopy(MODULE)
     server.lose_replies = 1
@@ -83,7 +83,7 @@ def test_an_answer_that_was_lost_is_asked_for_again_and_applied_once(swarm: Expe
         assert torch.allclose(there, parameter - 0.1 * parameter.grad, atol=1e-6)
 
 
-def test_a_second_backward_and_a_nonfinite_loss(swarm: ExpertSwarm) -> None:
+def test_a_second_backward_is_applied_and_a_nonfinite_loss_is_not(swarm: ExpertSwarm) -> None:
     server = swarm.serve({NAME: MODULE}, learning_rate=0.1)
     expert, x = RemoteExpert(swarm.node, NAME), batch()
     y = expert(x)
@@ -97,7 +97,7 @@ def test_a_second_backward_and_a_nonfinite_loss(swarm: ExpertSwarm) -> None:
     assert list(server.versions.values()) == [2]
 
 
-def test_what_cannot_be_sent_is_asked_of_nobody(swarm: ExpertSwarm) -> None:
+def test_invalid_inputs_reach_no_server(swarm: ExpertSwarm) -> None:
     server = swarm.serve({NAME: MODULE})
     expert = RemoteExpert(swarm.node, NAME)
     with pytest.raises(UsageError, match="NaN"):

@@ -1,5 +1,5 @@
-"""Calls of one expert among its replicas, the calls themselves scripted: retries, deadlines, blame; and what
-is known of who is there.
+"""Calls of one expert among its replicas, with scripted servers: retries, deadlines, avoidance; and the
+directory cache.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Answer = Callable[[], Awaitable[None]]
 
 
 class Scripted:
-    """Stands where `ExpertCalls` would: each call waits, then raises or answers, as told per peer."""
+    """A stand-in for `ExpertCalls`: each call waits, then raises or answers, as scripted per peer."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ def forward_any(calls: ReplicaCalls, timeout_s: float = 10.0) -> Awaitable[Forwa
     return calls.forward_any(UID, INPUTS, keep=True, deadline_s=deadline_s, codecs=UNCOMPRESSED)
 
 
-def test_a_failure_goes_to_the_next_replica_at_once() -> None:
+def test_after_a_failure_the_next_replica_is_asked_at_once() -> None:
     async def scenario() -> None:
         scripted = Scripted({PEERS[0]: NetworkError("gone"), PEERS[1]: ExpertFailed("NaN")})
         calls = calls_of(scripted)
@@ -129,7 +129,7 @@ def test_a_failure_goes_to_the_next_replica_at_once() -> None:
     run_virtual(scenario())
 
 
-def test_a_replica_that_dawdles_is_overtaken_and_comes_last_then() -> None:
+def test_a_slow_replica_is_overtaken_and_then_comes_last() -> None:
     async def scenario() -> None:
         scripted = Scripted({PEERS[0]: 30.0, PEERS[1]: 0.2})
         calls = calls_of(scripted)
@@ -145,7 +145,7 @@ def test_a_replica_that_dawdles_is_overtaken_and_comes_last_then() -> None:
     run_virtual(scenario())
 
 
-def test_the_one_that_dawdles_may_still_win() -> None:
+def test_a_slow_replica_may_still_answer_first() -> None:
     async def scenario() -> None:
         calls = calls_of(Scripted({PEERS[0]: 1.5, PEERS[1]: 9.0}))
         calls.stats.answered(str(UID), PEERS[1], 5.0)
@@ -160,7 +160,7 @@ def test_the_one_that_dawdles_may_still_win() -> None:
     "error",
     [ExpertOverloaded("full", 9), ExpertMissing("gone"), ExpertRefused("no"), DeadlineExceeded("silent")],
 )
-def test_what_one_replica_says_is_not_the_last_word(error: SwarmError) -> None:
+def test_after_a_refusal_another_replica_is_asked(error: SwarmError) -> None:
     async def scenario() -> None:
         scripted = Scripted({PEERS[0]: error})
         calls = calls_of(scripted)
@@ -176,7 +176,7 @@ def test_what_one_replica_says_is_not_the_last_word(error: SwarmError) -> None:
     run_virtual(scenario())
 
 
-def test_when_all_queues_are_full_that_is_said_at_once() -> None:
+def test_when_all_queues_are_full_the_call_fails_at_once() -> None:
     async def scenario() -> None:
         scripted = Scripted({peer: ExpertOverloaded("full", 9) for peer in PEERS})
         for _ in range(2):
@@ -188,7 +188,7 @@ def test_when_all_queues_are_full_that_is_said_at_once() -> None:
     run_virtual(scenario())
 
 
-def test_an_expert_for_which_there_is_no_other_is_asked_of_everybody_and_then_of_those_who_came() -> None:
+def test_forward_any_asks_every_replica_and_then_new_ones() -> None:
     async def scenario() -> None:
         many = [
             ExpertReplica(
@@ -215,7 +215,7 @@ def test_an_expert_for_which_there_is_no_other_is_asked_of_everybody_and_then_of
     run_virtual(scenario())
 
 
-def test_nobody_hosts_it_or_the_dht_is_silent() -> None:
+def test_a_call_fails_when_nobody_hosts_the_expert_or_the_dht_is_silent() -> None:
     async def scenario() -> None:
         table = Table()
         for ask in (forward_any, lambda calls: calls.schema(UID, deadline_s=10.0)):
@@ -228,7 +228,7 @@ def test_nobody_hosts_it_or_the_dht_is_silent() -> None:
     run_virtual(scenario())
 
 
-def test_a_schema_is_asked_of_one_after_the_other() -> None:
+def test_replicas_are_asked_for_the_schema_in_turn() -> None:
     async def scenario() -> None:
         failures = {PEERS[0]: NetworkError("gone"), PEERS[1]: ExpertMissing("not here")}
         calls = calls_of(Scripted(schema=dict(failures)), Table(REPLICAS))
@@ -241,7 +241,7 @@ def test_a_schema_is_asked_of_one_after_the_other() -> None:
     run_virtual(scenario())
 
 
-def test_the_deadline_ends_it_and_who_was_out_is_blamed() -> None:
+def test_a_replica_that_is_pending_at_the_deadline_is_avoided() -> None:
     async def scenario() -> None:
         calls = calls_of(Scripted({PEERS[0]: 30.0}))
         with pytest.raises(DeadlineExceeded):
@@ -295,7 +295,7 @@ def test_backward_is_repeated_under_the_same_request_id_until_it_is_answered() -
         ([ExpertApplied("twice")], ExpertApplied, False),
     ],
 )
-def test_a_backward_pass_that_is_lost_is_an_error(
+def test_a_backward_pass_that_fails_raises_the_last_error(
     outcomes: list[Exception], error: type[Exception], avoided: bool
 ) -> None:
     async def scenario() -> None:
@@ -311,7 +311,7 @@ def test_a_backward_pass_that_is_lost_is_an_error(
     run_virtual(scenario())
 
 
-def test_an_answer_that_is_lost_is_asked_for_again_while_there_is_time() -> None:
+def test_a_lost_backward_answer_is_asked_for_again_before_the_deadline() -> None:
     async def scenario() -> None:
         scripted = Scripted(backward=[1e6])
         await backward(calls_of(scripted))
@@ -325,7 +325,7 @@ def test_an_answer_that_is_lost_is_asked_for_again_while_there_is_time() -> None
 
 
 class Table:
-    """Stands where the DHT's directory would."""
+    """A stand-in for the DHT's directory."""
 
     def __init__(self, replicas: Sequence[ExpertReplica] = ()) -> None:
         self.branches_of: dict[ExpertUid, GridBranch] = (
@@ -345,7 +345,7 @@ class Table:
 ROOT = ExpertUid.parse_prefix("ffn")
 
 
-def test_an_atlas_reads_once_then_behind_the_callers_back_and_drops_what_expired() -> None:
+def test_the_directory_cache_refreshes_in_the_background_and_drops_expired_replicas() -> None:
     async def scenario() -> None:
         loop, table, clock = asyncio.get_running_loop(), Table(), VirtualClock()
         directory = ExpertDirectoryCache(
@@ -377,7 +377,7 @@ def test_an_atlas_reads_once_then_behind_the_callers_back_and_drops_what_expired
     run_virtual(scenario())
 
 
-def test_an_atlas_believes_for_a_moment_that_there_is_nothing_and_is_bounded() -> None:
+def test_the_directory_cache_keeps_empty_branches_briefly_and_is_bounded() -> None:
     async def scenario() -> None:
         table = Table()
         directory = ExpertDirectoryCache(

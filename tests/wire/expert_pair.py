@@ -71,7 +71,7 @@ def expert(module: torch.nn.Module | None = None, optimizer: Any = None, **optio
 
 
 class Gated(torch.nn.Module):
-    """Computes when it is let."""
+    """A module that computes while its gate is open."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -38,8 +38,8 @@ def test_a_frozen_expert_equals_the_local_module_bit_by_bit(batch: int) -> None:
         assert torch.equal(x.grad, mirror.grad)
 
 
-def test_it_learns_as_the_local_module_does() -> None:
-    """Within 1e-5 of the recorded version, also when no input needs a gradient."""
+def test_an_expert_learns_as_the_local_module_does() -> None:
+    """The result is within 1e-5 of the local one, also when no input needs a gradient."""
     local = network()
     with pair({"ffn.0": expert(copy.deepcopy(local), sgd)}) as two:
         remote, optimizer = two.remote(), sgd(local.parameters())
@@ -62,7 +62,7 @@ class Nested(torch.nn.Module):
         }
 
 
-def test_several_inputs_and_outputs_nested_and_in_bfloat16() -> None:
+def test_nested_bfloat16_inputs_and_outputs_equal_the_local_module() -> None:
     sample = (torch.zeros(1, dtype=torch.int64), {"x": torch.zeros(1, 3, dtype=torch.bfloat16)})
     with pair({"ffn.0": swarm.Expert(Nested(), sample)}) as two:
         ids, x = torch.tensor([4, 5]), torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
@@ -78,7 +78,7 @@ def test_several_inputs_and_outputs_nested_and_in_bfloat16() -> None:
             two.remote()(ids, {"x": torch.ones(2, 3)})
 
 
-def test_codecs_for_activations_and_gradients() -> None:
+def test_codecs_keep_outputs_and_gradients_close() -> None:
     local = network()
     codecs = swarm.WireCodecs(
         inputs="float16", outputs="int8", gradients="bfloat16", input_gradients="float16"
@@ -117,14 +117,14 @@ def test_a_repeated_backward_pass_is_applied_once() -> None:
 
 
 class Writing(torch.nn.Module):
-    """Overwrites what it is given."""
+    """A module that overwrites its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x.clone() if torch.is_grad_enabled() else x).mul_(3.0).square()
 
 
 @pytest.mark.parametrize("forgets", ["nothing", "all", "what was written to"])
-def test_inputs_are_sent_again_only_when_the_server_has_them_no_more(forgets: str) -> None:
+def test_inputs_are_sent_again_only_when_the_server_no_longer_has_them(forgets: str) -> None:
     module = Writing() if forgets == "what was written to" else torch.nn.Tanh()
     with pair({"ffn.0": expert(module)}) as two:
         remote, x = two.remote(), torch.randn(4, 16, requires_grad=True)
@@ -143,12 +143,12 @@ def test_inputs_are_sent_again_only_when_the_server_has_them_no_more(forgets: st
         assert not two.host.service(HostingService).input_cache.size_bytes
 
 
-def test_nobody_hosts_it() -> None:
+def test_calling_an_expert_that_nobody_hosts_raises() -> None:
     with pair({"ffn.0": expert()}) as two, pytest.raises(NotEnoughPeers, match=r"nobody hosts ffn\.5"):
         two.remote("ffn.5")(torch.zeros(1, 16))
 
 
-def test_a_second_replica_is_asked_when_the_first_is_slow_and_backward_goes_to_who_answered() -> None:
+def test_when_the_first_replica_is_slow_a_second_answers_and_gets_the_backward_pass() -> None:
     module, slow = gated()
     with (
         pair({"ffn.0": slow}) as two,
@@ -176,7 +176,7 @@ def test_a_second_replica_is_asked_when_the_first_is_slow_and_backward_goes_to_w
         module.open.set()
 
 
-def test_another_replica_answers_when_the_first_is_gone() -> None:
+def test_another_replica_answers_when_the_first_is_dead() -> None:
     with (
         pair({"ffn.0": expert()}) as two,
         swarm.Node(bootstrap=two.host.addresses, listen="127.0.0.1:0") as other,
@@ -189,7 +189,7 @@ def test_another_replica_answers_when_the_first_is_gone() -> None:
             assert remote(torch.zeros(1, 16)).shape == (1, 16)
 
 
-def test_replicas_are_averaged_and_a_newcomer_takes_over_what_was_learned() -> None:
+def test_replicas_are_averaged_and_a_new_one_takes_over_the_parameters() -> None:
     with (
         pair({"ffn.0": expert(optimizer=sgd)}) as two,
         swarm.Node(bootstrap=two.host.addresses, listen="127.0.0.1:0") as other,
@@ -219,7 +219,7 @@ def test_replicas_are_averaged_and_a_newcomer_takes_over_what_was_learned() -> N
             assert newcomer.experts[UID].version == two.server.experts[UID].version == 2
 
 
-def test_a_server_that_closes_is_no_longer_found_and_names_are_taken_once() -> None:
+def test_a_closed_server_is_not_found_and_names_are_hosted_once() -> None:
     with pair({"ffn.0": expert(), "block.3.1": expert()}) as two:
         with pytest.raises(UsageError, match=r"ffn\.0 is hosted on this node already"):
             swarm.ExpertServer(two.host, {"ffn.0": expert()})
@@ -237,7 +237,7 @@ def test_a_server_that_closes_is_no_longer_found_and_names_are_taken_once() -> N
             two.run(two.calls.forward(two.replica, UID, [torch.zeros(1, 16)], timeout_s=5.0))
 
 
-def test_dataset_workers_and_wrong_arguments() -> None:
+def test_wrong_arguments_and_use_in_dataset_workers_raise() -> None:
     with pair({"ffn.0": expert()}) as two:
         for wrong in ({}, {"ffn": expert()}, {"ffn.-1": expert()}):
             with pytest.raises(UsageError):

@@ -1,5 +1,5 @@
-"""Servers whose experts are on devices of their own: the same answers, nothing on the network thread, and the
-end when a device is lost.
+"""Servers whose experts are on devices of their own: the same answers, no device work on the network thread,
+and an orderly end when a device is lost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOST = "CUDA error: device-side assert triggered"
 
 @pytest.fixture
 def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LateLink]]:
-    """Every device has a link, which fails for whoever uses it on another thread than the experts' own."""
+    """Give every device a link that fails when used on a thread other than the experts' own."""
     made: list[LateLink] = []
 
     def link_of(device: torch.device) -> LateLink:
@@ -69,8 +69,8 @@ def test_a_server_with_a_link_answers_as_one_on_the_host(
     assert [name for name, _ in links[0].events].count("in") == 3
 
 
-def test_each_device_computes_by_itself(links: list[LateLink]) -> None:
-    """One expert is on another device of the same memory: while it computes, the other answers."""
+def test_each_device_computes_independently(links: list[LateLink]) -> None:
+    """One expert is on another device of the same memory: while it computes, the other one answers."""
     module, slow = gated()
     slow.device = torch.device("cpu", 0)
     with pair({"ffn.0": slow, "ffn.1": expert(network())}) as two:
@@ -101,7 +101,7 @@ def test_each_device_computes_by_itself(links: list[LateLink]) -> None:
 
 
 class Fragile(torch.nn.Module):
-    """Loses its device when it is asked for a negative index."""
+    """A module that loses its device on a negative index."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Fragile(torch.nn.Module):
         return x * self.weight
 
 
-def test_a_lost_device_takes_the_server_out_of_the_swarm_and_keeps_the_last_good_checkpoint(
+def test_a_lost_device_ends_the_server_and_keeps_the_last_good_checkpoint(
     tmp_path: Path,
 ) -> None:
     fragile, sound = expert(Fragile(), sgd), expert(network(), sgd)
@@ -155,7 +155,7 @@ def test_a_lost_device_takes_the_server_out_of_the_swarm_and_keeps_the_last_good
     assert torch.load(tmp_path / "ffn.1.expert.pt", weights_only=True)["version"] == 1
 
 
-def test_what_waits_for_a_lost_device_is_answered_with_a_sentence() -> None:
+def test_requests_waiting_for_a_lost_device_get_a_reason() -> None:
     module, made = gated()
 
     def lost(x: torch.Tensor) -> torch.Tensor:

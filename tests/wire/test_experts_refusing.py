@@ -1,5 +1,5 @@
-"""What a server of experts refuses, and how: bad requests, full queues, computations that fail. Nothing costs
-others anything.
+"""Refusals of a server of experts: bad requests, full queues and failing computations affect only their own
+caller.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from swarm.wire.expert_pb2 import ExpertReply, ExpertRequest, TensorHeader
 from tests.wire.expert_pair import UID, Gated, Pair, expert, gated, pair, sgd, until
 
 
-def test_a_full_queue_says_so_at_once_and_tells_how_many_wait() -> None:
+def test_a_full_queue_refuses_at_once_with_its_length() -> None:
     module, made = gated()
     batching = BatchingConfig(queued_requests_max=3)
     with pair(
@@ -58,7 +58,7 @@ def test_a_full_queue_says_so_at_once_and_tells_how_many_wait() -> None:
         assert (statistics.counts.forward_requests, statistics.counts.forward_batches) == (4, 2)
 
 
-def test_a_call_that_is_given_up_while_it_waits_is_not_computed() -> None:
+def test_a_call_cancelled_while_it_waits_is_not_computed() -> None:
     module, made = gated()
     with pair({"ffn.0": made}) as two:
         calls = two.calls
@@ -112,7 +112,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_malformed_requests_are_told_what_is_wrong_and_cost_nothing(streamed: bool) -> None:
+def test_malformed_requests_get_a_reason_and_are_not_computed(streamed: bool) -> None:
     with pair({"ffn.0": expert(optimizer=sgd)}) as two:
 
         async def ask(request: ExpertRequest) -> ExpertReply:
@@ -168,7 +168,7 @@ class Unlucky(torch.nn.Module):
         return x / (x != 14).to(x.dtype)
 
 
-def test_a_failing_computation_is_its_callers_alone() -> None:
+def test_a_failing_computation_fails_only_its_caller() -> None:
     with pair({"ffn.0": expert(Unlucky())}) as two:
         remote = two.remote()
         with pytest.raises(swarm.ExpertFailed, match="unlucky number"):
@@ -186,7 +186,7 @@ class GatedUnlucky(Gated):
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_a_poisonous_request_in_a_batch_is_its_callers_alone(backward: bool) -> None:
+def test_a_bad_request_in_a_batch_fails_only_its_caller(backward: bool) -> None:
     module = GatedUnlucky()
     made = swarm.Expert(module, (torch.zeros(1, 16),))
     with pair({"ffn.0": made}) as two:

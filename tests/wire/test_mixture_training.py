@@ -22,7 +22,7 @@ WAIT_S = 60.0
 
 @pytest.fixture
 def nodes() -> Iterator[tuple[swarm.Node, list[swarm.Node]]]:
-    """A trainer's, and two for servers."""
+    """Return a trainer's node and two for servers."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with (
@@ -35,8 +35,8 @@ def nodes() -> Iterator[tuple[swarm.Node, list[swarm.Node]]]:
 
 
 class LocalMixture(nn.Module):
-    """The same mixture with its experts here: each has an optimizer of its own, which steps when the expert
-    was used.
+    """The same mixture with local experts: each has an optimizer of its own, which steps when the expert was
+    used.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class LocalMixture(nn.Module):
         torch.autograd.Variable._execution_engine.queue_callback(self._step)  # type: ignore[attr-defined]
 
     def _step(self) -> None:
-        """At the end of the backward pass."""
+        """Step at the end of the backward pass."""
         for optimizer in self._optimizers:
             optimizer.step()  # skips what has no gradient
             optimizer.zero_grad(set_to_none=True)

@@ -33,7 +33,8 @@ class AvoidanceConfig:
             and self.keys_max >= 1
         ):
             raise UsageError(
-                "avoidance needs 0 < pause_first_s <= pause_s_max, a growth of at least 1, and keys_max of at least 1"
+                "avoidance needs 0 < pause_first_s <= pause_s_max, a growth of at least 1, "
+                "and keys_max of at least 1"
             )
 
 

@@ -88,8 +88,8 @@ def sum_input_gradients(
 
 
 def weighted_sum(weights_BS: torch.Tensor, outputs_BS: torch.Tensor) -> torch.Tensor:
-    """Return the sum over experts of weight times output: [B, S], [B, S, …] -> [B, …], in the outputs' dtype.
-
+    """Return the sum over experts of weight times output: [B, S], [B, S, …] -> [B, …], in the outputs'
+    dtype.
     """
     batch, width = weights_BS.shape
     flat_BSF = outputs_BS.reshape(batch, width, -1)

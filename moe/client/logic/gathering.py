@@ -13,29 +13,29 @@ import torch
 
 from swarm.core.errors import UsageError
 
+_WAIT_S_MAX = 5.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherTimeouts:
     """The time for which pending experts are awaited after all samples have enough answers."""
 
-    after_k_min_s: float | None = None  # None: `elapsed_share` of the elapsed time, within the bounds below
-    elapsed_share: float = 1.0
+    after_k_min_s: float | None = None  # None: as long as it took until then, within bounds
     wait_s_min: float = 0.1
-    wait_s_max: float = 5.0
 
     def __post_init__(self) -> None:
         if self.after_k_min_s is not None and not self.after_k_min_s >= 0.0:
             raise UsageError(
                 f"timeout_after_k_min_s is a number of seconds from 0 up, or None, not {self.after_k_min_s!r}"
             )
-        if not (self.elapsed_share >= 0.0 and self.wait_s_min >= 0.0 and self.wait_s_max >= 0.0):
-            raise UsageError("gather timeouts need an elapsed_share, wait_s_min and wait_s_max of at least 0")
+        if not self.wait_s_min >= 0.0:
+            raise UsageError(f"gather timeouts need a wait_s_min of at least 0, not {self.wait_s_min!r}")
 
     def wait_s(self, elapsed_s: float) -> float:
         """Return the additional waiting time after `elapsed_s` of waiting."""
         if self.after_k_min_s is not None:
             return self.after_k_min_s
-        return max(min(self.elapsed_share * elapsed_s, self.wait_s_max), self.wait_s_min)
+        return max(min(elapsed_s, _WAIT_S_MAX), self.wait_s_min)
 
 
 class Gathering:

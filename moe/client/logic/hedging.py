@@ -13,30 +13,26 @@ from dataclasses import dataclass
 
 from swarm.core.errors import UsageError
 
+# least delay before a second request. Too small: a busy machine's hiccups cause more work
+DELAY_S_MIN = 0.05
+DELAY_S_INITIAL = 1.0  # while the replica's answer times are unknown
+DELAY_DEVIATIONS = 4.0  # the delay is the mean answer time plus this many mean deviations
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HedgingConfig:
     """Settings for asking a second replica."""
 
-    # lower limit. Too small: a busy machine's hiccups cause more work
-    delay_s_min: float = 0.05
-    delay_s_initial: float = 1.0  # while the replica's answer times are unknown
-    deviations: float = 4.0  # a second request after the mean plus this many mean deviations
     share_max: float = 0.1  # second requests as a share of all calls, over time; 0: never
     budget_max: float = 8.0  # unused second requests that may accumulate for when a peer freezes
     attempts_max: int = 3  # peers that one call may ask in total
 
     def __post_init__(self) -> None:
-        if not (
-            0.0 < self.delay_s_min <= self.delay_s_initial
-            and self.deviations >= 0.0
-            and self.attempts_max >= 1
-        ):
+        if not (0.0 <= self.share_max <= 1.0 and self.budget_max >= 0.0 and self.attempts_max >= 1):
             raise UsageError(
-                "hedging needs 0 < delay_s_min <= delay_s_initial, deviations of at least 0, attempts_max of at least 1"
+                "hedging needs a share_max from 0 to 1, a budget_max of at least 0, "
+                "and attempts_max of at least 1"
             )
-        if not (0.0 <= self.share_max <= 1.0 and self.budget_max >= 0.0):
-            raise UsageError("hedging needs a share_max from 0 to 1 and a budget_max of at least 0")
 
 
 class HedgeBudget:

@@ -13,8 +13,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from moe.client.logic.avoidance import Avoidance, AvoidanceConfig
-from moe.client.logic.hedging import HedgeBudget, HedgingConfig
+from moe.client.logic.avoidance import Avoidance
+from moe.client.logic.hedging import (
+    DELAY_DEVIATIONS,
+    DELAY_S_INITIAL,
+    DELAY_S_MIN,
+    HedgeBudget,
+    HedgingConfig,
+)
 from swarm.core.errors import UsageError
 from swarm.core.ids import PeerId
 
@@ -23,25 +29,23 @@ if TYPE_CHECKING:
 
 _ReplicaKey = tuple[str, PeerId]  # (the expert's name, its host)
 _SLOW = ""  # used as the expert's name for marks against a peer that is slow as a whole
+_SMOOTHING = 0.2  # weight of the newest call in the mean of a replica's answer times
+_REPORTED_WAIT_TTL_S = 5.0  # how long a reported wait overrides the declared one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStatsConfig:
     """Settings for judging replicas."""
 
-    avoidance: AvoidanceConfig = field(default_factory=AvoidanceConfig)
     hedging: HedgingConfig = field(default_factory=HedgingConfig)
-    smoothing: float = 0.2  # weight of the newest call in the mean of a replica's answer times
     # a replica is drawn in proportion to (1 / expected time) to this power. 0: evenly, large: the fastest
     selection_exponent: float = 2.0
-    reported_wait_ttl_s: float = 5.0  # how long a reported wait overrides the declared one
     replicas_max: int = 10_000  # whose answer times are remembered
 
     def __post_init__(self) -> None:
-        if not (0.0 < self.smoothing <= 1.0 and self.selection_exponent >= 0.0 and self.replicas_max >= 1):
+        if not (self.selection_exponent >= 0.0 and self.replicas_max >= 1):
             raise UsageError(
-                "replica statistics need a smoothing above 0 and at most 1, a selection_exponent of at least 0, "
-                "and replicas_max of at least 1"
+                "replica statistics need a selection_exponent of at least 0, and replicas_max of at least 1"
             )
 
 
@@ -60,7 +64,7 @@ class ReplicaStats:
         self.config = config or ReplicaStatsConfig()
         self.budget = HedgeBudget(self.config.hedging)
         self._rng = rng
-        self._avoidance = Avoidance(self.config.avoidance)
+        self._avoidance = Avoidance()
         self._latencies: OrderedDict[_ReplicaKey, _Latency] = OrderedDict()
         self._in_flight: dict[PeerId, int] = {}
         self._waits: OrderedDict[PeerId, tuple[float, float]] = OrderedDict()  # reported wait, and when
@@ -90,7 +94,7 @@ class ReplicaStats:
         waits = dict(zip(peers, declared_waits_s or [0.0] * len(peers), strict=True))
         for peer in peers:
             wait_s, reported_s = self._waits.get(peer, (0.0, float("-inf")))
-            if now_s - reported_s < self.config.reported_wait_ttl_s:
+            if now_s - reported_s < _REPORTED_WAIT_TTL_S:
                 waits[peer] = wait_s
         left = self.available(uid, peers, now_s)
         ordered = []
@@ -112,19 +116,15 @@ class ReplicaStats:
         there including this one. An unknown replica counts as quick, so that it is tried.
         """
         latency = self._latencies.get((uid, peer))
-        known = (
-            latency.mean_s
-            if latency is not None and latency.mean_s > 0.0
-            else self.config.hedging.delay_s_min
-        )
+        known = latency.mean_s if latency is not None and latency.mean_s > 0.0 else DELAY_S_MIN
         return known * (1 + self._in_flight.get(peer, 0))
 
     def hedge_after_s(self, uid: str, peer: PeerId) -> float:
         """Return the time after which a second replica is asked as well."""
-        hedging, latency = self.config.hedging, self._latencies.get((uid, peer))
+        latency = self._latencies.get((uid, peer))
         if latency is None or latency.mean_s <= 0.0:
-            return hedging.delay_s_initial
-        return max(hedging.delay_s_min, latency.mean_s + hedging.deviations * latency.deviation_s)
+            return DELAY_S_INITIAL
+        return max(DELAY_S_MIN, latency.mean_s + DELAY_DEVIATIONS * latency.deviation_s)
 
     def begin(self, peer: PeerId) -> None:
         """Record that a call is sent. `end` must follow."""
@@ -151,9 +151,8 @@ class ReplicaStats:
             if len(self._latencies) > self.config.replicas_max:
                 self._latencies.popitem(last=False)
             return
-        smoothing = self.config.smoothing
-        latency.deviation_s += smoothing * (abs(seconds - latency.mean_s) - latency.deviation_s)
-        latency.mean_s += smoothing * (seconds - latency.mean_s)
+        latency.deviation_s += _SMOOTHING * (abs(seconds - latency.mean_s) - latency.deviation_s)
+        latency.mean_s += _SMOOTHING * (seconds - latency.mean_s)
         self._latencies.move_to_end((uid, peer))
 
     def wait_reported(self, peer: PeerId, wait_s: float, now_s: float) -> None:

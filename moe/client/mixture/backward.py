@@ -90,7 +90,8 @@ class BackwardPass:
                 f"{names[number]}: {why}" for number, why in list(failed.items())[:REASONS_SHOWN]
             )
             raise NotEnoughPeers(
-                f"{below_k_min} samples got fewer than backward_k_min = {options.backward_k_min} gradients: {reasons}"
+                f"{below_k_min} samples got fewer than backward_k_min = {options.backward_k_min} gradients: "
+                f"{reasons}"
             )
         parts = [(branches[number].places, found[number]) for number in sorted(found)]
         size = sum(tensor.nbytes for tensor in self._inputs)

@@ -52,7 +52,7 @@ class MixtureOutput:
     coordinates_BSD: torch.Tensor
     selected_BS: torch.Tensor  # the initial selection, without replacements
     answered_BS: torch.Tensor
-    outputs: list[torch.Tensor]  # [B, S, …] each; no rows when no expert has ever answered
+    outputs: list[torch.Tensor]  # [B, S, …] each; zeros where no expert answered
     branches: list[ExpertCall]
     report: PassReport
 
@@ -125,11 +125,11 @@ class ForwardPass:
         return await self._result(initially_occupied, empty)
 
     async def _search(self, scores: Sequence[torch.Tensor], k: int) -> Selection:
-        """Return the best experts that exist. When the DHT cannot be read, the search covers what is known.
-
+        """Return the best experts that exist. When the DHT cannot be read, the search covers what is
+        known.
         """
         grid = self._options.grid
-        search = BeamSearch(scores, grid.dimensions, k, self._options.beam)
+        search = BeamSearch(scores, grid.dimensions, k)
         while wanted := search.wanted():
             uids = [ExpertUid(grid.block, prefix) for prefix in wanted]
             timeout_s = max(self._deadline_s - self._calls.clock.monotonic_s(), 0.0)

@@ -5,13 +5,12 @@ swarm.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from moe.client.logic.beam import BeamConfig
 from moe.client.logic.dispatch import weighted_sum
 from moe.client.logic.gate import ProductKeyGate, gate_input, logits_of, softmax_over
 from moe.client.logic.gathering import GatherTimeouts
@@ -33,13 +32,9 @@ class MixtureConfig:
     """Settings of mixture layers that rarely need a change."""
 
     codecs: WireCodecs = UNCOMPRESSED  # codecs for activations and gradients
-    gather_timeouts: GatherTimeouts = field(
-        default_factory=GatherTimeouts
-    )  # its `after_k_min_s` is the layer's
     # rounds of asking replacements for samples that lost too many experts; from the second round on avoided
     # experts are asked as well. 0: never
     replacements_max: int = 4
-    beam: BeamConfig = field(default_factory=BeamConfig)
 
 
 class RemoteMixtureOfExperts(nn.Module):
@@ -80,7 +75,6 @@ class RemoteMixtureOfExperts(nn.Module):
         super().__init__()
         config = config or MixtureConfig()
         self.grid, self.in_features = ExpertGrid.parse(grid), in_features
-        gather_timeouts = config.gather_timeouts
         self.options = MixtureOptions(
             grid=self.grid,
             k_best=k_best,
@@ -88,16 +82,10 @@ class RemoteMixtureOfExperts(nn.Module):
             backward_k_min=backward_k_min,
             forward_timeout_s=forward_timeout_s,
             backward_timeout_s=forward_timeout_s if backward_timeout_s is None else backward_timeout_s,
-            gather_timeouts=GatherTimeouts(
-                after_k_min_s=timeout_after_k_min_s,
-                elapsed_share=gather_timeouts.elapsed_share,
-                wait_s_min=gather_timeouts.wait_s_min,
-                wait_s_max=gather_timeouts.wait_s_max,
-            ),
+            gather_timeouts=GatherTimeouts(after_k_min_s=timeout_after_k_min_s),
             allow_zero_outputs=allow_zero_outputs,
             codecs=config.codecs,
             replacements_max=config.replacements_max,
-            beam=config.beam,
         )
         self.gate = ProductKeyGate(in_features, self.grid.shape)
         self._bridge, self._last_passes = NodeBridge(node), LastPasses()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from moe.client.logic.beam import BeamConfig
 from moe.client.logic.gathering import GatherTimeouts
 from moe.protocol.calls import UNCOMPRESSED, WireCodecs
 from moe.protocol.names import ExpertGrid
@@ -25,12 +24,12 @@ class MixtureOptions:
     allow_zero_outputs: bool
     codecs: WireCodecs = UNCOMPRESSED
     replacements_max: int = 4  # rounds of asking replacements for experts that failed
-    beam: BeamConfig = field(default_factory=BeamConfig)
 
     def __post_init__(self) -> None:
         if not 1 <= self.k_best <= self.grid.count:
             raise UsageError(
-                f"k_best is from 1 to the {self.grid.count} experts that {self.grid} may have, not {self.k_best}"
+                f"k_best is from 1 to the {self.grid.count} experts that {self.grid} may have, "
+                f"not {self.k_best}"
             )
         if not (0 <= self.k_min <= self.k_best and 0 <= self.backward_k_min <= self.k_best):
             raise UsageError(

@@ -19,9 +19,8 @@ from moe.client.replicas.autograd_bridge import NodeBridge, attach_backward, to_
 class LastPasses:
     """A layer's record of its last passes."""
 
-    empty_outputs: list[torch.Tensor] = field(
-        default_factory=list
-    )  # gives the shapes and dtypes of outputs, once known
+    # without rows; gives the shapes and dtypes of outputs, once known
+    empty_outputs: list[torch.Tensor] = field(default_factory=list)
     forward: PassReport | None = None
     backward: PassReport | None = None
 

@@ -25,6 +25,8 @@ from swarm.core.errors import NetworkError, NotEnoughPeers, PeerError, SwarmErro
 T = TypeVar("T")
 
 STAGES_MAX = 1024
+_RETRY_PAUSE_FIRST_S = 0.05  # before a stage that no peer completed is tried again; doubles
+_RETRY_PAUSE_S_MAX = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +40,6 @@ class PipelineOptions:
     # in samples. Too small: round trips cost more than the work; too large: stages wait for one another
     micro_batch_size: int
     in_flight_max: int  # micro-batches that are processed at a time
-    pause_first_s: float = 0.05  # before a stage that no peer completed is tried again; doubles
-    pause_s_max: float = 1.0
     codecs: WireCodecs = UNCOMPRESSED
 
     def __post_init__(self) -> None:
@@ -161,7 +161,7 @@ class PipelinePass:
     ) -> ForwardResult:
         """Compute one stage of one micro-batch at any replica that can do it."""
         clock, options = self._calls.clock, self._options
-        backoff = Backoff(options.pause_first_s, options.pause_s_max)
+        backoff = Backoff(_RETRY_PAUSE_FIRST_S, _RETRY_PAUSE_S_MAX)
         error = SwarmError("there was no time to ask any peer")
         refresh, include_avoided_since_s = False, None
         while (now_s := clock.monotonic_s()) < self._deadline_s:

@@ -330,9 +330,7 @@ class ReplicaCalls:
                 "Is its server up, and in this swarm?"
             )
         why = self.stats.why_avoided(str(uid), replicas[0].peer_id, now_s) or "they failed just now"
-        return NotEnoughPeers(
-            f"no replica of {uid} can be asked: all {len(replicas)} are avoided, {why}"
-        )
+        return NotEnoughPeers(f"no replica of {uid} can be asked: all {len(replicas)} are avoided, {why}")
 
 
 def with_new_request_id(result: ForwardResult) -> ForwardResult:

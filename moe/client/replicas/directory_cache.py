@@ -22,27 +22,23 @@ from swarm.runtime.supervise import Supervisor
 
 _log = logging.getLogger(__name__)
 
+_READ_TIMEOUT_S = 5.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DirectoryCacheConfig:
     """The age that cached prefixes may have."""
 
-    # used without reading again. Too small: the DHT is read all the time; too large: new servers are found late
+    # used without reading again. Too small: constant DHT reads; too large: new servers are found late
     fresh_s: float = 2.0
     stale_s: float = 60.0  # used while it is read again in the background; when older, a step waits
     empty_s: float = 0.5  # how long an empty branch is cached
-    read_timeout_s: float = 5.0
     prefixes_max: int = 4096  # prefixes in the cache
 
     def __post_init__(self) -> None:
-        if not (
-            self.empty_s >= 0.0
-            and 0.0 <= self.fresh_s <= self.stale_s
-            and self.read_timeout_s > 0.0
-            and self.prefixes_max >= 1
-        ):
+        if not (self.empty_s >= 0.0 and 0.0 <= self.fresh_s <= self.stale_s and self.prefixes_max >= 1):
             raise UsageError(
-                "a directory cache needs 0 <= fresh_s <= stale_s, empty_s of at least 0, a read_timeout_s above 0, "
+                "a directory cache needs 0 <= fresh_s <= stale_s, empty_s of at least 0, "
                 "and prefixes_max of at least 1"
             )
 
@@ -103,7 +99,7 @@ class ExpertDirectoryCache:
             self._supervisor.spawn("reading the directory of experts", lambda: self._refresh(aging))
         if unknown:
             try:
-                await self._read(unknown, min(timeout_s, self._config.read_timeout_s))
+                await self._read(unknown, min(timeout_s, _READ_TIMEOUT_S))
             except NetworkError as error:
                 if not any(prefix in self._cached for prefix in prefixes):
                     raise
@@ -140,7 +136,7 @@ class ExpertDirectoryCache:
 
     async def _refresh(self, prefixes: Sequence[ExpertUid]) -> None:
         try:
-            await self._read(prefixes, self._config.read_timeout_s)
+            await self._read(prefixes, _READ_TIMEOUT_S)
         except NetworkError as error:
             _log.debug("the DHT cannot be read, cached experts are used: %s", error)
         finally:

@@ -99,7 +99,8 @@ def _load_installed(name: str) -> Any:
     points = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
     if not points:
         raise UsageError(
-            f"there is no expert class {name!r} on this machine (there are {', '.join(available_classes())}): "
+            f"there is no expert class {name!r} on this machine "
+            f"(there are {', '.join(available_classes())}): "
             "install the package that has it, or give your own file with --module"
         )
     try:

@@ -109,7 +109,8 @@ class Batcher:
         if self.queued_bytes + size_bytes > config.queued_bytes_max and self._queue_of:
             return f"the queue is full: {self.queued_bytes} bytes in {len(self._queue_of)} queued"
         if self._waiting_by_caller.get(caller, 0) >= config.queued_requests_per_caller_max:
-            return f"{self._waiting_by_caller[caller]} requests of yours are queued already, of {len(self._queue_of)} queued"
+            own = self._waiting_by_caller[caller]
+            return f"{own} requests of yours are queued already, of {len(self._queue_of)} queued"
         return ""
 
     def offer(self, request: QueuedRequest, now_s: float) -> str:
@@ -144,8 +145,8 @@ class Batcher:
         return True
 
     def take(self, now_s: float) -> list[QueuedRequest]:
-        """Return the next batch, all of one queue and in the order of their turns; [] when none is due yet.
-
+        """Return the next batch, all of one queue and in the order of their turns; [] when none is due
+        yet.
         """
         due = [(queue.head(), key) for key, queue in self._queues.items() if self._is_due(key, queue, now_s)]
         if not due:
