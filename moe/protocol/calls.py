@@ -90,7 +90,7 @@ class Description:
 
     uid: ExpertUid
     schema: ExpertSchema
-    version: int  # number of optimizer steps so far
+    version: int  # counts optimizer steps and averages with replicas
     batch_size_max: int  # the most samples of one request
     frozen: bool
     load: ServerLoad
@@ -121,10 +121,6 @@ class ExpertClient(Protocol):
     """The calls that `ReplicaCalls` needs. `ExpertCalls` makes them over the network, simulated servers in
     tests.
     """
-
-    async def describe(
-        self, replica: ExpertReplica, uids: Sequence[ExpertUid], *, timeout_s: float
-    ) -> list[Description | None]: ...
 
     async def schema_of(
         self, replica: ExpertReplica, uid: ExpertUid, *, timeout_s: float

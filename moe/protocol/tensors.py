@@ -153,7 +153,9 @@ def check_headers(
                     "which this peer does not have"
                 )
             if not leaf.is_floating:
-                raise PeerError(f"{what} {number} is {leaf}: only floating-point tensors are sent through a codec")
+                raise PeerError(
+                    f"{what} {number} is {leaf}: only floating-point tensors are sent through a codec"
+                )
             wanted = codec.encoded_bytes(batch * leaf.elements)
         if header.size_bytes != wanted:
             raise PeerError(

@@ -383,10 +383,8 @@ class HostingService:
             and self.input_cache.get(admitted.caller, (request.request_id, request.uid)) is not None,
         )
 
-    def _refusal(self, request: ExpertRequest, request_refused: RequestRefused) -> ExpertReply:
+    def _refusal(self, request: ExpertRequest, refusal: RequestRefused) -> ExpertReply:
         hosted = self._hosted.get(request.uid)
         if hosted is not None:
-            hosted.refusals[ExpertStatus.Name(request_refused.status)] += 1
-        return ExpertReply(
-            status=request_refused.status, reason=request_refused.reason, queued=request_refused.queued
-        )
+            hosted.refusals[ExpertStatus.Name(refusal.status)] += 1
+        return ExpertReply(status=refusal.status, reason=refusal.reason, queued=refusal.queued)

@@ -92,7 +92,7 @@ class Computing:
     def offer(self, *jobs: Job) -> None:
         """Queue jobs; several at once become one batch where the limits allow it."""
         expert = jobs[0].expert
-        with expert.lock:  # the thread may take the first alone, and then waits here
+        with expert.lock:  # the thread may take the first job alone, and then waits for the lock
             for job in jobs:
                 assert not self.thread.offer(job)
 

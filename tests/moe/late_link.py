@@ -34,7 +34,7 @@ class LateLink:
         self.open_landing.set()
         self.fails: set[str] = set()
         self.emptied = 0
-        self.lacks_memory_for = 1 << 60  # a copy to the device of so many bytes or more does not fit
+        self.lacks_memory_for = 1 << 60  # a copy to the device of this size in bytes or more does not fit
         self._numbers: Counter[str] = Counter()
         self._changed = threading.Condition()
 

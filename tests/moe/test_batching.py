@@ -38,7 +38,7 @@ def test_the_size_that_fitted_into_memory_limits_later_batches_of_its_queue_and_
     for number in range(16):
         batcher.offer(request(number, queue="a", samples=4), 0.0)
         batcher.offer(request(100 + number, queue="b", samples=4), 0.0)
-    assert numbers(batcher.take(0.0)) == [0, 1]  # and it does not wait for more samples than it may have
+    assert numbers(batcher.take(0.0)) == [0, 1]  # a batch does not wait for more samples than it may have
     assert len(batcher.take(0.0)) == 16
     assert numbers(batcher.take(0.0)) == [2, 3]
     assert numbers(batcher.take(0.0)) == [4, 5]
@@ -76,7 +76,7 @@ def test_a_small_batch_waits_at_most_linger_s() -> None:
     assert batcher.take(10.4) == []
     assert batcher.due_s() == 10.5
     batcher.offer(request(2, samples=2), 10.4)
-    assert batcher.due_s() == 10.0  # there are enough: overdue
+    assert batcher.due_s() == 10.0  # there are enough samples: the batch is overdue
     assert numbers(batcher.take(10.4)) == [1, 2]
     batcher.offer(request(3), 11.0)
     assert numbers(batcher.take(11.5)) == [3]
@@ -148,8 +148,8 @@ def test_callers_that_always_wait_get_equal_shares(seed: int) -> None:
     """Shares are equal whatever the number and size of the requests that each caller keeps waiting."""
     rng = random.Random(seed)
     sizes = {name: rng.randint(1, 16) for name in "pqrs"}
-    # requests that each keeps in the queues: more than a batch can take at once, else a caller has less than
-    # its share to ask for
+    # queued requests of each caller: more than one batch takes, since otherwise a caller asks for less than
+    # its share
     callers = {name: 128 // size + rng.randint(1, 60) for name, size in sizes.items()}
     batcher = Batcher(BatchingConfig(batch_samples_max=32, queued_requests_per_caller_max=1000))
     served = dict.fromkeys(callers, 0)
@@ -166,7 +166,7 @@ def test_callers_that_always_wait_get_equal_shares(seed: int) -> None:
         for one in batcher.take(float(step)):
             served[str(one.caller)] += one.samples
             waiting[str(one.caller)] -= 1
-    # what one may be ahead: what it can have in a batch beyond its turn, and a request
+    # how far a caller may be ahead: its part of a batch beyond its turn, and one request
     slack = 32 + 16 + max(callers[name] * sizes[name] for name in callers)
     assert max(served.values()) - min(served.values()) <= slack, served
     assert min(served.values()) > 10_000

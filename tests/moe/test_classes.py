@@ -45,7 +45,9 @@ def test_positions_of_a_causal_layer_do_not_depend_on_later_ones() -> None:
 def test_a_class_is_loaded_from_a_users_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
-        "import torch\ndef mine(settings):\n    return torch.nn.Linear(settings.hidden_dim, 2), (torch.zeros(1, settings.hidden_dim),)\n"
+        "import torch\n"
+        "def mine(settings):\n"
+        "    return torch.nn.Linear(settings.hidden_dim, 2), (torch.zeros(1, settings.hidden_dim),)\n"
     )
     module, sample = make("mine", expert_class("mine", file), ExpertSettings(hidden_dim=3))
     assert module(*sample).shape == (1, 2)

@@ -224,9 +224,9 @@ def test_a_lost_device_answers_its_batch_takes_no_more_and_is_reported_once(link
         module.broken = True
         jobs = [compute.job(expert, [x]) for x in batches(2, 0)]
         for outcome in compute.run(*jobs):
-            assert (
-                outcome.failure
-                == "cpu cannot be used any more until the server's process ends: CUDA error: device-side assert triggered"
+            assert outcome.failure == (
+                "cpu cannot be used any more until the server's process ends: "
+                "CUDA error: device-side assert triggered"
             )
         assert compute.reported.get(timeout=TIMEOUT_S).device == expert.device
         assert "cannot be used any more" in compute.thread.offer(compute.job(expert, [torch.ones(1, WIDTH)]))
@@ -280,7 +280,7 @@ def test_copies_of_neighbouring_batches_run_beside_the_computation() -> None:
         link.until("waiting", 0)  # the first result is on its way to the host
         module.open.clear()
         assert not compute.thread.offer(second)
-        link.until("compute", 1)  # the second is computed although the first has not landed
+        link.until("compute", 1)  # the second is computed although the first has not arrived
         assert not compute.thread.offer(third)
         link.until("in", 2)  # the third is copied in meanwhile
         assert ("landed", 0) not in link.events

@@ -92,7 +92,7 @@ def test_kept_activations_give_the_same_gradients_and_are_bounded() -> None:
         keeping.forward_keeping(name, inputs)
     assert 0 < keeping._activations._bytes <= 4000
     keeping.backward(passes(1, seed=2))
-    assert keeping._activations.take(("x", 99), keeping.version) is None  # a step came between
+    assert keeping._activations.take(("x", 99), keeping.version) is None  # a step was made in between
 
 
 class Nested(torch.nn.Module):

@@ -17,8 +17,8 @@ def rows(*numbers: int) -> torch.Tensor:
 
 def test_the_additional_wait_starts_when_all_samples_have_k_min_answers() -> None:
     gathering = Gathering(2, 1, EXACT, 0.0, 10.0)
-    for expert, who in enumerate([rows(0), rows(0, 1), rows(1)]):
-        gathering.expect(expert, who, 0.0)
+    for expert, batch_rows in enumerate([rows(0), rows(0, 1), rows(1)]):
+        gathering.expect(expert, batch_rows, 0.0)
     gathering.answered(0, 1.0)
     assert not gathering.over(9.9)
     assert gathering.rows_below_k_min.tolist() == [1]
@@ -47,7 +47,7 @@ def test_a_sample_that_can_get_no_more_answers_is_not_waited_for() -> None:
     gathering.expect(3, rows(1), 0.0)
     gathering.failed(0, 1.0)
     assert gathering.unsatisfiable_rows.tolist() == [0], (
-        "said before the others have answered, so that a replacement can be asked"
+        "known before the others have answered, so that a replacement can be asked"
     )
     gathering.answered(1, 1.1)
     gathering.answered(2, 1.2)
@@ -78,7 +78,7 @@ def test_with_k_min_of_0_a_pending_expert_is_awaited_no_longer_than_the_others_t
     gathering = Gathering(2, 0, EXACT, 0.0, 10.0)
     gathering.expect(0, rows(0), 0.0)
     gathering.expect(1, rows(1), 0.0, expected_s=1.5)
-    assert not gathering.over(9.9), "nobody was heard of: all of them may be slow"
+    assert not gathering.over(9.9), "no answer has arrived: all experts may be slow"
     assert not len(gathering.rows_below_k_min)
     gathering.answered(0, 2.0)
     assert gathering.deadline_s() == 3.5
@@ -98,7 +98,7 @@ def test_stalled_experts_are_suspected_and_their_answers_still_count() -> None:
     assert gathering.suspect() == []
     assert gathering.suspect_at_s() is None
     assert gathering.unsatisfiable_rows.tolist() == [1], "a replacement can be asked"
-    assert not gathering.over(9.9), "and should there be none, it is waited for"
+    assert not gathering.over(9.9), "the suspected expert is awaited when there is no replacement"
     gathering.expect(2, rows(1), 1.4)
     assert not len(gathering.unsatisfiable_rows)
     gathering.answered(1, 1.5)

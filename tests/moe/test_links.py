@@ -116,7 +116,7 @@ def test_a_copy_to_the_host_comes_after_its_computation_and_is_waited_for_by_its
     assert not copy.event.synchronized
     assert torch.equal(copy.wait(), source)
     assert copy.event.synchronized
-    assert "compute 1" not in copy.event.known  # nobody waits for what computes meanwhile
+    assert "compute 1" not in copy.event.known  # nothing waits for later computation
 
 
 def test_copies_in_and_out_do_not_wait_for_each_other() -> None:

@@ -57,8 +57,8 @@ def test_dispatch_and_combination_equal_the_dense_mixture(seed: int) -> None:
     places = places_of(which, experts)
     answers = [[x[place.rows].detach() @ matrix] for place, matrix in zip(places, matrices, strict=True)]
     outputs = scatter_outputs(batch, width, places, answers, answers[0])[0].requires_grad_()
-    there = which >= 0
-    total = weighted_sum(weights * there, outputs)
+    answered = which >= 0
+    total = weighted_sum(weights * answered, outputs)
     expected = torch.zeros(batch, 6)
     for row, column in itertools.product(range(batch), range(width)):
         if which[row, column] >= 0:
@@ -85,12 +85,12 @@ def test_exclude_known_equals_a_loop_over_samples(seed: int) -> None:
     which = torch.stack([torch.randperm(8, generator=generator)[:6] for _ in range(7)])
     which[torch.rand(7, 6, generator=generator) < 0.2] = -1
     before = torch.stack([torch.randperm(8, generator=generator)[:3] for _ in range(7)])
-    there = torch.rand(7, 3, generator=generator) < 0.7
-    found = exclude_known(which, which.unsqueeze(2), before.unsqueeze(2), there, 2)
+    answered = torch.rand(7, 3, generator=generator) < 0.7
+    found = exclude_known(which, which.unsqueeze(2), before.unsqueeze(2), answered, 2)
     for sample in range(7):
         held = {
             place
-            for place, is_there in zip(before[sample].tolist(), there[sample].tolist(), strict=True)
+            for place, is_there in zip(before[sample].tolist(), answered[sample].tolist(), strict=True)
             if is_there
         }
         left = [place for place in which[sample].tolist() if place >= 0 and place not in held]
@@ -115,8 +115,8 @@ def test_the_gates_logits_are_sums_over_dimensions() -> None:
 
 def test_the_softmax_covers_only_experts_that_answered() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]], requires_grad=True)
-    there = torch.tensor([[True, False, True], [False, False, False]])
-    weights = softmax_over(logits, there)
+    answered = torch.tensor([[True, False, True], [False, False, False]])
+    weights = softmax_over(logits, answered)
     alone = torch.tensor([1.0, 3.0], requires_grad=True)
     assert torch.allclose(weights[0, [0, 2]], alone.softmax(0))
     assert weights[1].tolist() == [0.0, 0.0, 0.0]
@@ -134,15 +134,15 @@ def test_switch_weights_are_probabilities_in_the_whole_grid() -> None:
     scores = (torch.randn(5, 3), torch.randn(5, 4))
     full = (scores[0][:, :, None] + scores[1][:, None, :]).flatten(1).softmax(-1)
     coordinates = torch.tensor([[1, 2], [0, 3]]).expand(5, 2, 2)
-    chosen = torch.ones(5, 2, dtype=torch.bool)
-    weights = switch_weights(scores, coordinates, chosen, chosen)
+    selected = torch.ones(5, 2, dtype=torch.bool)
+    weights = switch_weights(scores, coordinates, selected, selected)
     assert torch.allclose(weights, full[:, [6, 3]], atol=1e-6)
-    one_answered = switch_weights(scores, coordinates, chosen, torch.tensor([[True, False]] * 5))
+    one_answered = switch_weights(scores, coordinates, selected, torch.tensor([[True, False]] * 5))
     assert torch.allclose(one_answered[:, 0], full[:, 6] + full[:, 3], atol=1e-6), (
-        "the mass of what failed goes to who answered"
+        "the probability of failed experts goes to those that answered"
     )
     assert not one_answered[:, 1].any()
-    assert not switch_weights(scores, coordinates, chosen, ~chosen).any()
+    assert not switch_weights(scores, coordinates, selected, ~selected).any()
 
 
 def test_switch_weights_have_gradients() -> None:
@@ -151,9 +151,9 @@ def test_switch_weights_have_gradients() -> None:
         torch.randn(2, 4, dtype=torch.float64, requires_grad=True),
     )
     coordinates = torch.tensor([[1, 2], [0, 3]]).expand(2, 2, 2)
-    chosen = torch.ones(2, 2, dtype=torch.bool)
-    there = torch.tensor([[True, False], [True, True]])
-    assert torch.autograd.gradcheck(lambda *s: switch_weights(s, coordinates, chosen, there), scores)
+    selected = torch.ones(2, 2, dtype=torch.bool)
+    answered = torch.tensor([[True, False], [True, True]])
+    assert torch.autograd.gradcheck(lambda *s: switch_weights(s, coordinates, selected, answered), scores)
 
 
 def test_the_balancing_loss_equals_its_formula() -> None:

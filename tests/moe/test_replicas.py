@@ -67,7 +67,7 @@ class TestAvoidance:
     def test_failed_since_reports_later_failures_until_a_success(self) -> None:
         avoidance = Avoidance()
         avoidance.failed("x", 5.0)
-        avoidance.failed("x", 5.5)  # avoided already: it failed all the same
+        avoidance.failed("x", 5.5)  # it counts as failed although it is avoided already
         assert avoidance.failed_since("x", 5.5)
         assert not avoidance.failed_since("x", 5.6)
         avoidance.succeeded("x")
@@ -126,7 +126,7 @@ class TestHedgedCall:
         assert call.poll(1.0) == ["b"]
         assert call.poll(9.0) == []
         call.failed("b")
-        assert call.poll(9.0) == [], "the first is still out"
+        assert call.poll(9.0) == [], "the first is still pending"
         call.failed("a")
         assert call.poll(9.0) == ["c"]
         call.failed("c")
@@ -212,7 +212,7 @@ class TestReplicaStats:
         stats.wait_reported(ONE, 0.0, 10.0)
         stats.wait_reported(TWO, 2.0, 10.0)
         assert stats.order("e", [ONE, TWO], 11.0, [3.0, 0.0])[0] == ONE
-        assert stats.order("e", [ONE, TWO], 16.0, [3.0, 0.0])[0] == TWO, "a word from long ago"
+        assert stats.order("e", [ONE, TWO], 16.0, [3.0, 0.0])[0] == TWO, "the reported wait is too old"
 
     def test_the_delay_before_a_second_request_adapts(self) -> None:
         stats = replica_stats()
@@ -243,13 +243,13 @@ class TestReplicaStats:
         second = ONE if first == TWO else TWO
         assert stats.order("e", PEERS, 2.0)[0] == second
         assert stats.budget.try_spend()
-        assert stats.order("e", PEERS, 2.0)[0] == THREE, "the one that is left is for the first"
+        assert stats.order("e", PEERS, 2.0)[0] == THREE, "the last second request is reserved for the first"
         stats.end(first)
         assert stats.order("e", [first, THREE], 2.0)[0] == first
         assert stats.budget.try_spend()
         assert stats.order("e", [first, THREE], 2.0)[0] == THREE
         stats.answered("other", first, 0.01)
-        assert stats.order("e", [first, THREE], 2.0)[0] == first, "it answered: it is like anybody else"
+        assert stats.order("e", [first, THREE], 2.0)[0] == first, "it answered: it is ranked like the others"
 
     def test_without_hedging_a_full_peer_is_asked_again_after_a_while(self) -> None:
         stats = replica_stats(selection_exponent=50.0, hedging=HedgingConfig(share_max=0.0))

@@ -132,7 +132,7 @@ def test_grids_are_listed_for_readers_that_know_none() -> None:
         )
         assert (await services[3].store_many([hostile], ttl_s=30.0))[0].ok
         found = [str(grid) for grid in await directory.grids(timeout_s=10.0)]
-        # most servers first; each counts once; what is no grid's name is nobody's business
+        # most servers first; each counts once; invalid grid names are ignored
         assert found == ["ffn", "attention", "mine"]
         await first.withdraw()
         assert [str(grid) for grid in await directory.grids(timeout_s=10.0)] == ["ffn", "mine"]

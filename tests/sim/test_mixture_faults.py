@@ -1,4 +1,4 @@
-"""Mixture layers whose servers die, freeze, slow down, refuse or answer nonsense. Virtual time, from seeds."""
+"""Mixture layers whose servers die, freeze, slow down, refuse or answer nonsense, in virtual time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_dead_experts_are_passed_over_and_the_weights_renormalised(swarm: Expert
     assert report is not None
     assert set(report.failed) == {f"ffn.1.{column}" for column in range(4)}
     survivors = {name for name in MODULES if not name.startswith("ffn.1.")}
-    # chosen among all, mixed over those who answered
+    # selected among all, weighted over those that answered
     scores = layer.gate(x)
     everything = (scores[0][:, :, None] + scores[1][:, None, :]).flatten(1)
     best = everything.topk(4, dim=1).indices
@@ -51,7 +51,7 @@ def test_dead_experts_are_passed_over_and_the_weights_renormalised(swarm: Expert
     for sample in range(len(x)):
         chosen = [place for place in best[sample].tolist() if names[place] in survivors]
         if not chosen:
-            continue  # replaced; below
+            continue  # replaced; tested below
         weights = everything[sample, chosen].softmax(0)
         wanted = sum(
             weight * MODULES[names[place]](x[sample : sample + 1])[0]
@@ -70,7 +70,7 @@ def test_a_sample_that_lost_all_its_experts_gets_the_next_best_ones(swarm: Exper
     servers = serve_rows(swarm)
     layer, x = layer_of(swarm, k_best=2, k_min=2), batch()
     with torch.no_grad():
-        layer.gate.projection.bias[0] += 100.0  # everybody wants row 0
+        layer.gate.projection.bias[0] += 100.0  # all samples prefer row 0
     output_of(layer, x)
     swarm.crash(servers[0])
     output = output_of(layer, x)
@@ -98,7 +98,7 @@ def test_a_late_server_is_dropped_and_avoided_for_growing_pauses(swarm: ExpertSw
             waits_s.append(at_s)
             assert set(layer.last_forward.failed.values()) == {"it was too late"}
             assert 0.5 <= layer.last_forward.seconds < 0.7, (
-                "k_min was there at once; the others had half a second"
+                "k_min answers came at once; the others had half a second"
             )
         else:
             assert layer.last_forward.seconds < 0.1
@@ -155,9 +155,7 @@ def test_without_experts_the_layer_raises_or_returns_zeros_as_configured(
             ):
                 layer(x)
     swarm.restart(servers[0])
-    assert output_of(layer, x).any(dim=1).all(), (
-        "at once: when nobody else is left, those who are avoided are asked"
-    )
+    assert output_of(layer, x).any(dim=1).all(), "at once: avoided servers are asked when no other is left"
 
 
 def test_a_branch_lost_in_the_backward_pass_is_dropped(swarm: ExpertSwarm) -> None:
@@ -251,7 +249,7 @@ def test_new_servers_are_found_and_dead_ones_forgotten(swarm: ExpertSwarm) -> No
     output_of(layer, x)
     newcomer = swarm.serve({name: MODULES[name] for name in list(MODULES)[4:]})
     swarm.sleep(2.5)
-    output_of(layer, x)  # knows the old grid, and reads anew behind the trainer's back
+    output_of(layer, x)  # uses the cached grid, and reads it again in the background
     swarm.sleep(0.5)
     output_of(layer, x)
     assert layer.last_forward is not None
@@ -299,7 +297,7 @@ def test_a_frozen_server_that_holds_all_experts_of_a_sample_costs_no_timeout(swa
     servers = serve_rows(swarm)
     layer, x = layer_of(swarm, k_best=2), batch()
     with torch.no_grad():
-        layer.gate.projection.bias[0] += 2.0  # most want row 0, some do not
+        layer.gate.projection.bias[0] += 2.0  # most samples prefer row 0
     output_of(layer, x)
     servers[0].peer.frozen = True
     begun_s = swarm.now_s
@@ -326,6 +324,6 @@ def test_a_server_that_freezes_before_the_backward_pass_costs_no_timeout(swarm: 
 
 
 def test_slow_experts_are_waited_for_when_there_are_no_others(swarm: ExpertSwarm) -> None:
-    swarm.serve(MODULES, compute_s=0.5)  # one after the other: 8 seconds for all
+    swarm.serve(MODULES, compute_s=0.5)  # one request after the other: 8 seconds for all
     layer, x = layer_of(swarm, timeout_after_k_min_s=30.0, k_min=4), batch()
     assert torch.allclose(output_of(layer, x), local_mixture(layer, MODULES, x), atol=1e-5)

@@ -137,7 +137,7 @@ def test_a_slow_replica_is_overtaken_and_then_comes_last() -> None:
         answer = await forward(calls, REPLICAS[:2])
         assert answer.replica.peer_id == PEERS[1]
         assert asyncio.get_running_loop().time() == pytest.approx(1.2), (
-            "a second of patience with the unknown, 0.2 for the answer"
+            "a second until the unknown replica is hedged, 0.2 for the answer"
         )
         assert calls.stats.available(str(UID), PEERS[:2], 1.2) == [PEERS[1]]
         assert len([task for task in asyncio.all_tasks() if task is not asyncio.current_task()]) == 0
@@ -362,7 +362,7 @@ def test_the_directory_cache_refreshes_in_the_background_and_drops_expired_repli
         at_s = loop.time()
         for _ in range(3):
             await directory.branches([ROOT], timeout_s=1.0)
-        assert loop.time() == at_s, "nobody waits"
+        assert loop.time() == at_s, "no caller waits"
         await asyncio.sleep(0.2)
         assert len(table.reads) == 2
         table.down = True

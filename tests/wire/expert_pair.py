@@ -88,7 +88,7 @@ class Gated(torch.nn.Module):
 
 def gated() -> tuple[Gated, swarm.Expert]:
     module = Gated()
-    made = swarm.Expert(module, (torch.zeros(1, 16),))
+    hosted = swarm.Expert(module, (torch.zeros(1, 16),))
     module.entered.clear()
     module.open.clear()
-    return module, made
+    return module, hosted

@@ -26,15 +26,15 @@ LOST = "CUDA error: device-side assert triggered"
 @pytest.fixture
 def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LateLink]]:
     """Give every device a link that fails when used on a thread other than the experts' own."""
-    made: list[LateLink] = []
+    created: list[LateLink] = []
 
     def link_of(device: torch.device) -> LateLink:
-        made.append(LateLink())
-        return made[-1]
+        created.append(LateLink())
+        return created[-1]
 
     monkeypatch.setattr("moe.server.expert_server.link_of", link_of)
-    yield made
-    assert made
+    yield created
+    assert created
 
 
 @pytest.mark.parametrize("batch", [1, 9000])  # within a call, and in a stream
@@ -156,7 +156,7 @@ def test_a_lost_device_ends_the_server_and_keeps_the_last_good_checkpoint(
 
 
 def test_requests_waiting_for_a_lost_device_get_a_reason() -> None:
-    module, made = gated()
+    module, hosted = gated()
 
     def lost(x: torch.Tensor) -> torch.Tensor:
         module.entered.set()
@@ -164,7 +164,7 @@ def test_requests_waiting_for_a_lost_device_get_a_reason() -> None:
         raise RuntimeError(LOST)
 
     module.forward = lost  # type: ignore[method-assign]
-    with pair({"ffn.0": made}) as two:
+    with pair({"ffn.0": hosted}) as two:
         calls = two.calls
 
         async def together() -> list[str]:
@@ -190,14 +190,14 @@ def test_requests_waiting_for_a_lost_device_get_a_reason() -> None:
 def test_a_checkpoint_that_finds_the_device_lost_ends_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = expert(network(), sgd)
-    with pair({"ffn.0": made}, config=swarm.ExpertServerConfig(checkpoints=tmp_path)) as two:
+    hosted = expert(network(), sgd)
+    with pair({"ffn.0": hosted}, config=swarm.ExpertServerConfig(checkpoints=tmp_path)) as two:
         two.remote()(torch.ones(2, 16)).sum().backward()
 
         def lost() -> Any:
             raise RuntimeError(LOST)
 
-        monkeypatch.setattr(made.module, "state_dict", lost)
+        monkeypatch.setattr(hosted.module, "state_dict", lost)
         assert two.server.save() == 0
         assert two.server.ended.wait(10.0)
         assert two.server.failed is not None

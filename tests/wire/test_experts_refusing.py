@@ -23,10 +23,10 @@ from tests.wire.expert_pair import UID, Gated, Pair, expert, gated, pair, sgd, u
 
 
 def test_a_full_queue_refuses_at_once_with_its_length() -> None:
-    module, made = gated()
+    module, hosted = gated()
     batching = BatchingConfig(queued_requests_max=3)
     with pair(
-        {"ffn.0": made}, max_batch_size=10_000, config=swarm.ExpertServerConfig(batching=batching)
+        {"ffn.0": hosted}, max_batch_size=10_000, config=swarm.ExpertServerConfig(batching=batching)
     ) as two:
         calls = two.calls
 
@@ -46,9 +46,9 @@ def test_a_full_queue_refuses_at_once_with_its_length() -> None:
                 for batch in (1, 5000):  # within a call, and as a stream
                     with pytest.raises(
                         swarm.ExpertOverloaded, match="overloaded, the queue is full: 3 queued"
-                    ) as told:
+                    ) as caught:
                         await calls.forward(two.replica, UID, [torch.ones(batch, 16)], timeout_s=10.0)
-                    assert told.value.queued == 3
+                    assert caught.value.queued == 3
                 module.open.set()
             assert all(torch.equal(task.result().outputs[0], torch.ones(1, 16)) for task in waiting)
 
@@ -59,8 +59,8 @@ def test_a_full_queue_refuses_at_once_with_its_length() -> None:
 
 
 def test_a_call_cancelled_while_it_waits_is_not_computed() -> None:
-    module, made = gated()
-    with pair({"ffn.0": made}) as two:
+    module, hosted = gated()
+    with pair({"ffn.0": hosted}) as two:
         calls = two.calls
 
         async def give_up() -> None:
@@ -141,7 +141,7 @@ def test_malformed_requests_get_a_reason_and_are_not_computed(streamed: bool) ->
                     setattr(request, name, value)
             try:
                 reply = two.run(ask(request))
-            # a stream that ends before its bytes do, or is refused before it has sent them
+            # a stream that ends before its payload, or is refused before it is sent
             except (PeerError, NetworkError):
                 assert streamed
                 continue
@@ -188,8 +188,8 @@ class GatedUnlucky(Gated):
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_bad_request_in_a_batch_fails_only_its_caller(backward: bool) -> None:
     module = GatedUnlucky()
-    made = swarm.Expert(module, (torch.zeros(1, 16),))
-    with pair({"ffn.0": made}) as two:
+    hosted = swarm.Expert(module, (torch.zeros(1, 16),))
+    with pair({"ffn.0": hosted}) as two:
         calls = two.calls
 
         async def one(value: float) -> Any:

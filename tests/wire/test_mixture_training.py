@@ -70,7 +70,7 @@ class LocalMixture(nn.Module):
     def _step(self) -> None:
         """Step at the end of the backward pass."""
         for optimizer in self._optimizers:
-            optimizer.step()  # skips what has no gradient
+            optimizer.step()  # skips parameters without a gradient
             optimizer.zero_grad(set_to_none=True)
 
 

@@ -122,7 +122,7 @@ def test_simultaneous_calls_share_messages(monkeypatch: pytest.MonkeyPatch) -> N
             assert len(sizes) < 25
             assert max(sizes) <= calls._BATCH_CALLS_MAX
             async with asyncio.timeout(10):
-                # a call is counted out when its answer's write has ended, which may be after the answer came
+                # a call is open until the write of its answer has ended, which may be after the answer came
                 while two.open_calls:  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
 

@@ -302,20 +302,20 @@ class ForwardPass:
         )
         # `outputs` has them now: do not hold them twice until the backward pass
         branches = [ExpertCall(one.result.without_outputs(), one.places) for one in branches]
-        selection = torch.zeros_like(self._occupied_BS)
-        selection[:, : initially_occupied.shape[1]] = initially_occupied
+        selected = torch.zeros_like(self._occupied_BS)
+        selected[:, : initially_occupied.shape[1]] = initially_occupied
         seconds = self._calls.clock.monotonic_s() - self._begun_s
         return MixtureOutput(
-            self._coordinates, selection, answered, outputs, branches, self._report(len(below_k_min), seconds)
+            self._coordinates, selected, answered, outputs, branches, self._report(len(below_k_min), seconds)
         )
 
-    def _report(self, rows: int, seconds: float) -> PassReport:
+    def _report(self, short_samples: int, seconds: float) -> PassReport:
         names = [str(uid) for uid in self._uids]
         return PassReport(
             asked=tuple(names),
             answered=tuple(names[number] for number in sorted(self._results)),
             failed={names[number]: str(error) for number, error in self._failed.items()},
-            short_samples=rows,
+            short_samples=short_samples,
             seconds=seconds,
         )
 
@@ -331,7 +331,7 @@ class ForwardPass:
         text = (
             f"{count} of {len(self._occupied_BS)} samples got fewer than k_min = {options.k_min} answers "
             f"in {seconds:.2g} s: {reasons_text}; "
-            "let more servers hold these experts, lower k_min, or set allow_zero_outputs"
+            "let more servers host these experts, lower k_min, or set allow_zero_outputs"
         )
         if self._failed and all(isinstance(error, UsageError) for error in self._failed.values()):
             return UsageError(text)

@@ -92,7 +92,7 @@ class Batcher:
         self._queue_of: dict[int, Hashable] = {}
         self._waiting_by_caller: dict[Hashable, int] = {}  # number of waiting requests
         self._virtual_ends: dict[Hashable, float] = {}  # the virtual end of each caller's last request
-        self._virtual_s = 0.0
+        self._virtual_time = 0.0
         # the most samples of a batch, for queues whose batches ran out of memory
         self._memory_limits: dict[Hashable, float] = {}
 
@@ -119,13 +119,13 @@ class Batcher:
         refusal = self.refusal(request.caller, request.size_bytes)
         if refusal:
             return refusal
-        start = max(self._virtual_s, self._virtual_ends.get(request.caller, 0.0))
+        start = max(self._virtual_time, self._virtual_ends.get(request.caller, 0.0))
         self._virtual_ends[request.caller] = start + request.cost
         if len(self._virtual_ends) > 2 * len(self._waiting_by_caller) + _IDLE_CALLERS_MAX:
             self._virtual_ends = {
                 caller: end
                 for caller, end in self._virtual_ends.items()
-                if caller in self._waiting_by_caller or end > self._virtual_s
+                if caller in self._waiting_by_caller or end > self._virtual_time
             }
         queue = self._queues.setdefault(request.queue, _Queue())
         queue.waiting[request.number] = (request, now_s)
@@ -152,7 +152,7 @@ class Batcher:
         if not due:
             return []
         (start, _), key = min(due, key=lambda one: one[0])
-        self._virtual_s = max(self._virtual_s, start)
+        self._virtual_time = max(self._virtual_time, start)
         queue, batch, samples = self._queues[key], list[QueuedRequest](), 0
         samples_max = self.samples_max(key)
         while queue.waiting and len(batch) < self.config.batch_requests_max:

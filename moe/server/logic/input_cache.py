@@ -2,7 +2,7 @@
 be sent again.
 
 It is bounded in total and per caller; the oldest entries are dropped first. A caller whose inputs are gone is
-told to send them again.
+asked to send them again.
 """
 
 from __future__ import annotations
