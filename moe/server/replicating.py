@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 _NAME_MAX = 50
 _DECLARE_S = 0.2  # short, since many averagers may be opened one after the other
-# experts of a server that are averaged in one period; the others follow in the next
+# experts of a server that are averaged in one period: always the first of those that others host, too
 _EXPERTS_PER_PERIOD_MAX = 64
 _ROUND_TIMEOUT_S = 20.0  # of a round; at most half the period is used
 _GROUP_SIZE = 8

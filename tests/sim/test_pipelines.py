@@ -178,7 +178,7 @@ def test_an_error_names_the_stage_that_nobody_hosts(swarm: ExpertSwarm) -> None:
     swarm.crash(swarm.servers[1])
     pipeline = pipeline_of(swarm, forward_timeout_s=5.0)
     begun_s = swarm.now_s
-    with pytest.raises(NotEnoughPeers, match=r"stage block\.2 was not done within 5 s"):
+    with pytest.raises(NotEnoughPeers, match=r"stage block\.2 was not computed within 5 s"):
         pipeline(batch())
     assert swarm.now_s - begun_s < 6.0
 
