@@ -1,4 +1,4 @@
-"""Records that are stored again and again for as long as their writer lives."""
+"""Records that are renewed for as long as their writer lives."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _log = logging.getLogger(__name__)
 
 
 class RecordKeeper:
-    """Renews a writer's records every `renew_s`, and after a failure with a back-off from `retry_s` up to that.
+    """Renew a writer's records every `renew_s`, and after a failure with a back-off that starts at `retry_s`
+    and grows to `renew_s`.
 
-    `store` writes the records once and returns whether other peers took them; `what` names them in the log.
+    `store` writes the records once and returns whether other peers hold them; `what` names them in the log.
     """
 
     def __init__(
@@ -29,11 +30,11 @@ class RecordKeeper:
         )  # set once the records have been stored, or the first attempt has failed
 
     def renew_soon(self) -> None:
-        """Store the records again without waiting for their turn; at most once every `retry_s`."""
+        """Store the records again as soon as possible, at most once every `retry_s`."""
         self._due.set()
 
     async def run(self) -> None:
-        """Renew until cancelled."""
+        """Renew the records until cancelled."""
         while True:
             self._due.clear()
             try:

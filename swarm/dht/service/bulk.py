@@ -1,4 +1,4 @@
-"""Many keys at once: their searches go on side by side, and what they ask of one peer travels in one call."""
+"""Operations on many keys: their searches run concurrently, and queries for the same peer share a call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from swarm.dht.service.wire import id_to_wire, key_to_wire, record_to_wire
 from swarm.dht.service.writer import Verdicts
 from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtFindResult, DhtStoreRequest
 
-_ROUNDS_MAX = 3  # of placing records: after each, those whose replicas failed go to the next nearest
+# attempts to place records: after each, records whose replicas failed go to the next nearest peers
+_ROUNDS_MAX = 3
 _ARRIVAL_S_MAX = 1.0
 
 Absorb = Callable[[Key, Contact, DhtFindResult], Awaitable[Sequence[Contact]]]
@@ -29,7 +30,7 @@ def _parts(keys: Sequence[Key], count_max: int) -> Iterator[Sequence[Key]]:
 
 
 class ManySearches:
-    """Drives the lookups of many keys. `absorb` takes one peer's answer about one key, and returns the closer
+    """Drive the lookups of many keys. `absorb` takes one peer's answer about one key, and returns the closer
     peers in it.
     """
 
@@ -49,7 +50,7 @@ class ManySearches:
         self._nearest_max = overlay.config.replicas if overlay.knows_all else 0
 
     async def run(self, on_done: Callable[[Key, tuple[Contact, ...]], None]) -> None:
-        """Until every lookup is done; `on_done` hears of each as soon as it is."""
+        """Run until every lookup is done; call `on_done` for each one when it is done."""
         overlay = self._overlay
         async with asyncio.TaskGroup() as group:
             tasks: list[asyncio.Task[None]] = []
@@ -69,7 +70,9 @@ class ManySearches:
     def _poll(
         self, changed: Iterable[Key], on_done: Callable[[Key, tuple[Contact, ...]], None]
     ) -> Iterator[tuple[Contact, Sequence[Key]]]:
-        """The calls that these lookups want to make now, one per peer and so many keys."""
+        """Poll these lookups and yield the calls to make now: a peer and at most `queries_per_call_max` keys
+        each.
+        """
         now_s = self._overlay.clock.monotonic_s()
         calls: dict[PeerId, tuple[Contact, list[Key]]] = {}
         for key in changed:
@@ -89,7 +92,7 @@ class ManySearches:
         try:
             async with self._limit:
                 results = await self._find(contact, keys)
-                # The reply was full: what did not fit into it is asked for alone.
+                # The reply was full: keys that did not fit are asked for alone.
                 for number, key in enumerate(keys if results is not None else ()):
                     if results is not None and results[number].left_out and len(keys) > 1:
                         again = await self._find(contact, [key])
@@ -112,7 +115,9 @@ class ManySearches:
         return list(reply.results) if reply is not None and len(reply.results) == len(keys) else None
 
     async def _arrivals(self) -> set[Key]:
-        """The keys whose lookups have something to do: an answer came, or somebody was silent for too long."""
+        """Wait for answers and return the keys whose lookups must be polled, because of an answer or a
+        stalled call.
+        """
         deadlines = [
             deadline_s for lookup in self._lookups.values() if (deadline_s := lookup.deadline_s()) is not None
         ]
@@ -145,7 +150,7 @@ class ManySearches:
 
 
 class ManyReads:
-    """The reads of many keys. `searches` says for each what was found, also when `run` is cut off."""
+    """Reads of many keys. `searches` holds the result of each key, also when `run` is cancelled."""
 
     def __init__(
         self, overlay: Overlay, reader: Reader, storage_records: Callable[[Key, int], list[Record]]
@@ -156,7 +161,7 @@ class ManyReads:
         self.searches: dict[Key, RecordSearch] = {}
 
     async def run(self, keys: Iterable[Key], *, exhaustive: bool, max_age_s: float | None) -> None:
-        """Keys that lie near to one another go together: they have replicas in common."""
+        """Read all keys. Keys that are near one another are read together, because they share replicas."""
         overlay = self._overlay
         unknown: list[Key] = []
         for key in sorted(set(keys), key=lambda key: key.dht_id):
@@ -189,8 +194,8 @@ class ManyReads:
 
 
 class ManyWrites:
-    """Many records on their way to their replicas: one call per replica and so many bytes. `verdicts` are in
-    the records' order.
+    """Writes of many records, batched into calls of bounded size per replica. `verdicts` are in the records'
+    order.
     """
 
     def __init__(self, overlay: Overlay, replica: ReplicaStore, records: Sequence[Record]) -> None:
@@ -203,7 +208,7 @@ class ManyWrites:
         self._numbers = {id(record): number for number, record in enumerate(records)}
 
     async def run(self) -> None:
-        """Until every replica has answered or is given up."""
+        """Run until every replica has answered or failed."""
         nearest = await self._nearest()
         for _ in range(_ROUNDS_MAX):
             calls: dict[PeerId, tuple[Contact, list[Record]]] = {}
@@ -219,7 +224,9 @@ class ManyWrites:
                     group.create_task(self._store_at(contact, records))
 
     def keep_own(self) -> None:
-        """What nobody else has taken is kept here, if others can reach this peer: newcomers get it from here."""
+        """Store the records that no other peer has taken on this peer, if others can reach it: newcomers get
+        them from here.
+        """
         if not self._overlay.own().addresses:
             return
         for record, verdicts in zip(self._records, self.verdicts, strict=True):
@@ -227,7 +234,7 @@ class ManyWrites:
                 verdicts.note(self._overlay.own_id, self._replica.keep(record, direct=True))
 
     async def _nearest(self) -> dict[Key, Sequence[Contact]]:
-        """Candidates for the replicas of every key, with some to spare."""
+        """Return the candidates for the replicas of every key, including spare ones."""
         overlay, config = self._overlay, self._overlay.config
         own = overlay.own()
         keys = sorted({record.key for record in self._records}, key=lambda key: key.dht_id)

@@ -1,5 +1,5 @@
-"""What a peer does for others: answers Ping, Find, Store and Holds, and keeps the records that are near to
-it.
+"""The server side of the DHT: answers Ping, Find, Store and Holds, and keeps the records of keys that are
+near this peer.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from swarm.wire.dht_pb2 import (
 from swarm.wire.peer_pb2 import Contact as WireContact
 
 _REPLY_RECORD_BYTES_MAX = 3 << 20  # the rest of a Find reply is for contacts
-_CONTACTS_MAX = 384  # in one reply, over all queries: with the longest addresses less than a megabyte
+_CONTACTS_MAX = 384  # per reply, over all queries: with the longest addresses less than a megabyte
 _CONTACTS_MIN = 6  # per query
-_CHECKS_AT_ONCE = 16  # a signature costs 0.2 ms: other calls get their turn in between
+_CHECKS_AT_ONCE = 16  # a signature check takes 0.2 ms: other calls get their turn in between
 
 
 class ReplicaStore:
-    """The server side of the DHT."""
+    """Answer the calls of other peers and store their records."""
 
     def __init__(
         self, overlay: Overlay, storage: Storage, validator: RecordValidator, replication: Replication
@@ -48,19 +48,19 @@ class ReplicaStore:
         self._storage = storage
         self._validator = validator
         self._replication = replication
-        # a writer stored under a key of which nothing was held
+        # Called when a writer stored the first record under a key.
         self.on_first: Callable[[Key], None] = lambda key: None
 
     def serve(self, handlers: Handlers) -> None:
-        """Answer the calls of others."""
+        """Register the handlers of the DHT's calls."""
         handlers.direct(PING, self._on_ping)
         handlers.direct(FIND, self._on_find)
-        handlers.unary(STORE, self._on_store)  # signatures take their time
+        handlers.unary(STORE, self._on_store)  # checking signatures takes time
         handlers.direct(HOLDS, self._on_holds)
 
     def keep(self, record: Record, *, direct: bool) -> str:
-        """Store a valid record here; returns why not, or nothing. `direct`: from its writer, not from another
-        holder.
+        """Store a valid record on this peer. Returns why it was refused, or an empty string. `direct`: it
+        comes from its writer, not from another holder.
         """
         if not self._overlay.own().addresses:
             return "a client peer holds nothing for others"
@@ -72,7 +72,7 @@ class ReplicaStore:
         return refusal
 
     async def accepted(self, messages: Iterable[DhtRecord]) -> list[Record | str]:
-        """Each record, or why it is refused."""
+        """Return each record, or why it is refused."""
         results: list[Record | str] = []
         for number, message in enumerate(messages, 1):
             try:
@@ -157,7 +157,7 @@ class ReplicaStore:
         wanted: list[int] = []
         before = 0
         for held in request.keys:
-            if self._overlay.own().addresses:  # else this peer holds nothing for others
+            if self._overlay.own().addresses:  # otherwise this peer stores nothing for others
                 wanted.extend(
                     before + number
                     for number in self._replication.on_summary(caller, key_from_wire(held.key), held.entries)

@@ -1,10 +1,11 @@
-"""Keeping as many copies as there should be while peers come and go: hand-over to newcomers, repair after
-departures, comparison now and then, and what a peer that leaves hands on.
+"""Replication while peers come and go: hand-over to newcomers, repair after departures, periodic comparison,
+and hand-over when this peer leaves.
 
-Nothing is sent before the other side has said that it lacks it (`summary`): what two peers both hold costs 16
-bytes a record. Of a key's holders the nearest acts first and the second nearest `backup_s` later, in case the
-first did not know or is gone itself; the others only if nobody has compared the key for long. One task does
-all of it, a call at a time, so that the death of half a swarm is no storm.
+Peers compare summaries (`summary`) before any record is sent: a record that both hold costs 16 bytes. Of a
+key's holders the nearest acts first. The second nearest acts `second_holder_delay_s` later, in case the first
+was unaware or has left as well; the others act only when the key has not been compared for a long time. A
+single task does all this, one call at a time, so that the simultaneous death of half a swarm causes no burst
+of traffic.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from swarm.dht.service.overlay import HOLDS, PING, STORE, Overlay
 from swarm.dht.service.wire import key_to_wire, record_to_wire
 from swarm.wire.dht_pb2 import DhtHeldKey, DhtHoldsRequest, DhtPingRequest, DhtStoreRequest
 
-_HOLDERS_ACTING = 2  # of a key's holders the nearest this many act at once when somebody comes or goes
-_RECENT_S = 60.0  # a peer met later than this may itself be waiting for the key
-_KEYS_AT_ONCE = 64  # looked at before others get their turn
+_HOLDERS_ACTING = 2  # nearest holders of a key that act directly when a peer comes or goes
+_RECENT_S = 60.0  # a peer met less than this ago may itself still be waiting for the key
+_KEYS_AT_ONCE = 64  # keys processed before other tasks get their turn
 _CHECK_S = 15.0
-_MISPLACED_S = 120.0  # who holds a record but is no replica of its key offers it to those who are this often
-# a record with less left to live, or issued later than this, is renewed by its writer soon or not at all
+# interval at which a peer that holds a record without being its replica offers it to the replicas
+_MISPLACED_S = 120.0
+# A record that expires sooner or was issued more recently is not compared: its writer will renew it soon, or
+# never.
 _LIFE_S_MIN = 60.0
 _DEBTS_MAX = 64
 _PAID_MAX = 2048
@@ -37,13 +40,13 @@ _CALLS_AT_LEAVING_MAX = 8
 
 
 class Replication:
-    """One peer's share of the work."""
+    """The replication work of one peer."""
 
     def __init__(self, overlay: Overlay, storage: Storage, rng: random.Random) -> None:
         self._overlay = overlay
         self._storage = storage
         self._rng = rng
-        # (contact, due, whose turn: the nearest's first)
+        # (contact, due, turn: 0 for the nearest holder)
         self._came: OrderedDict[PeerId, tuple[Contact, float, int]] = OrderedDict()
         self._went: OrderedDict[PeerId, tuple[Contact, float, int]] = OrderedDict()
         self._debts: OrderedDict[PeerId, tuple[Contact, list[Record]]] = OrderedDict()
@@ -53,17 +56,19 @@ class Replication:
         self._check_s = 0.0
 
     def came(self, contact: Contact) -> None:
-        """A peer has entered the table: it may have to hold what this one holds."""
+        """Schedule a hand-over to a peer that has entered the table: it may have to hold records of this
+        peer.
+        """
         self._schedule(self._came, contact)
 
     def went(self, contact: Contact) -> None:
-        """A peer has left the table: another may have to hold what it held."""
+        """Schedule a repair after a peer has left the table: another peer may have to hold its records."""
         self._came.pop(contact.peer_id, None)
         self._schedule(self._went, contact)
 
     def lacks(self, contact: Contact, records: Sequence[Record]) -> None:
-        """A read showed that a replica lacks these. Sent in the background, each key to a peer at most once a
-        minute.
+        """Schedule sending records that a replica lacks, as a read showed: in the background, and each key to
+        a peer at most once a minute.
         """
         now_s = self._overlay.clock.monotonic_s()
         key = records[0].key
@@ -80,8 +85,11 @@ class Replication:
         self._wake.set()
 
     def on_summary(self, caller: PeerId, key: Key, entries: bytes) -> list[int]:
-        """Another holder says what it has under a key: the numbers of what we want. If it is a replica and we
-        have nothing more, the key was compared: one of its holders goes around for all.
+        """Compare another holder's summary of a key with this peer's records. Returns the indices of the
+        entries that this peer wants.
+
+        If the caller is a replica and this peer holds nothing more, the key counts as compared: one of its
+        holders compares it with all others.
         """
         versions = self._storage.versions(key)
         missing = wanted(key, entries, versions)
@@ -93,7 +101,7 @@ class Replication:
         return missing
 
     async def run(self) -> None:
-        """For ever."""
+        """Perform scheduled work and periodic comparisons until cancelled."""
         self._check_s = self._overlay.clock.monotonic_s() + _CHECK_S
         while True:
             self._wake.clear()
@@ -115,8 +123,8 @@ class Replication:
             await self._rest()
 
     async def hand_on(self) -> None:
-        """Offer all that is held here to the next nearest. The caller bounds it in time; whatever is done
-        first helps.
+        """Offer each record of this peer to the next nearest peer. The caller limits the time; partial
+        progress is useful.
         """
         overlay = self._overlay
         limit = asyncio.Semaphore(_CALLS_AT_LEAVING_MAX)
@@ -134,10 +142,12 @@ class Replication:
                 group.create_task(offer(contact, keys))
 
     async def say_goodbye(self) -> None:
-        """Tell the neighbours, after everything else: whoever is called later takes it for a sign of life."""
+        """Send a goodbye to the neighbours. This must come last, because any later call counts as a sign of
+        life.
+        """
         overlay = self._overlay
         if not overlay.own().addresses:
-            return  # a client peer is in nobody's table
+            return  # a client peer is in no table
         async with asyncio.TaskGroup() as group:
             for contact in overlay.table.nearest(overlay.own_id_number, _FAREWELLS_MAX):
                 group.create_task(
@@ -151,7 +161,7 @@ class Replication:
         self._wake.set()
 
     async def _rest(self) -> None:
-        """Until something is due."""
+        """Wait until some work is due."""
         due_s = min(
             [
                 self._check_s,
@@ -186,19 +196,19 @@ class Replication:
         return newcomer if self._rank(dht_id, replicas, newcomer.peer_id) == act else None
 
     def _for_departed(self, key: Key, departed: Contact, act: int) -> Contact | None:
-        """The peer that has become a replica in its place."""
+        """Return the peer that has become a replica in place of the departed one, if it is this peer's turn."""
         overlay, dht_id = self._overlay, key.dht_id
         replicas = overlay.replicas(dht_id)
         last = replicas[-1] if replicas else None
         if last is None or last.peer_id == overlay.own_id or departed.peer_id in overlay.table:
             return None
         if departed.peer_id.dht_id ^ dht_id > last.peer_id.dht_id ^ dht_id:
-            return None  # it was none of this key's replicas
+            return None  # it was no replica of this key
         return last if self._rank(dht_id, replicas, last.peer_id) == act else None
 
     def _rank(self, dht_id: int, replicas: Iterable[Contact], receiver: PeerId) -> int:
-        """How many of the key's replicas are nearer than this peer and have been there long enough to hold
-        it.
+        """Return how many of the key's replicas are nearer than this peer and have been known long enough to
+        hold it.
         """
         overlay = self._overlay
         own_distance, recent_s = overlay.own_id_number ^ dht_id, overlay.clock.monotonic_s() - _RECENT_S
@@ -210,8 +220,8 @@ class Replication:
         )
 
     async def _compare(self, now_s: float) -> None:
-        """Offer what nobody has compared for long to all of its replicas. The nearest holder is the first to
-        find it long enough.
+        """Offer every key that has not been compared for a long time to all of its replicas. The delay grows
+        with rank, so the nearest holder usually does it.
         """
         overlay, period_s = self._overlay, self._overlay.config.replicate_s
         by_target: dict[PeerId, tuple[Contact, list[Key]]] = {}
@@ -227,7 +237,7 @@ class Replication:
                 contact.peer_id.dht_id ^ key.dht_id < overlay.own_id_number ^ key.dht_id
                 for contact in replicas
             )
-            # whoever stored it here could not reach the replicas then
+            # The peer that stored it here could not reach the replicas at that time.
             misplaced = rank >= overlay.config.replicas
             if now_s - compared_s < (_MISPLACED_S if misplaced else period_s * (1.0 + 0.25 * rank)):
                 continue
@@ -244,7 +254,7 @@ class Replication:
             await self._offer(contact, keys, self._lasting)
 
     def _lasting(self, key: Key) -> list[Record]:
-        """What of a key is neither about to expire nor just being written."""
+        """Return the records of a key that are neither about to expire nor just being written."""
         now_us = self._overlay.now_us
         margin_us = int(_LIFE_S_MIN * 1e6)
         return [
@@ -260,8 +270,8 @@ class Replication:
     async def _offer(
         self, contact: Contact, keys: Sequence[Key], records_of: Callable[[Key], list[Record]] | None = None
     ) -> None:
-        """Say what we hold, and send what the other wants of it; in as many calls as it takes, while it
-        answers.
+        """Send summaries of keys to a peer, then the records that it wants, in several calls if necessary.
+        Stops when the peer does not answer.
         """
         overlay, config = self._overlay, self._overlay.config
         part: list[tuple[Key, list[Record]]] = []
@@ -298,7 +308,7 @@ class Replication:
             await self._push(contact, records)
 
     async def _push(self, contact: Contact, records: Sequence[Record]) -> bool:
-        """Send records, in calls of bounded size. False when the peer does not answer."""
+        """Send records in calls of bounded size. Returns False when the peer does not answer."""
         for batch in batches(
             records, self._overlay.config.records_per_call_max, self._overlay.config.record_bytes_per_call_max
         ):
@@ -309,7 +319,7 @@ class Replication:
 
 
 def batches(records: Iterable[Record], count_max: int, bytes_max: int) -> list[list[Record]]:
-    """Cut into runs of at most so many records and bytes (or one record)."""
+    """Split records into batches of at most `count_max` records and `bytes_max` bytes (or a single record)."""
     found: list[list[Record]] = []
     sizes: defaultdict[int, int] = defaultdict(int)
     for record in records:

@@ -1,9 +1,9 @@
-"""What the DHT does by itself: joins and rejoins, looks after its table, finds the other half of a swarm that
-was cut in two, keeps its clock.
+"""Background maintenance of the DHT: joining and rejoining, the routing table, merging after a network
+partition, clock correction.
 
-At rest this is cheap: whoever calls or answers for any other reason is not pinged, far peers are pinged ever
-more seldom the longer they live, and a stranger is asked one question whose answer shows whether it belongs
-to the same swarm.
+An idle swarm causes little traffic: a peer that calls or answers for any other reason is not pinged, far
+peers are pinged less often the longer they live, and a peer outside the table gets one query whose answer
+shows whether it belongs to the same swarm.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtPingRequest
 
 _log = logging.getLogger(__name__)
 
-_TRIED_MAX = 32  # contacts tried in one attempt to join
+_TRIED_MAX = 32  # contacts tried per attempt to join
 _CONTACTS_AT_ONCE = 8
-_PINGS_MAX = 8  # per round of tending
-_CHECKS_MAX = 32  # pings at once that show whether a caller can be called
+_PINGS_MAX = 8  # per maintenance round
+_CHECKS_MAX = 32  # concurrent pings that show whether a caller can be called back
 _CHECKED_MAX = 1024
-_CHECK_AGAIN_S = 10.0  # a peer that calls and does not answer is checked no more often
+_CHECK_AGAIN_S = 10.0  # a peer that calls but does not answer is checked at most this often
 _REFRESHES_MAX = 4
-_REFRESH_WANTED = 4  # a refresh looks for somebody in the bucket, not for the nearest twenty
-_STRANGERS_MAX = 2  # asked per round of tending
-_BOOK_S = 300.0  # how often a peer is taken out of the book by chance
-_HALVES_MAX = 8  # of a cut's other side, taken over from one answer
+_REFRESH_WANTED = 4  # a refresh needs some peers of the bucket, not the nearest twenty
+_STRANGERS_MAX = 2  # called per maintenance round
+_BOOK_S = 300.0  # interval at which a random peer of the book is called
+_HALVES_MAX = 8  # peers of the other side of a partition that are taken from one answer
 
 
 class Upkeep:
@@ -51,12 +51,12 @@ class Upkeep:
         self._supervisor = supervisor
         self._rng = rng
         self._strangers = RejoinCandidates(rng)
-        # when a peer was last pinged because it called
+        # peer -> when it was last pinged because it called
         self._checking: OrderedDict[PeerId, float] = OrderedDict()
         self._checks = 0
         self._book_s = self._neighbours_s = 0.0
         self._replication = replication
-        self.settled = asyncio.Event()  # a peer is known, or nobody answered when first asked
+        self.settled = asyncio.Event()  # a peer is known, or no peer answered the first attempt
         self.clock_problem: str | None = None
         overlay.on_newcomer = self._on_newcomer
         overlay.on_lost = self._on_lost
@@ -65,8 +65,8 @@ class Upkeep:
         supervisor.spawn("DHT replication", replication.run, restart=True)
 
     async def join(self, contacts: Sequence[Contact]) -> None:
-        """Try all of these once, and find this peer's neighbours through whoever answers. They are tried
-        again later if need be.
+        """Try all of these contacts once, and find this peer's neighbours through the first that answers.
+        They are retried later if necessary.
         """
         told = [
             contact for contact in contacts if contact.addresses and contact.peer_id != self._overlay.own_id
@@ -76,9 +76,7 @@ class Upkeep:
         self.settled.set()
 
     async def _attempt(self, contacts: Sequence[Contact]) -> None:
-        """Ping all of them; whoever answers first leads to the neighbours, without waiting for the dead among
-        the others.
-        """
+        """Ping all contacts; the first that answers leads to the neighbours, without waiting for dead ones."""
         waiting = asyncio.Semaphore(_CONTACTS_AT_ONCE)
         reached: list[Contact] = []
 
@@ -96,7 +94,7 @@ class Upkeep:
         self.set_clock()
 
     async def ping(self, contact: Contact) -> bool:
-        """Does the peer answer?"""
+        """Return whether the peer answers."""
         reply = await self._overlay.ask(contact, PING, DhtPingRequest(sender=self._overlay.sender))
         if reply is None:
             return False
@@ -106,8 +104,7 @@ class Upkeep:
             self._overlay.failed(contact.peer_id, broke_protocol=True)
             return False
         if told.peer_id == contact.peer_id and told.addresses:
-            # What was dialed works from here, so that it goes first; the peer may know more addresses of its
-            # own.
+            # The dialed address works from here and goes first; the peer may know more of its own addresses.
             self._overlay.met(
                 Contact(
                     told.peer_id, tuple(dict.fromkeys(contact.addresses + told.addresses))[:ADDRESSES_MAX]
@@ -116,7 +113,7 @@ class Upkeep:
         return True
 
     async def find(self, target: int, wanted: int | None = None) -> tuple[Contact, ...]:
-        """The live peers nearest to an id."""
+        """Return the live peers nearest to an id."""
         overlay = self._overlay
         lookup = overlay.lookup(
             target, wanted=wanted or overlay.config.routing.bucket_max, parallel=overlay.config.parallel
@@ -143,7 +140,9 @@ class Upkeep:
         self._replication.went(contact)
 
     def _on_unproven(self, contact: Contact) -> bool:
-        """Somebody called us, or waits for the place of somebody silent: does this peer answer?"""
+        """Ping a peer that called this one, or whose place in the table a newcomer waits for. Returns whether
+        a ping was started.
+        """
         now_s = self._overlay.clock.monotonic_s()
         if (
             self._checks >= _CHECKS_MAX
@@ -193,7 +192,7 @@ class Upkeep:
         self.set_clock()
 
     def _worth_asking(self, now_s: float) -> list[Contact]:
-        """Strangers whose turn it is, and now and then somebody out of the book."""
+        """Return the candidates for rejoining that are due, and occasionally a random peer of the book."""
         found = self._strangers.due(now_s, self._overlay.table, _STRANGERS_MAX)
         if now_s - self._book_s >= _BOOK_S:
             self._book_s = now_s
@@ -213,8 +212,10 @@ class Upkeep:
         return found
 
     async def _ask_stranger(self, stranger: Contact) -> None:
-        """Who was lost may be back, or on the other side of a cut that has healed. In the same swarm it names
-        neighbours that we know; in another one it leads us to neighbours that we have not met.
+        """Ask a peer outside the table for this peer's neighbours.
+
+        A lost peer may be back, or on the other side of a partition that has healed. In the same swarm it
+        names known neighbours; in another one it names neighbours that this peer has not met.
         """
         overlay = self._overlay
         try:
@@ -239,7 +240,7 @@ class Upkeep:
         ]
         if not unmet:
             return
-        # not by a lookup alone: that would start among those we know, and may end there
+        # A lookup alone is not enough: it would start among known peers, and may end there.
         async with asyncio.TaskGroup() as group:
             answers = [
                 group.create_task(self.ping(contact))
@@ -251,7 +252,7 @@ class Upkeep:
             await self.find(overlay.own_id_number)
 
     def _everybody(self) -> list[Contact]:
-        """All that is known to somebody who has lost the swarm."""
+        """Return all known contacts, for a peer that has lost the swarm."""
         told = {contact.peer_id: contact for contact in self._strangers.contacts()}
         known = {peer.peer_id: peer.contact for peer in self._overlay.book.known()[:_TRIED_MAX]}
         return [
@@ -261,7 +262,9 @@ class Upkeep:
         ]
 
     def set_clock(self) -> None:
-        """Take over what the peers' clocks say, and tell the user when this one is far off."""
+        """Apply the clock offset estimated from the peers' clocks, and warn the user when this clock is far
+        off.
+        """
         overlay = self._overlay
         raw_s = overlay.raw_us / 1e6
         problem = overlay.offset.problem(overlay.own_id, raw_s)

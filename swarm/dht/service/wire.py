@@ -1,5 +1,5 @@
-"""Between the DHT's values and its protobuf messages. What a peer sends is checked here: PeerError when it is
-malformed.
+"""Conversion between the DHT's values and its protobuf messages. Messages from peers are checked here: a
+malformed one raises PeerError.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ KNOWN_MAX = 64  # peers in one request
 
 
 def known_to_wire(contacts: Iterable[Contact]) -> bytes:
-    """Peers that need not be named in an answer: enough of each to tell it from others that somebody could
-    make.
-    """
+    """Encode peers that an answer need not name: the last 8 bytes of each key, which resists a forged match."""
     return b"".join([contact.peer_id.public_key[-_KNOWN_BYTES:] for contact in contacts])
 
 
 def unknown_of(contacts: list[Contact], known: bytes) -> list[Contact]:
-    """Those that the caller does not know yet. PeerError when it says that it knows more peers than a table's
-    bucket has.
+    """Return the contacts that the caller does not know yet. Raises PeerError when it claims to know more
+    than `KNOWN_MAX` peers.
     """
     if not known:
         return contacts
@@ -63,7 +61,9 @@ def record_to_wire(record: Record) -> DhtRecord:
 
 
 def record_from_wire(message: DhtRecord) -> Record:
-    """PeerError when a field is malformed. Whether the record is acceptable is `RecordValidator`'s question."""
+    """Decode a record. Raises PeerError when a field is malformed; `RecordValidator` decides whether it is
+    acceptable.
+    """
     try:
         writer = PeerId.from_bytes(message.writer)
     except UsageError as error:

@@ -1,4 +1,4 @@
-"""Writing: one record on its way to its replicas."""
+"""Writes: store one record at its replicas."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _REFUSAL_CHARACTERS_MAX = 200
 
 @dataclass(frozen=True, slots=True)
 class StoreResult:
-    """Whether at least one replica holds the record, and how many do. `refusals`: what replicas that do not
-    hold it said.
+    """The outcome of a write: whether at least one replica holds the record, how many do, and in `refusals`
+    the reasons of those that do not.
     """
 
     ok: bool
@@ -29,14 +29,14 @@ class StoreResult:
 
 
 class Verdicts:
-    """What the replicas of one record said."""
+    """The answers of the replicas of one record."""
 
     def __init__(self) -> None:
         self.held: set[PeerId] = set()
         self.refusals: dict[PeerId, str] = {}
 
     def note(self, peer: PeerId, refusal: str) -> None:
-        """A replica holds the record, or says why not."""
+        """Record that a replica holds the record (empty `refusal`), or why it does not."""
         if refusal:
             self.refusals[peer] = refusal[:_REFUSAL_CHARACTERS_MAX]
         else:
@@ -53,8 +53,8 @@ class Verdicts:
 
 
 class PendingWrite:
-    """Of a single record: one round of calls in a swarm that this peer knows whole, a search and one round in
-    a larger one.
+    """A write of a single record: one round of calls in a swarm that this peer knows completely, a search and
+    one round in a larger one.
     """
 
     def __init__(self, overlay: Overlay, record: Record) -> None:
@@ -64,9 +64,9 @@ class PendingWrite:
         self.own_holds = False
 
     async def run(self) -> None:
-        """Until every replica has answered or is given up."""
+        """Run until every replica has answered or failed."""
         overlay, config, target = self._overlay, self._overlay.config, self._record.key.dht_id
-        # Whom one who knows everybody asks first are the replicas, and asking is storing.
+        # A peer that knows all peers asks the replicas first, and the question stores the record.
         lookup = overlay.lookup(target, wanted=config.replicas, parallel=config.replicas)
         nearest = await overlay.search(lookup, self._store_at if overlay.knows_all else self._find_at)
         self.own_holds = any(contact.peer_id == overlay.own_id for contact in nearest)
