@@ -33,8 +33,8 @@ def resolve_device(name: str, option: str = "--device") -> torch.device:
     """Return the torch device that `name` means on this machine; a CUDA device always has its index.
 
     `auto` is the current CUDA device where there is one, else the CPU; MPS is used only when it is asked for
-    by name. UsageError says what is missing when the device is not there; `option` is what the message says
-    the name was given by.
+    by name. `option` is the name of the setting in error messages. Raises UsageError that says what is
+    missing when the device is not there.
     """
     import torch
 
@@ -74,7 +74,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
         return True
-    # the CPU's and the MPS allocator raise a plain RuntimeError
+    # The allocators of the CPU and of MPS raise a plain RuntimeError.
     return isinstance(error, RuntimeError) and (
         "can't allocate memory" in str(error) or "out of memory" in str(error).lower()
     )

@@ -1,8 +1,8 @@
 """The client side of remote calls: pooled, bounded, authenticated connections to peers.
 
-One control connection (lane 0) per peer, and one more TCP connection for every other lane that somebody asks
-for: the streams of one connection share one TCP window, and a long link needs several. A connection that
-broke is dropped, so that the next call dials afresh instead of waiting for gRPC's backoff.
+There is one control connection (lane 0) per peer, and one more TCP connection for every other lane that is
+requested: the streams of one connection share one TCP window, and a long link needs several. A connection
+that broke is dropped, so that the next call dials again instead of waiting for gRPC's backoff.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _STREAMS_END_S_MAX = 0.2
 class ChannelsConfig:
     """Limits of the connection pool."""
 
-    # 150 kB each; the one unused for longest makes room. Too small: peers are dialed again and again
+    # 150 kB each; the one that was unused longest makes room. Too small: peers are dialed again and again.
     connections_max: int = 512
-    idle_s: float = 120.0  # an unused connection is closed after this long
-    dial_timeout_s: float = 10.0  # for connecting, also when the call itself may take longer
+    idle_s: float = 120.0  # an unused connection is closed after this time
+    dial_timeout_s: float = 10.0  # limit for connecting, even if the call itself may take longer
 
 
 @dataclass(slots=True)
 class _Link:
-    """The place of one connection in the pool. `lock`: one caller dials, the others wait for it."""
+    """The pool's slot for one connection. `lock`: one caller dials, the others wait for it."""
 
     peer_id: PeerId
     lane: int
@@ -64,18 +64,18 @@ class _Link:
 
 @dataclass(slots=True)
 class _Use:
-    """A connection and how many calls are on it; a dropped one is closed by the last of them."""
+    """A connection and its number of calls; a dropped one is closed by the last of them."""
 
     connection: Connection
     calls: int = 0
     dropped: bool = False
-    stream: CallStream | None = None  # of shared calls
-    shares: bool = True  # False: the peer takes no shared calls here
+    stream: CallStream | None = None  # stream of shared calls
+    shares: bool = True  # False: the peer takes no shared calls on this connection
 
 
 class Channels:
-    """Calls peers by contact. Lives on one event loop. `on_connected(contact, address, seconds)` is told of
-    every new connection.
+    """Call peers by contact. It belongs to one event loop. `on_connected(contact, address, seconds)` is
+    called for every new connection.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class Channels:
     async def call(
         self, contact: Contact, method: Method[RequestT, ReplyT], request: RequestT, *, timeout_s: float
     ) -> ReplyT:
-        """One unary call; connects first when needed, all within `timeout_s`.
+        """Make a unary call, connecting first when needed, all within `timeout_s`.
 
-        NetworkError: the peer cannot be reached, or the connection broke (the call may or may not have been
-        handled). DeadlineExceeded. PeerError: it refused, and why. UsageError: the request is larger than the
-        method allows.
+        Raises NetworkError when the peer cannot be reached or the connection broke (the call may or may not
+        have been handled), DeadlineExceeded, PeerError when the peer refused and why, and UsageError when the
+        request is larger than the method allows.
         """
         raw = request.SerializeToString()
         if len(raw) > method.request_bytes_max:
@@ -153,11 +153,11 @@ class Channels:
     def open_stream(
         self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, lane: int = 0
     ) -> AbstractAsyncContextManager[Stream]:
-        """A stream for the length of an `async with`; leaving it before the other end has finished cancels
-        it.
+        """Open a stream for the length of an `async with`; leaving it before the other end has finished
+        cancels it.
 
-        `timeout_s` is for the whole stream, connecting included (None: as long as it takes). `lane` above 0:
-        on a TCP connection of its own.
+        `timeout_s` limits the whole stream, connecting included (None: no limit). A `lane` above 0 uses a TCP
+        connection of its own.
         """
         return self._open_stream(contact, method, timeout_s, lane)
 
@@ -177,7 +177,7 @@ class Channels:
                 stream.cancel()
 
     async def forget(self, peer_id: PeerId) -> None:
-        """Close every connection to this peer; calls on them fail."""
+        """Close every connection to this peer; its calls fail."""
         for key in [key for key in self._links if key[0] == peer_id]:
             await self._close(self._links.pop(key))
 
@@ -191,7 +191,7 @@ class Channels:
         await self._streams.close(_STREAMS_END_S_MAX)
 
     async def close_idle(self) -> None:
-        """Close what was not used for `idle_s`. The node calls it now and then."""
+        """Close connections that were not used for `idle_s`. The node calls this periodically."""
         oldest_s = asyncio.get_running_loop().time() - self._config.idle_s
         for key, link in list(self._links.items()):
             if link.used_s < oldest_s and not link.lock.locked() and not self._busy(link):
@@ -200,20 +200,20 @@ class Channels:
 
     @property
     def endpoints(self) -> frozenset[tuple[str, int]]:
-        """Every (IP, port) that is connected or may be connecting: by them a forked child knows this node's
-        sockets.
+        """Return every (IP, port) that is connected or may be connecting: a forked child recognises this
+        node's sockets by them.
         """
         return frozenset(self._dialed).union(*(use.connection.endpoints for use in self._uses.values()))
 
     def connected(self, peer_id: PeerId) -> bool:
-        """Is there an open control connection?"""
+        """Return whether there is an open control connection."""
         link = self._links.get((peer_id, 0))
         return link is not None and link.connection is not None and _alive(link.connection)
 
     async def _call_shared(
         self, peer_id: PeerId, use: _Use, name: str, raw: bytes, remaining_s: float, timeout_s: float
     ) -> bytes:
-        """Together with others on the connection's stream of shared calls."""
+        """Make the call on the connection's stream of shared calls."""
         if use.stream is None or use.stream.ended:
             use.stream = CallStream(use.connection.channel)
             self._streams.spawn(f"calls of {peer_id.short}", use.stream.run)
@@ -240,7 +240,7 @@ class Channels:
             await self._leave(link, use)
 
     async def _enter(self, contact: Contact, lane: int, timeout_s: float | None) -> tuple[_Link, _Use]:
-        """Every call enters, and leaves: what nobody is in may be closed."""
+        """Return a connection and count a call on it. A connection without calls may be closed."""
         link = self._links.get((contact.peer_id, lane))
         if link is None or link.connection is None or self._closed or not _alive(link.connection):
             link = await self._connect(contact, lane, timeout_s)
@@ -250,7 +250,7 @@ class Channels:
         return link, use
 
     def _failed(self, link: _Link, use: _Use, error: NetworkError) -> None:
-        """A connection that broke is dropped; one whose call was merely too slow is not."""
+        """Drop a connection that broke; keep one on which only a call was too slow."""
         if (
             not isinstance(error, DeadlineExceeded)
             and link.connection is use.connection
@@ -297,10 +297,10 @@ class Channels:
             link.lock.release()
 
     async def _dial(self, link: _Link, contact: Contact, asked_s: float, dial_s: float) -> Connection:
-        """With the link's lock held."""
+        """Dial the peer. The caller holds the link's lock."""
         if link.connection is not None and _alive(link.connection):
             return link.connection
-        # it failed while this caller was waiting for it
+        # It failed while this caller was waiting for it.
         if link.failure is not None and link.failed_s > asked_s:
             raise type(link.failure)(str(link.failure))
         stale, link.connection = link.connection, None
@@ -352,7 +352,7 @@ class Channels:
             await self._discard(connection)
 
     async def _drop(self, connection: Connection) -> None:
-        """Close it once nobody uses it."""
+        """Close the connection once it has no calls."""
         use = self._uses.get(id(connection))
         if use is not None and use.calls:
             use.dropped = True
@@ -377,7 +377,7 @@ async def _call_alone(
 
 
 def _alive(connection: Connection) -> bool:
-    """A channel that fell back from READY has lost its connection; gRPC would dial it again with a backoff of
-    its own.
+    """Return whether a channel still has its connection: one that fell back from READY has lost it, and gRPC
+    would dial again with a backoff of its own.
     """
     return connection.channel.get_state() is grpc.ChannelConnectivity.READY

@@ -1,4 +1,4 @@
-"""What a caller gets back: its end of a stream, and gRPC's statuses as errors of ours."""
+"""The caller's end of a stream, and the mapping of gRPC's statuses to swarm's errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swarm.core.ids import PeerId
 from swarm.net.dial import Connection, explain
 from swarm.net.rpc import END_OF_STREAM, StreamMethod, check_incoming, check_outgoing
 
-_STATUS_S_MAX = 1.0  # a call whose write failed has ended; its status is on the way
+_STATUS_S_MAX = 1.0  # time to wait for the status of a call whose write failed
 
 
 class CallerStream:
@@ -76,8 +76,8 @@ class CallerStream:
                     f"peer {self.peer_id} finished {self._method.name} without taking all that was sent"
                 )
             try:
-                # As `call.write` does; but when a write fails, that one hides the status that says why behind
-                # "Internal error from Core".
+                # Like `call.write`, which however hides the status that explains a failure behind "Internal
+                # error from Core".
                 await self._call._cython_call.send_serialized_message(message)
             except aio.InternalError:
                 await self._raise_after_failed_write()
@@ -108,7 +108,7 @@ class CallerStream:
 
 @contextlib.contextmanager
 def mapped(peer_id: PeerId, connection: Connection, name: str, timeout_s: float | None) -> Any:
-    """gRPC's errors become ours."""
+    """Convert gRPC's errors inside the `with` block to swarm's errors."""
     try:
         yield
     except aio.AioRpcError as error:
@@ -138,7 +138,7 @@ def status_error(
     details: str,
     timeout_s: float | None,
 ) -> SwarmError:
-    """The error of ours for a status that a call ended with."""
+    """Return swarm's error for the status that a call ended with."""
     status = grpc.StatusCode
     where = connection.address.multiaddr
     if code is status.DEADLINE_EXCEEDED:

@@ -1,5 +1,5 @@
-"""The server of a node: finds the handler of a call, names its caller, bounds what callers may ask at once,
-maps what handlers raise.
+"""The server of a node: finds the handler of a call, identifies its caller, bounds concurrent calls, and maps
+what handlers raise.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from swarm.net.throttle import SMALL_BYTES, Bandwidth, Throttle
 _logger = logging.getLogger(__name__)
 
 _INTERNAL: Outcome = (grpc.StatusCode.INTERNAL, "internal error", b"")
-_STREAMS_PER_PEER_MAX = 4  # of shared calls: one a connection
-_REFUSAL_CHARACTERS_MAX = 1000  # gRPC carries it in a header
+_STREAMS_PER_PEER_MAX = 4  # of shared calls: one per connection
+_REFUSAL_CHARACTERS_MAX = 1000  # gRPC sends it in a header
 _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *TRANSPORT_OPTIONS,
     *BULK_OPTIONS,
@@ -52,8 +52,8 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class Server:
-    """The gRPC server of a node. It knows every caller by its certificate and bounds what they may ask at
-    once.
+    """The gRPC server of a node. It identifies every caller by its certificate and bounds the calls that a
+    caller may have open.
     """
 
     def __init__(
@@ -63,13 +63,15 @@ class Server:
         self._calls_max = calls_max
         self._calls_per_peer_max = calls_per_peer_max
         self._calls: dict[PeerId, int] = {}
-        self._open_calls = 0  # their sum
+        self._open_calls = 0  # sum over all callers
         self._streams: set[ServedCalls] = set()
         self._streams_by: Counter[PeerId] = Counter()
         self._server: aio.Server | None = None
 
     async def start(self, identity: Identity, handlers: Handlers, host: str, port: int) -> int:
-        """Listen; returns the port (the system's choice for 0). UsageError when it cannot listen there."""
+        """Listen, and return the port (the system's choice for 0). Raises UsageError when it cannot listen
+        there.
+        """
         server = aio.server(
             options=_SERVER_OPTIONS + self.throttle.options, maximum_concurrent_rpcs=3 * self._calls_max
         )
@@ -94,7 +96,7 @@ class Server:
         return bound
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more calls; those in progress have `grace_s` to end and are cancelled then. Idempotent."""
+        """Take no more calls; those in progress have `grace_s` to end and are then cancelled. Idempotent."""
         server, self._server = self._server, None
         for stream in self._streams:
             stream.stop()
@@ -102,8 +104,8 @@ class Server:
             await server.stop(grace_s)
 
     async def share(self, peer_id: PeerId, stream: ServedCalls) -> None:
-        """Serve a stream of shared calls to its end. _Busy when there are too many of them: the caller then
-        calls without.
+        """Serve a stream of shared calls to its end. Raises _Busy when the peer has too many of them: the
+        caller then makes separate calls.
         """
         if (
             self._streams_by[peer_id] >= _STREAMS_PER_PEER_MAX
@@ -122,7 +124,7 @@ class Server:
                 del self._streams_by[peer_id]
 
     def enter(self, peer_id: PeerId) -> str | None:
-        """Count a call in; a reason when there are too many."""
+        """Count a call in. Returns the reason to refuse it when there are too many, else None."""
         calls = self._calls.get(peer_id, 0)
         if calls >= self._calls_per_peer_max:
             return f"you have {self._calls_per_peer_max} calls open here already"
@@ -141,8 +143,8 @@ class Server:
 
 
 class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
-    """Finds the handler, names the caller, maps what the handler raises. Together with the supervisor the
-    only place that catches everything.
+    """Find the handler, identify the caller, and map what the handler raises. Only this class and the
+    supervisor catch every exception.
     """
 
     def __init__(self, server: Server, handlers: Handlers) -> None:
@@ -175,7 +177,7 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
         return grpc.stream_stream_rpc_method_handler(serve)
 
     async def _share(self, _: Any, context: aio.ServicerContext[Any, Any]) -> None:
-        """A stream of shared calls."""
+        """Serve a stream of shared calls."""
         peer_id = await self._identified(context)
 
         async def handle(name: str, raw: bytes) -> Outcome:
@@ -242,29 +244,29 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
         return reply
 
     async def _outcome(self, name: str, peer_id: PeerId, work: Awaitable[bytes]) -> Outcome:
-        """What a handler's end means to its caller."""
+        """Return the outcome of a handler for its caller."""
         try:
             return grpc.StatusCode.OK, "", await work
         except (SwarmError, _Ended) as error:
             return _failure(name, peer_id, error)
-        except Exception:  # the boundary: whatever a handler raises ends its call only
+        except Exception:  # the boundary: any exception of a handler ends its call only
             _logger.exception("%s, called by %s, failed", name, peer_id)
             return _INTERNAL
 
 
 def _failure(name: str, peer_id: PeerId, error: SwarmError | _Ended) -> Outcome:
-    """What a caller is told of what its handler raised."""
+    """Return the outcome that the caller gets for an exception of its handler."""
     if isinstance(error, (PeerError, UsageError)):
         return grpc.StatusCode.FAILED_PRECONDITION, _told(str(error) or type(error).__name__), b""
     if isinstance(error, _Ended):
         return grpc.StatusCode.CANCELLED, "the stream was ended by its handler", b""
-    # the network's: of this stream, or of a call that the handler made
+    # A failure of the network: of this stream, or of a call that the handler made.
     _logger.debug("%s from %s: %s", name, peer_id.short, error)
     return grpc.StatusCode.ABORTED, _told(str(error)), b""
 
 
 class _Busy(Exception):
-    """Too many streams of shared calls."""
+    """The peer has too many streams of shared calls."""
 
 
 class _Ended(Exception):
@@ -372,7 +374,7 @@ def _told(text: str) -> str:
 
 def _certificate_of(context: aio.ServicerContext[Any, Any]) -> bytes:
     certificates = context.auth_context().get("x509_pem_cert")
-    if not certificates:  # the handshake demands one, so this is not reached
+    if not certificates:  # not reached: the handshake requires one
         raise PeerError("a caller must show a certificate")
     certificate: bytes = next(iter(certificates))
     return certificate

@@ -1,9 +1,9 @@
-"""What a forked child (a DataLoader worker) must not keep: the node's sockets.
+"""Release the node's sockets in a forked child (a DataLoader worker).
 
 A child inherits them. While it lives, the kernel keeps its parent's connections open even after the parent
-was killed, and peers would go on waiting for a process that is gone. So the child puts /dev/null in their
-place: it does not close them, because gRPC's objects, which it inherited too, still hold those descriptor
-numbers. The parent's connections are not touched by this.
+was killed, and peers would go on waiting for a process that is gone. The child therefore replaces them with
+/dev/null. It does not close them, because gRPC's objects, which it inherited too, still refer to those
+descriptor numbers. The parent's connections are not affected.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """How a node's sockets are told from others: the address it listens on, and the (IP, port) pairs it has
-    dialed.
-    """
+    """The sockets of a node: the address it listens on, and the (IP, port) pairs it has dialed."""
 
     listening: tuple[str, int] | None
     dialed: frozenset[tuple[str, int]]
@@ -33,8 +31,8 @@ _WILDCARDS = ("0.0.0.0", "::", "")
 
 
 def close_after_fork(owned: Callable[[], Owned]) -> Callable[[], None]:
-    """From now on, forked children drop what `owned()` describes at the time of the fork; returns a function
-    that ends this. `owned` takes no locks.
+    """Make forked children drop the sockets that `owned()` describes at the time of the fork. Returns a
+    function that ends this. `owned` must take no locks.
     """
     global _next_number, _registered
     if not _registered and hasattr(os, "register_at_fork"):
@@ -88,7 +86,7 @@ def _belongs(descriptor: int, owned: list[Owned]) -> bool:
 
 
 def _endpoint(name: tuple[str, int]) -> tuple[str, int]:
-    """IPv4 in IPv6 notation is IPv4: gRPC listens on and dials from dual-stack sockets."""
+    """Return IPv4 addresses in IPv6 notation as IPv4: gRPC listens on and dials from dual-stack sockets."""
     return name[0].removeprefix("::ffff:"), name[1]
 
 
