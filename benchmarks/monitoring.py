@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.results import Aim, Row, Series
 from benchmarks.simulated import Say, simulated_row
 from swarm.dht.logic.records import encode_value
-from swarm.metrics.record import Metrics, RoundTold
+from swarm.metrics.record import Metrics, RoundReport
 from swarm.metrics.reporter import MetricsConfig, Reporter
 from swarm.monitor.collector import Collector
 from swarm.monitor.logic.model import Model
@@ -54,7 +54,7 @@ class Costs:
 def metrics_of(number: int, now_s: float) -> Metrics:
     """What a trainer in the middle of a run tells: every field filled."""
     rounds = tuple(
-        RoundTold(
+        RoundReport(
             kind="epoch",
             epoch=1000 + place,
             at_s=now_s - 60.0 * (4 - place),

@@ -47,10 +47,8 @@ class NodeConfig:
 
     # Display name, at most 40 characters; it is published with this peer's metrics.
     name: str = ""
-    announce: tuple[
-        str, ...
-        # Addresses to announce instead of this machine's: host, host:port or multiaddr; for a forwarded port.
-    ] = ()
+    # Addresses to announce instead of this machine's: host, host:port or multiaddr; for a forwarded port.
+    announce: tuple[str, ...] = ()
     # The constructor waits at most this long for the first bootstrap peer; joining goes on in the background.
     first_join_s: float = 0.2
     book_entries_max: int = 1000  # remembered peers
@@ -82,9 +80,9 @@ class Node:
         config: NodeConfig | None = None,
     ) -> None:
         self.config = config or NodeConfig()
-        given = [bootstrap] if isinstance(bootstrap, str | Contact) else list(bootstrap)
-        contacts = [one if isinstance(one, Contact) else Contact.parse(one) for one in given]
-        where = parse_listen(listen) if listen is not None else None
+        entries = [bootstrap] if isinstance(bootstrap, str | Contact) else list(bootstrap)
+        contacts = [one if isinstance(one, Contact) else Contact.parse(one) for one in entries]
+        listen_address = parse_listen(listen) if listen is not None else None
         self._owns_identity = not isinstance(identity, Identity)
         self.identity = (
             identity
@@ -103,7 +101,7 @@ class Node:
         self._services = Services(self)
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
         self._closed = False
-        self._where = where
+        self._listen_address = listen_address
         self.network = NetworkThread()
         try:
             self.network.run(
@@ -136,14 +134,14 @@ class Node:
         self.dht = Dht(service, self.network)
         # Registered first and called last, because other services send their goodbyes through it.
         self.at_close(service.leave)
-        if self._where is not None:
-            host, port = self._where
+        if self._listen_address is not None:
+            host, port = self._listen_address
             port = await self._server.start(self.identity, self.handlers, host, port)
-            self._where = (host, port)
+            self._listen_address = (host, port)
             self.contact = Contact(self.peer_id, announced(host, port, self.config.announce))
         self._joining = Joining(bootstrap, self._introductions, self.book, service.join, self.config.joining)
         self.supervisor.spawn("joining the swarm", self._joining.run, restart=True)
-        self.supervisor.spawn("housekeeping", self._keep_house, restart=True)
+        self.supervisor.spawn("housekeeping", self._run_housekeeping, restart=True)
         if bootstrap:
             await self._wait(self._joining.attempted, self.config.first_join_s)
 
@@ -204,9 +202,9 @@ class Node:
 
         In a forked child it does nothing: the node belongs to its parent.
         """
-        if self._closed or not self.network.ours:
+        if self._closed or not self.network.is_own_process:
             return
-        if self.network.here:
+        if self.network.is_current_thread:
             raise UsageError("close() blocks, so it cannot be called on the network thread")
         self._closed = True
         atexit.unregister(self.close)
@@ -232,10 +230,10 @@ class Node:
         self.close()
 
     def __repr__(self) -> str:
-        where = (
+        addresses = (
             ", ".join(f"{address.host}:{address.port}" for address in self.contact.addresses) or "no address"
         )
-        return f"Node({self.peer_id}, {where}{', closed' if self._closed else ''})"
+        return f"Node({self.peer_id}, {addresses}{', closed' if self._closed else ''})"
 
     async def _stop(self) -> None:
         goodbyes = Supervisor()
@@ -252,7 +250,7 @@ class Node:
         await self.channels.close()
         await self._server.stop(0.1)
 
-    async def _keep_house(self) -> None:
+    async def _run_housekeeping(self) -> None:
         while True:
             await asyncio.sleep(self.config.housekeeping_s)
             await self.channels.close_idle()
@@ -267,8 +265,8 @@ class Node:
         return True
 
     def _connected(self, contact: Contact, address: Address, seconds: float) -> None:
-        self.book.reached(contact.peer_id, address)
-        if self._introductions.due(contact.peer_id):
+        self.book.record_connection(contact.peer_id, address)
+        if self._introductions.is_due(contact.peer_id):
             self.supervisor.spawn(
                 f"introduction to {contact.peer_id.short}", lambda: self._introduce(contact)
             )
@@ -280,7 +278,7 @@ class Node:
             _logger.debug("%s", error)
 
     def _owned(self) -> Owned:
-        return Owned(self._where, self.channels.endpoints)
+        return Owned(self._listen_address, self.channels.endpoints)
 
 
 def _book_path(identity: Identity) -> Path | None:

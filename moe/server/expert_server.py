@@ -147,7 +147,7 @@ class ExpertServer:
         """Take the declarations back, finish what is being computed, save. Idempotent; ends with the node at
         the latest.
         """
-        if not self.node.network.ours:
+        if not self.node.network.is_own_process:
             return
         if not self.node.closed:
             try:

@@ -34,10 +34,10 @@ Blame = tuple[tuple[str, str], ...]  # (PeerID, reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundTold:
+class RoundReport:
     """The result of a round as its writer reports it."""
 
-    kind: str  # kind: "epoch" for a mode's average, "state" for a state transfer
+    kind: str  # "epoch" for a mode's average, "state" for a state transfer
     epoch: int
     at_s: float  # swarm time of its end
     seconds: float
@@ -72,7 +72,7 @@ class RoundTold:
         return value
 
     @classmethod
-    def decode(cls, value: Mapping[str, Any]) -> RoundTold:
+    def decode(cls, value: Mapping[str, Any]) -> RoundReport:
         """Decode a value that has passed the schema."""
         return cls(
             kind=_clean(value["k"]),
@@ -117,7 +117,7 @@ class Metrics:
     rounds_failed: int = 0
     own: Mapping[str, float] = field(default_factory=dict)  # metrics that the user reports
     broken: tuple[str, ...] = ()  # names of user metrics whose value was not a finite number
-    rounds: tuple[RoundTold, ...] = ()  # the latest rounds, the newest last
+    rounds: tuple[RoundReport, ...] = ()  # the latest rounds, the newest last
 
     def encode(self) -> dict[str, Any]:
         """Encode as a value of the DHT. Unknown fields are omitted, and so are the oldest rounds if they do
@@ -148,7 +148,7 @@ class Metrics:
             "drift": self.drift,
             "own": dict(self.own) or None,
             "broken": list(self.broken) or None,
-            "rounds": [told.encode() for told in self.rounds[-ROUNDS_MAX:]] or None,
+            "rounds": [report.encode() for report in self.rounds[-ROUNDS_MAX:]] or None,
         }
         value |= {name: item for name, item in optional.items() if item is not None}
         while value.get("rounds") and len(encode_value(value)) > METRICS_BYTES_MAX:
@@ -188,7 +188,7 @@ class Metrics:
                 if _OWN_NAME.fullmatch(name)
             },
             broken=tuple(name for name in value.get("broken", ()) if _OWN_NAME.fullmatch(name)),
-            rounds=tuple(RoundTold.decode(told) for told in value.get("rounds", ())),
+            rounds=tuple(RoundReport.decode(report) for report in value.get("rounds", ())),
         )
 
 

@@ -40,13 +40,13 @@ _NOT_SERVED = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.RESOURCE_EXHAUSTED
 Outcome = tuple[grpc.StatusCode, str, bytes]  # status, details of a failure, the reply
 
 
-class NotServed(Exception):
+class SharedCallsUnavailable(Exception):
     """The other end takes no shared calls, or no more streams of them. Nothing was handled: make each call
     separately.
     """
 
 
-class ClosedHere(Exception):
+class ClosedLocally(Exception):
     """This end closed the stream while the call was in progress."""
 
 
@@ -61,7 +61,7 @@ class CallStream:
         self._cancelled: deque[int] = deque()
         self._wake = asyncio.Event()
         self._last = 0
-        self._heard = False
+        self._answered = False
 
     async def call(self, method: str, request: bytes, timeout_s: float) -> Outcome:
         """Make a call and return its outcome, which is DEADLINE_EXCEEDED when none came in `timeout_s`.
@@ -124,9 +124,9 @@ class CallStream:
             if answer.done():
                 continue
             if outcome is None:
-                answer.set_exception(ClosedHere())
-            elif outcome[0] in _NOT_SERVED and not self._heard:
-                answer.set_exception(NotServed())
+                answer.set_exception(ClosedLocally())
+            elif outcome[0] in _NOT_SERVED and not self._answered:
+                answer.set_exception(SharedCallsUnavailable())
             else:
                 answer.set_result(outcome)
         self._waiting.clear()
@@ -137,7 +137,7 @@ class CallStream:
             raw = await self._call.read()
             if raw is aio.EOF:
                 return
-            self._heard = True
+            self._answered = True
             for answer in AnswerBatch.FromString(raw).answers:
                 waiting = self._waiting.pop(answer.number, None)
                 if waiting is not None and not waiting.done():
@@ -149,7 +149,7 @@ class CallStream:
         while True:
             await self._wake.wait()
             if len(self._waiting) > len(self._unsent):
-                await _settled()
+                await _let_others_queue()
             self._wake.clear()
             while self._unsent or self._cancelled:
                 batch = self._next_batch()
@@ -170,7 +170,7 @@ class CallStream:
         return batch
 
 
-async def _settled() -> None:
+async def _let_others_queue() -> None:
     """Let other tasks queue their calls first: a message costs as much as ten calls in one. Without other
     calls in progress on the connection a call is sent at once.
     """
@@ -196,20 +196,20 @@ class ServedCalls:
         self,
         context: aio.ServicerContext[Any, Any],
         handle: Callable[[str, bytes], Awaitable[Outcome]],
-        at_once: Callable[[str, bytes], Outcome | None],
+        handle_now: Callable[[str, bytes], Outcome | None],
         enter: Callable[[], str | None],
         leave: Callable[[], None],
     ) -> None:
         self._context = context
         self._handle = handle
-        self._at_once = at_once
+        self._handle_now = handle_now
         self._enter = enter
         self._leave = leave
         self._open: dict[int, asyncio.Task[None]] = {}
         # number, outcome, whether the call was counted by `enter`
         self._unsent: deque[tuple[int, Outcome, bool]] = deque()
         self._wake = asyncio.Event()
-        self._room = asyncio.Event()
+        self._below_limit = asyncio.Event()
         self._stopping = False
         self._finished = asyncio.Event()
 
@@ -258,8 +258,8 @@ class ServedCalls:
                 if task is not None:
                     task.cancel()
             while len(self._unsent) >= _UNSENT_MAX:
-                self._room.clear()
-                await self._room.wait()
+                self._below_limit.clear()
+                await self._below_limit.wait()
 
     def _take(self, call: Call, group: asyncio.TaskGroup) -> None:
         if call.number in self._open:
@@ -277,7 +277,7 @@ class ServedCalls:
         if refusal is not None:
             self._put(call.number, (grpc.StatusCode.RESOURCE_EXHAUSTED, refusal, b""), counted=False)
             return
-        outcome = self._at_once(call.method, call.request)
+        outcome = self._handle_now(call.method, call.request)
         if outcome is not None:
             self._put(call.number, _checked(call.method, outcome), counted=True)
             return
@@ -305,7 +305,7 @@ class ServedCalls:
         while not self._stopping or self._open or self._unsent:
             await self._wake.wait()
             if len(self._open) > len(self._unsent):
-                await _settled()
+                await _let_others_queue()
             self._wake.clear()
             while self._unsent:
                 batch, counted, size_bytes = AnswerBatch(), 0, 0
@@ -319,7 +319,7 @@ class ServedCalls:
                 finally:
                     for _ in range(counted):
                         self._leave()
-                self._room.set()
+                self._below_limit.set()
 
 
 def _checked(method: str, outcome: Outcome) -> Outcome:

@@ -25,12 +25,12 @@ from swarm.net.calls import (
     SHARED_REPLY_BYTES_MAX,
     SHARED_REQUEST_BYTES_MAX,
     CallStream,
-    ClosedHere,
-    NotServed,
+    ClosedLocally,
+    SharedCallsUnavailable,
 )
 from swarm.net.certificate import client_certificate
 from swarm.net.dial import Connection, dial
-from swarm.net.outgoing import CallerStream, closed_here, mapped, status_error
+from swarm.net.outgoing import CallerStream, closed_locally, map_errors, status_error
 from swarm.net.rpc import BULK_OPTIONS, Method, ReplyT, RequestT, Stream, StreamMethod
 from swarm.net.throttle import SMALL_BYTES, Bandwidth, Throttle
 from swarm.runtime.supervise import Supervisor
@@ -63,14 +63,14 @@ class _Link:
 
 
 @dataclass(slots=True)
-class _Use:
+class _PooledConnection:
     """A connection and its number of calls; a dropped one is closed by the last of them."""
 
     connection: Connection
     calls: int = 0
     dropped: bool = False
     stream: CallStream | None = None  # stream of shared calls
-    shares: bool = True  # False: the peer takes no shared calls on this connection
+    takes_shared_calls: bool = True  # False: the peer takes no shared calls on this connection
 
 
 class Channels:
@@ -91,8 +91,8 @@ class Channels:
         self._on_connected = on_connected
         self._throttle = throttle or Throttle(Bandwidth())
         self._links: dict[tuple[PeerId, int], _Link] = {}
-        self._uses: dict[int, _Use] = {}  # by id() of the connection
-        self._good: dict[PeerId, Address] = {}  # the address that worked last
+        self._pooled: dict[int, _PooledConnection] = {}  # by id() of the connection
+        self._last_working: dict[PeerId, Address] = {}  # the address that worked last
         self._closed = False
         self._streams = Supervisor()
         self._dialed: deque[tuple[str, int]] = deque(maxlen=_DIALED_MAX)
@@ -113,28 +113,28 @@ class Channels:
             )
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
-        link, use = await self._enter(contact, 0, timeout_s)
+        link, pooled = await self._enter(contact, 0, timeout_s)
         try:
             if len(raw) > SMALL_BYTES:
                 await self._throttle.sends(len(raw))
             remaining_s = max(deadline_s - loop.time(), 0.001)
             if (
-                use.shares
+                pooled.takes_shared_calls
                 and len(raw) <= SHARED_REQUEST_BYTES_MAX
                 and method.reply_bytes_max <= SHARED_REPLY_BYTES_MAX
             ):
                 reply_raw = await self._call_shared(
-                    contact.peer_id, use, method.name, raw, remaining_s, timeout_s
+                    contact.peer_id, pooled, method.name, raw, remaining_s, timeout_s
                 )
             else:
-                reply_raw = await _call_alone(
-                    contact.peer_id, use.connection, method.name, raw, remaining_s, timeout_s
+                reply_raw = await _call_separately(
+                    contact.peer_id, pooled.connection, method.name, raw, remaining_s, timeout_s
                 )
         except NetworkError as error:
-            self._failed(link, use, error)
+            self._failed(link, pooled, error)
             raise
         finally:
-            await self._leave(link, use)
+            await self._leave(link, pooled)
         if len(reply_raw) > method.reply_bytes_max:
             raise PeerError(
                 f"peer {contact.peer_id} answered {method.name} with {len(reply_raw)} bytes; at most {method.reply_bytes_max} are taken"
@@ -203,7 +203,9 @@ class Channels:
         """Return every (IP, port) that is connected or may be connecting: a forked child recognises this
         node's sockets by them.
         """
-        return frozenset(self._dialed).union(*(use.connection.endpoints for use in self._uses.values()))
+        return frozenset(self._dialed).union(
+            *(pooled.connection.endpoints for pooled in self._pooled.values())
+        )
 
     def connected(self, peer_id: PeerId) -> bool:
         """Return whether there is an open control connection."""
@@ -211,59 +213,67 @@ class Channels:
         return link is not None and link.connection is not None and _alive(link.connection)
 
     async def _call_shared(
-        self, peer_id: PeerId, use: _Use, name: str, raw: bytes, remaining_s: float, timeout_s: float
+        self,
+        peer_id: PeerId,
+        pooled: _PooledConnection,
+        name: str,
+        raw: bytes,
+        remaining_s: float,
+        timeout_s: float,
     ) -> bytes:
         """Make the call on the connection's stream of shared calls."""
-        if use.stream is None or use.stream.ended:
-            use.stream = CallStream(use.connection.channel)
-            self._streams.spawn(f"calls of {peer_id.short}", use.stream.run)
+        if pooled.stream is None or pooled.stream.ended:
+            pooled.stream = CallStream(pooled.connection.channel)
+            self._streams.spawn(f"calls of {peer_id.short}", pooled.stream.run)
         try:
-            code, details, reply = await use.stream.call(name, raw, remaining_s)
-        except ClosedHere:
-            raise closed_here(peer_id, name) from None
-        except NotServed:
-            use.shares = False
-            return await _call_alone(peer_id, use.connection, name, raw, remaining_s, timeout_s)
+            code, details, reply = await pooled.stream.call(name, raw, remaining_s)
+        except ClosedLocally:
+            raise closed_locally(peer_id, name) from None
+        except SharedCallsUnavailable:
+            pooled.takes_shared_calls = False
+            return await _call_separately(peer_id, pooled.connection, name, raw, remaining_s, timeout_s)
         if code is not grpc.StatusCode.OK:
-            raise status_error(peer_id, use.connection, name, code, details, timeout_s)
+            raise status_error(peer_id, pooled.connection, name, code, details, timeout_s)
         return reply
 
     @contextlib.asynccontextmanager
     async def _using(self, contact: Contact, lane: int, timeout_s: float | None) -> AsyncIterator[Connection]:
-        link, use = await self._enter(contact, lane, timeout_s)
+        link, pooled = await self._enter(contact, lane, timeout_s)
         try:
-            yield use.connection
+            yield pooled.connection
         except NetworkError as error:
-            self._failed(link, use, error)
+            self._failed(link, pooled, error)
             raise
         finally:
-            await self._leave(link, use)
+            await self._leave(link, pooled)
 
-    async def _enter(self, contact: Contact, lane: int, timeout_s: float | None) -> tuple[_Link, _Use]:
+    async def _enter(
+        self, contact: Contact, lane: int, timeout_s: float | None
+    ) -> tuple[_Link, _PooledConnection]:
         """Return a connection and count a call on it. A connection without calls may be closed."""
         link = self._links.get((contact.peer_id, lane))
         if link is None or link.connection is None or self._closed or not _alive(link.connection):
             link = await self._connect(contact, lane, timeout_s)
         assert link.connection is not None
-        use = self._uses[id(link.connection)]
-        use.calls += 1
-        return link, use
+        pooled = self._pooled[id(link.connection)]
+        pooled.calls += 1
+        return link, pooled
 
-    def _failed(self, link: _Link, use: _Use, error: NetworkError) -> None:
+    def _failed(self, link: _Link, pooled: _PooledConnection, error: NetworkError) -> None:
         """Drop a connection that broke; keep one on which only a call was too slow."""
         if (
             not isinstance(error, DeadlineExceeded)
-            and link.connection is use.connection
-            and not _alive(use.connection)
+            and link.connection is pooled.connection
+            and not _alive(pooled.connection)
         ):
             link.connection = None
-            use.dropped = True
+            pooled.dropped = True
 
-    async def _leave(self, link: _Link, use: _Use) -> None:
+    async def _leave(self, link: _Link, pooled: _PooledConnection) -> None:
         link.used_s = asyncio.get_running_loop().time()
-        use.calls -= 1
-        if use.dropped and not use.calls:
-            await self._discard(use.connection)
+        pooled.calls -= 1
+        if pooled.dropped and not pooled.calls:
+            await self._discard(pooled.connection)
 
     async def _connect(self, contact: Contact, lane: int, timeout_s: float | None) -> _Link:
         if self._closed:
@@ -312,7 +322,7 @@ class Channels:
                 contact,
                 self._certificate,
                 timeout_s=max(dial_s, 0.001),
-                first=self._good.get(contact.peer_id),
+                first=self._last_working.get(contact.peer_id),
                 options=self._throttle.options + (BULK_OPTIONS if link.lane > 0 else ()),
                 on_dial=self._dialed.extend,
             )
@@ -324,8 +334,8 @@ class Channels:
             raise UsageError("this node is closed")
         link.connection, link.failure = connection, None
         link.used_s = loop.time()
-        self._uses[id(connection)] = _Use(connection)
-        self._good[contact.peer_id] = connection.address
+        self._pooled[id(connection)] = _PooledConnection(connection)
+        self._last_working[contact.peer_id] = connection.address
         if self._on_connected is not None:
             self._on_connected(contact, connection.address, connection.seconds)
         return connection
@@ -344,7 +354,7 @@ class Channels:
             await self._close(self._links.pop(min(idle)[1]))
 
     def _busy(self, link: _Link) -> bool:
-        return link.connection is not None and self._uses[id(link.connection)].calls > 0
+        return link.connection is not None and self._pooled[id(link.connection)].calls > 0
 
     async def _close(self, link: _Link) -> None:
         connection, link.connection = link.connection, None
@@ -353,25 +363,25 @@ class Channels:
 
     async def _drop(self, connection: Connection) -> None:
         """Close the connection once it has no calls."""
-        use = self._uses.get(id(connection))
-        if use is not None and use.calls:
-            use.dropped = True
+        pooled = self._pooled.get(id(connection))
+        if pooled is not None and pooled.calls:
+            pooled.dropped = True
         else:
             await self._discard(connection)
 
     async def _discard(self, connection: Connection) -> None:
-        use = self._uses.pop(id(connection), None)
-        if use is not None and use.stream is not None:
-            use.stream.close()
-        if len(self._good) > 8 * self._config.connections_max:
-            self._good.clear()
+        pooled = self._pooled.pop(id(connection), None)
+        if pooled is not None and pooled.stream is not None:
+            pooled.stream.close()
+        if len(self._last_working) > 8 * self._config.connections_max:
+            self._last_working.clear()
         await connection.channel.close()
 
 
-async def _call_alone(
+async def _call_separately(
     peer_id: PeerId, connection: Connection, name: str, raw: bytes, remaining_s: float, timeout_s: float
 ) -> bytes:
-    with mapped(peer_id, connection, name, timeout_s):
+    with map_errors(peer_id, connection, name, timeout_s):
         reply: bytes = await connection.channel.unary_unary(name)(raw, timeout=remaining_s)
         return reply
 

@@ -145,7 +145,7 @@ class _Race:
             await channel.wait_for_state_change(state)
             state = channel.get_state(try_to_connect=True)
         if state is not grpc.ChannelConnectivity.READY:
-            self._failures[address] = await _why(channel)
+            self._failures[address] = await _failure_reason(channel)
             return None
         return Connection(
             channel, address, frozenset(resolved), asyncio.get_running_loop().time() - started_s
@@ -169,7 +169,7 @@ def _target(resolved: list[tuple[str, int]]) -> str:
     return "ipv4:" + ",".join(f"{host}:{port}" for host, port in resolved)
 
 
-async def _why(channel: aio.Channel) -> str:
+async def _failure_reason(channel: aio.Channel) -> str:
     """Return why a channel has just failed to connect: a call on it fails at once with the reason."""
     try:
         await channel.unary_unary("/swarm.Node/Why")(b"", timeout=0.5)

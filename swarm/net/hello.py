@@ -15,7 +15,7 @@ from swarm.net.rpc import Caller, Handlers, Method
 from swarm.wire import peer_pb2
 
 _AGENT_CHARACTERS_MAX = 100
-_AGAIN_S = 600.0
+_INTERVAL_S = 600.0
 _ASKED_MAX = 4096
 HELLO = Method(
     name="/swarm.Node/Hello",
@@ -53,10 +53,10 @@ class Introductions:
         """Register the handler of Hello."""
         handlers.unary(HELLO, self._answer)
 
-    def due(self, peer_id: PeerId) -> bool:
+    def is_due(self, peer_id: PeerId) -> bool:
         """Return whether this peer should be asked again."""
         asked_s = self._asked_s.get(peer_id)
-        return asked_s is None or asyncio.get_running_loop().time() - asked_s > _AGAIN_S
+        return asked_s is None or asyncio.get_running_loop().time() - asked_s > _INTERVAL_S
 
     async def introduce(self, contact: Contact, *, timeout_s: float) -> Introduction:
         """Send a Hello. Raises NetworkError, DeadlineExceeded or PeerError when that fails."""
@@ -75,7 +75,7 @@ class Introductions:
             round_trip_s=round_trip_s,
             clock_ahead_s=reply.unix_s - (sent_s + round_trip_s / 2),
         )
-        self._book.seen(introduction.contact, round_trip_s=round_trip_s, agent=introduction.agent)
+        self._book.record_seen(introduction.contact, round_trip_s=round_trip_s, agent=introduction.agent)
         for listener in self.on_introduced:
             listener(introduction)
         return introduction
@@ -93,7 +93,7 @@ class Introductions:
         return reply, sent_s, time.perf_counter() - started_s
 
     async def _answer(self, peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
-        self._book.seen(sender_from_wire(request.contact, peer_id), agent=_readable(request.agent))
+        self._book.record_seen(sender_from_wire(request.contact, peer_id), agent=_readable(request.agent))
         return self._message()
 
     def _message(self) -> peer_pb2.Hello:

@@ -30,8 +30,8 @@ class JoiningConfig:
     hello_timeout_s: float = 5.0  # limit for one peer to answer, connecting included
     retry_first_s: float = 0.5  # pause after a round without any answer; doubled each time
     retry_max_s: float = 30.0
-    again_s: float = 60.0  # between rounds once a peer has answered
-    from_book_max: int = 20  # remembered peers that are tried when no bootstrap peer answers
+    rejoin_interval_s: float = 60.0  # between rounds once a peer has answered
+    remembered_max: int = 20  # remembered peers that are tried when no bootstrap peer answers
 
 
 class Joining:
@@ -69,10 +69,12 @@ class Joining:
             if answered:
                 backoff.reset()
             if answered or not asked:
-                await asyncio.sleep(self._config.again_s * random.uniform(0.8, 1.2))
+                await asyncio.sleep(self._config.rejoin_interval_s * random.uniform(0.8, 1.2))
                 continue
             if not backoff.failures:
-                _logger.warning("nobody answers yet, trying on: %s", "; ".join(self.failures.values()))
+                _logger.warning(
+                    "no peer has answered yet; this node keeps trying: %s", "; ".join(self.failures.values())
+                )
             await asyncio.sleep(backoff.next_s())
 
     async def _round(self) -> tuple[int, int]:
@@ -85,7 +87,7 @@ class Joining:
                 for peer in self._book.known()
                 if peer.contact.addresses and peer.peer_id not in self.failures
             ]
-            remembered = remembered[: self._config.from_book_max]
+            remembered = remembered[: self._config.remembered_max]
             asked, answered = asked + len(remembered), await self._ask(remembered)
         return asked, answered
 

@@ -43,7 +43,7 @@ class CallerStream:
         await self._write(message)
 
     async def receive(self) -> bytes | None:
-        with mapped(self.peer_id, self._connection, self._method.name, self._timeout_s):
+        with map_errors(self.peer_id, self._connection, self._method.name, self._timeout_s):
             message = await self._call.read()
         if message is aio.EOF:
             await self._raise_unless_ok()
@@ -57,7 +57,7 @@ class CallerStream:
         self._finished = True
         await self._write(END_OF_STREAM)
         with (
-            mapped(self.peer_id, self._connection, self._method.name, self._timeout_s),
+            map_errors(self.peer_id, self._connection, self._method.name, self._timeout_s),
             contextlib.suppress(asyncio.InvalidStateError),
         ):
             await self._call.done_writing()
@@ -66,7 +66,7 @@ class CallerStream:
         self._call.cancel()
 
     async def _write(self, message: bytes) -> None:
-        with mapped(self.peer_id, self._connection, self._method.name, self._timeout_s):
+        with map_errors(self.peer_id, self._connection, self._method.name, self._timeout_s):
             if not self._connected:
                 await self._call.wait_for_connection()
                 self._connected = True
@@ -107,7 +107,7 @@ class CallerStream:
 
 
 @contextlib.contextmanager
-def mapped(peer_id: PeerId, connection: Connection, name: str, timeout_s: float | None) -> Any:
+def map_errors(peer_id: PeerId, connection: Connection, name: str, timeout_s: float | None) -> Any:
     """Convert gRPC's errors inside the `with` block to swarm's errors."""
     try:
         yield
@@ -123,10 +123,10 @@ def mapped(peer_id: PeerId, connection: Connection, name: str, timeout_s: float 
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise closed_here(peer_id, name) from None
+        raise closed_locally(peer_id, name) from None
 
 
-def closed_here(peer_id: PeerId, name: str) -> NetworkError:
+def closed_locally(peer_id: PeerId, name: str) -> NetworkError:
     return NetworkError(f"the connection to peer {peer_id} was closed here while {name} was in progress")
 
 

@@ -60,13 +60,13 @@ class PeerBook:
         if path is not None:
             self._load(path)
 
-    def learn(self, contact: Contact) -> None:
+    def add_reported(self, contact: Contact) -> None:
         """Add addresses that another peer reported. They come after those that are known already."""
         self._update(
             contact.peer_id, lambda old: replace(old, contact=_merged(old.contact.addresses, contact))
         )
 
-    def seen(self, contact: Contact, *, round_trip_s: float | None = None, agent: str = "") -> None:
+    def record_seen(self, contact: Contact, *, round_trip_s: float | None = None, agent: str = "") -> None:
         """Record the addresses that the peer itself, authenticated, announced. They replace the known ones."""
 
         def update(old: KnownPeer) -> KnownPeer:
@@ -78,7 +78,7 @@ class PeerBook:
 
         self._update(contact.peer_id, update)
 
-    def reached(self, peer_id: PeerId, address: Address) -> None:
+    def record_connection(self, peer_id: PeerId, address: Address) -> None:
         """Record that a connection to the peer was made at this address: it is listed first."""
 
         def update(old: KnownPeer) -> KnownPeer:
@@ -151,7 +151,7 @@ class PeerBook:
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError) as error:
-            _logger.warning("the peer book %s cannot be read and is made anew: %s", path, error)
+            _logger.warning("the peer book %s cannot be read and is replaced by a new one: %s", path, error)
             return
         for peer in peers[: self._entries_max]:
             if peer.peer_id != self._own:

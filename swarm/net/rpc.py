@@ -119,7 +119,7 @@ class UnaryHandler:
 
     method: Method[Any, Any]
     function: Callable[[PeerId, Any], Awaitable[Message]]
-    at_once: Callable[[PeerId, Any], Message] | None = None  # the same for a handler that never waits
+    function_now: Callable[[PeerId, Any], Message] | None = None  # the same for a handler that never waits
 
 
 @dataclass(frozen=True, slots=True)

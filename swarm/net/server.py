@@ -65,7 +65,7 @@ class Server:
         self._calls: dict[PeerId, int] = {}
         self._open_calls = 0  # sum over all callers
         self._streams: set[ServedCalls] = set()
-        self._streams_by: Counter[PeerId] = Counter()
+        self._streams_per_peer: Counter[PeerId] = Counter()
         self._server: aio.Server | None = None
 
     async def start(self, identity: Identity, handlers: Handlers, host: str, port: int) -> int:
@@ -103,25 +103,25 @@ class Server:
         if server is not None:
             await server.stop(grace_s)
 
-    async def share(self, peer_id: PeerId, stream: ServedCalls) -> None:
+    async def serve_calls(self, peer_id: PeerId, stream: ServedCalls) -> None:
         """Serve a stream of shared calls to its end. Raises _Busy when the peer has too many of them: the
         caller then makes separate calls.
         """
         if (
-            self._streams_by[peer_id] >= _STREAMS_PER_PEER_MAX
+            self._streams_per_peer[peer_id] >= _STREAMS_PER_PEER_MAX
             or len(self._streams) >= self._calls_max
             or self._server is None
         ):
             raise _Busy
         self._streams.add(stream)
-        self._streams_by[peer_id] += 1
+        self._streams_per_peer[peer_id] += 1
         try:
             await stream.run()
         finally:
             self._streams.discard(stream)
-            self._streams_by[peer_id] -= 1
-            if not self._streams_by[peer_id]:
-                del self._streams_by[peer_id]
+            self._streams_per_peer[peer_id] -= 1
+            if not self._streams_per_peer[peer_id]:
+                del self._streams_per_peer[peer_id]
 
     def enter(self, peer_id: PeerId) -> str | None:
         """Count a call in. Returns the reason to refuse it when there are too many, else None."""
@@ -186,15 +186,15 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
                 return grpc.StatusCode.UNIMPLEMENTED, "", b""
             return await self._outcome(name, peer_id, self._answer(handler, peer_id, raw))
 
-        def at_once(name: str, raw: bytes) -> Outcome | None:
+        def handle_now(name: str, raw: bytes) -> Outcome | None:
             handler = self._handlers.find(name)
-            if not isinstance(handler, UnaryHandler) or handler.at_once is None:
+            if not isinstance(handler, UnaryHandler) or handler.function_now is None:
                 return None
             try:
                 return (
                     grpc.StatusCode.OK,
                     "",
-                    _encoded(handler, handler.at_once(peer_id, _decoded(handler, raw))),
+                    _encoded(handler, handler.function_now(peer_id, _decoded(handler, raw))),
                 )
             except (SwarmError, _Ended) as error:
                 return _failure(name, peer_id, error)
@@ -206,9 +206,9 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
             functools.partial(self._server.enter, peer_id),
             functools.partial(self._server.leave, peer_id),
         )
-        stream = ServedCalls(context, handle, at_once, enter, leave)
+        stream = ServedCalls(context, handle, handle_now, enter, leave)
         try:
-            await self._server.share(peer_id, stream)
+            await self._server.serve_calls(peer_id, stream)
         except PeerError as error:
             await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except _Busy:
@@ -257,12 +257,12 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
 def _failure(name: str, peer_id: PeerId, error: SwarmError | _Ended) -> Outcome:
     """Return the outcome that the caller gets for an exception of its handler."""
     if isinstance(error, (PeerError, UsageError)):
-        return grpc.StatusCode.FAILED_PRECONDITION, _told(str(error) or type(error).__name__), b""
+        return grpc.StatusCode.FAILED_PRECONDITION, _shortened(str(error) or type(error).__name__), b""
     if isinstance(error, _Ended):
         return grpc.StatusCode.CANCELLED, "the stream was ended by its handler", b""
     # A failure of the network: of this stream, or of a call that the handler made.
     _logger.debug("%s from %s: %s", name, peer_id.short, error)
-    return grpc.StatusCode.ABORTED, _told(str(error)), b""
+    return grpc.StatusCode.ABORTED, _shortened(str(error)), b""
 
 
 class _Busy(Exception):
@@ -345,7 +345,7 @@ def _encoded(handler: UnaryHandler, message: Message) -> bytes:
     reply = message.SerializeToString()
     if len(reply) > method.reply_bytes_max:
         raise RuntimeError(
-            f"our reply has {len(reply)} bytes, more than {method.name} allows ({method.reply_bytes_max})"
+            f"the reply has {len(reply)} bytes, more than {method.name} allows ({method.reply_bytes_max})"
         )
     return reply
 
@@ -364,11 +364,11 @@ async def _serve(
 
 
 async def _refuse(context: aio.ServicerContext[Any, Any], code: grpc.StatusCode, text: str) -> NoReturn:
-    await context.abort(code, _told(text))
+    await context.abort(code, _shortened(text))
     raise AssertionError("abort raises")
 
 
-def _told(text: str) -> str:
+def _shortened(text: str) -> str:
     return text[:_REFUSAL_CHARACTERS_MAX]
 
 

@@ -32,7 +32,7 @@ class Bandwidth:
                 Bucket(cap)
 
     @property
-    def least_bytes_per_s(self) -> float | None:
+    def min_bytes_per_s(self) -> float | None:
         """Return the lower of the caps: a member of a round sends about as much as it receives."""
         return min(
             (cap for cap in (self.up_bytes_per_s, self.down_bytes_per_s) if cap is not None), default=None

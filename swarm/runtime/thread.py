@@ -92,12 +92,12 @@ class NetworkThread:
             raise UsageError("this node is closed")
 
     @property
-    def ours(self) -> bool:
+    def is_own_process(self) -> bool:
         """Return False in a forked child, else True."""
         return os.getpid() == self._process_id
 
     @property
-    def here(self) -> bool:
+    def is_current_thread(self) -> bool:
         """Return whether the caller is on the network thread."""
         return threading.current_thread() is self._thread
 

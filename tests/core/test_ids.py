@@ -13,23 +13,23 @@ PUBLIC = bytes(range(32))
 PEER = PeerId(PUBLIC)
 
 
-def test_a_peer_id_is_libp2ps_own() -> None:
+@pytest.mark.parametrize("seed", range(20))
+def test_a_peer_id_is_libp2ps_own(seed: int) -> None:
     from libp2p.crypto.ed25519 import Ed25519PublicKey, create_new_key_pair
     from libp2p.peer.id import ID
 
-    for seed in range(20):
-        public = create_new_key_pair(bytes([seed + 1] * 32)).public_key
-        theirs = ID.from_pubkey(public)
-        ours = PeerId(public.to_bytes())
-        assert str(ours) == theirs.to_base58()
-        assert ours.to_bytes() == theirs.to_bytes()
-        assert PeerId.parse(theirs.to_base58()) == ours == PeerId.from_bytes(theirs.to_bytes())
-        extracted = (
-            theirs.extract_public_key()
-            if hasattr(theirs, "extract_public_key")
-            else Ed25519PublicKey.from_bytes(ours.public_key)
-        )
-        assert extracted is None or extracted.to_bytes() == ours.public_key
+    public = create_new_key_pair(bytes([seed + 1] * 32)).public_key
+    theirs = ID.from_pubkey(public)
+    ours = PeerId(public.to_bytes())
+    assert str(ours) == theirs.to_base58()
+    assert ours.to_bytes() == theirs.to_bytes()
+    assert PeerId.parse(theirs.to_base58()) == ours == PeerId.from_bytes(theirs.to_bytes())
+    extracted = (
+        theirs.extract_public_key()
+        if hasattr(theirs, "extract_public_key")
+        else Ed25519PublicKey.from_bytes(ours.public_key)
+    )
+    assert extracted is None or extracted.to_bytes() == ours.public_key
 
 
 @given(st.binary(min_size=32, max_size=32))

@@ -71,7 +71,7 @@ def test_anything_else_under_its_key_is_refused() -> None:
         with pytest.raises(UsageError):
             record_of_blob(KEY, wrong, NOW_US + HOUR_US)
     own = signed(
-        replace(record, lasting=False, writer=other.peer_id, subkey=str(other.peer_id), issued_at_us=NOW_US),
+        replace(record, is_blob=False, writer=other.peer_id, subkey=str(other.peer_id), issued_at_us=NOW_US),
         other,
     )
     assert "nothing but the run's signed specification" in (VALIDATOR.refusal(own, NOW_US) or "")

@@ -28,7 +28,7 @@ class World:
         self.tables = {contact.peer_id: RoutingTable(contact.peer_id) for contact in self.contacts}
         for table in self.tables.values():
             for contact in rng.sample(self.contacts, count):
-                table.met(contact, 0.0)
+                table.on_answer(contact, 0.0)
         self.dead = {contact.peer_id for contact in rng.sample(self.contacts[1:], int(dead * (count - 1)))}
 
     def answer(self, peer: PeerId, target: int) -> list[Contact] | None:

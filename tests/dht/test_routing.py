@@ -21,7 +21,7 @@ def filled(count: int, config: RoutingConfig | None = None, seed: int = 0) -> Ro
     table = RoutingTable(OWN, config)
     rng = random.Random(seed)
     for now_s in range(count):
-        table.met(contact_of(rng.getrandbits(200) + 1), float(now_s))
+        table.on_answer(contact_of(rng.getrandbits(200) + 1), float(now_s))
     return table
 
 
@@ -91,47 +91,47 @@ def test_long_lived_peers_stay() -> None:
         if contact_of(number).peer_id.dht_id >> 255 != OWN.dht_id >> 255
     ]
     first, second, third, fourth = far[:4]
-    assert table.met(first, 0.0) is None
-    assert table.met(second, 1.0) is None
+    assert table.on_answer(first, 0.0) is None
+    assert table.on_answer(second, 1.0) is None
     near = [
         contact_of(number)
         for number in range(1, 40)
         if contact_of(number).peer_id.dht_id >> 255 == OWN.dht_id >> 255
     ]
-    table.met(near[0], 1.5)  # splits off the far half
-    assert table.met(third, 2.0) == first
-    table.met(first, 3.0)  # it answered
-    assert table.met(fourth, 4.0) == second
+    table.on_answer(near[0], 1.5)  # splits off the far half
+    assert table.on_answer(third, 2.0) == first
+    table.on_answer(first, 3.0)  # it answered
+    assert table.on_answer(fourth, 4.0) == second
     assert {contact.peer_id for contact in table} >= {first.peer_id, second.peer_id}
-    assert not table.failed(second.peer_id)
-    assert table.failed(second.peer_id)
+    assert not table.on_failure(second.peer_id)
+    assert table.on_failure(second.peer_id)
     assert second.peer_id not in table
     assert fourth.peer_id in table, "the newest replacement takes its place"
-    assert table.failed(third.peer_id) is False
+    assert table.on_failure(third.peer_id) is False
     check_invariants(table)
 
 
 def test_one_failure_is_forgiven_by_an_answer() -> None:
     table = RoutingTable(OWN)
-    table.met(contact_of(1), 0.0)
-    assert not table.failed(contact_of(1).peer_id)
-    table.met(contact_of(1), 1.0)
-    assert not table.failed(contact_of(1).peer_id)
-    assert table.failed(contact_of(1).peer_id)
+    table.on_answer(contact_of(1), 0.0)
+    assert not table.on_failure(contact_of(1).peer_id)
+    table.on_answer(contact_of(1), 1.0)
+    assert not table.on_failure(contact_of(1).peer_id)
+    assert table.on_failure(contact_of(1).peer_id)
 
 
 def test_a_new_address_replaces_the_old() -> None:
     table = RoutingTable(OWN)
-    table.met(contact_of(1, port=1000), 0.0)
-    table.met(contact_of(1, port=2000), 1.0)
+    table.on_answer(contact_of(1, port=1000), 0.0)
+    table.on_answer(contact_of(1, port=2000), 1.0)
     assert table.contact(contact_of(1).peer_id) == contact_of(1, port=2000)
     assert len(table) == 1
 
 
 def test_we_and_those_who_cannot_be_dialed_stay_outside() -> None:
     table = RoutingTable(OWN)
-    table.met(Contact(OWN, (Address("127.0.0.1", 1),)), 0.0)
-    table.met(Contact(contact_of(1).peer_id), 0.0)
+    table.on_answer(Contact(OWN, (Address("127.0.0.1", 1),)), 0.0)
+    table.on_answer(Contact(contact_of(1).peer_id), 0.0)
     assert len(table) == 0
     assert table.contact(OWN) is None
 
@@ -142,11 +142,11 @@ def test_appearing_often_flushes_nobody() -> None:
     table = RoutingTable(OWN, config)
     honest = [contact_of(number) for number in range(1, 41)]
     for contact in honest:
-        table.met(contact, 0.0)
+        table.on_answer(contact, 0.0)
     for number in range(10_000):
-        to_ping = table.met(contact_of(1000 + number), 1.0 + number)
+        to_ping = table.on_answer(contact_of(1000 + number), 1.0 + number)
         if to_ping in honest:
-            table.met(to_ping, 1.0 + number)
+            table.on_answer(to_ping, 1.0 + number)
     assert all(contact.peer_id in table for contact in honest)
     assert sum(len(bucket.replacements) for bucket in table._buckets) <= 20 * table.bucket_count
 
@@ -174,18 +174,18 @@ def test_near_peers_are_pinged_often_and_others_ever_more_seldom() -> None:
     )
     near, far = everybody[:3], everybody[3:]
     for contact in everybody:
-        table.met(contact, 0.0)
+        table.on_answer(contact, 0.0)
     assert table.to_ping(59.0) == []
     assert set(table.to_ping(60.0)) == set(near)
     assert set(table.to_ping(300.0)) == set(everybody)
     for contact in everybody:
-        table.met(contact, 1000.0)  # known for 1000 s now
+        table.on_answer(contact, 1000.0)  # known for 1000 s now
     assert set(table.to_ping(1999.0)) == set(near)
     assert set(table.to_ping(2000.0)) == set(everybody)
-    table.met(far[0], 20_000.0)
+    table.on_answer(far[0], 20_000.0)
     assert far[0] not in table.to_ping(23_599.0), "an hour is the longest"
     assert far[0] in table.to_ping(23_600.0)
-    table.failed(far[0].peer_id)
+    table.on_failure(far[0].peer_id)
     assert table.to_ping(20_001.0)[0] in [*near, far[0]], "a failure is looked into at once"
     assert far[0] in table.to_ping(20_001.0)
 
@@ -205,19 +205,19 @@ def test_a_caller_is_let_in_by_its_answer_only() -> None:
         for number in range(1, 40)
         if contact_of(number).peer_id.dht_id >> 255 == OWN.dht_id >> 255
     ]
-    assert table.heard(far[0], 0.0) == far[0]
+    assert table.on_call(far[0], 0.0) == far[0]
     assert len(table) == 0
-    table.met(far[0], 0.0)
-    assert table.heard(far[0], 5.0) is None, "known: a sign of life"
-    table.met(far[1], 6.0)
-    table.met(near[0], 6.0)
-    assert table.heard(far[2], 7.0) is None, "no room, and everybody was heard from lately"
-    assert table.heard(far[2], 15.0) == far[0]
-    table.failed(far[0].peer_id)
-    assert table.heard(far[0], 16.0) == far[0], "it calls, but did not answer: it does not stay for calling"
-    assert table.failed(far[0].peer_id)
+    table.on_answer(far[0], 0.0)
+    assert table.on_call(far[0], 5.0) is None, "known: a sign of life"
+    table.on_answer(far[1], 6.0)
+    table.on_answer(near[0], 6.0)
+    assert table.on_call(far[2], 7.0) is None, "no room, and everybody was heard from lately"
+    assert table.on_call(far[2], 15.0) == far[0]
+    table.on_failure(far[0].peer_id)
+    assert table.on_call(far[0], 16.0) == far[0], "it calls, but did not answer: it does not stay for calling"
+    assert table.on_failure(far[0].peer_id)
     assert far[2].peer_id in table
-    assert table.heard(Contact(far[5].peer_id), 20.0) is None, "who cannot be dialed"
+    assert table.on_call(Contact(far[5].peer_id), 20.0) is None, "who cannot be dialed"
     check_invariants(table)
 
 
@@ -253,11 +253,11 @@ def test_who_is_to_be_pinged_equals_brute_force(
         contact = rng.choice(people)
         act = rng.randrange(6)
         if act < 3:
-            table.met(contact, now_s, proven=act > 0)
+            table.on_answer(contact, now_s, proven=act > 0)
         elif act == 3:
-            table.heard(contact, now_s)
+            table.on_call(contact, now_s)
         else:
-            table.failed(contact.peer_id, at_once=act == 5)
+            table.on_failure(contact.peer_id, at_once=act == 5)
         due = table.to_ping(now_s)
         assert {contact.peer_id for contact in due} == due_by_brute_force(table, now_s)
         assert len(due) == len(set(due))

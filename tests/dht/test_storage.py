@@ -139,7 +139,7 @@ class AgainstAModel(RuleBasedStateMachine):
         assert self.storage.entry_count == len(slots)
         assert self.storage.size_bytes == sum(slot.size_bytes for slot in slots)
         assert sum(usage.entries for usage in self.storage._by_writer.values()) == len(slots)
-        assert sum(usage.entries for usage in self.storage._by_both.values()) == len(slots)
+        assert sum(usage.entries for usage in self.storage._by_key_and_writer.values()) == len(slots)
         assert self.storage.far_bytes == sum(slot.size_bytes for slot in slots if slot.far)
         assert sum(usage.size_bytes for usage in self.storage._by_key.values()) == self.storage.size_bytes
         assert len(self.storage._due) <= 64 + 4 * (len(slots) + 1)

@@ -57,6 +57,6 @@ def test_a_cap_is_a_positive_number(cap: float) -> None:
 
 
 def test_the_least_cap_is_what_others_should_reckon_with() -> None:
-    assert Bandwidth(up_bytes_per_s=2.0, down_bytes_per_s=1.0).least_bytes_per_s == 1.0
-    assert Bandwidth(up_bytes_per_s=2.0).least_bytes_per_s == 2.0
-    assert Bandwidth().least_bytes_per_s is None
+    assert Bandwidth(up_bytes_per_s=2.0, down_bytes_per_s=1.0).min_bytes_per_s == 1.0
+    assert Bandwidth(up_bytes_per_s=2.0).min_bytes_per_s == 2.0
+    assert Bandwidth().min_bytes_per_s is None

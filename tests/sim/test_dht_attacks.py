@@ -95,7 +95,7 @@ def test_four_identities_next_to_a_key_hide_nothing() -> None:
         liars = [Swallower(peer, [other.contact for other in closest]) for peer in closest]
         for service in services:
             for liar in liars:
-                service.overlay.met(liar.peer.contact)
+                service.overlay.on_answer(liar.peer.contact)
         await services[2].store(key, "after", ttl_s=3600, subkey="after")
         await asyncio.sleep(60)
         for service in services:
@@ -117,7 +117,7 @@ def test_a_liar_that_wants_everything_and_names_numbers_that_do_not_exist_gets_w
         liar = Swallower(network.peer(), [])
         network.trace.clear()
         for service in services:
-            service.overlay.met(liar.peer.contact)
+            service.overlay.on_answer(liar.peer.contact)
         await asyncio.sleep(600)
         sent = sum(
             int(line.rsplit(" ", 1)[1])
@@ -317,7 +317,7 @@ def test_the_longest_addresses_do_not_make_a_bulk_reply_too_large() -> None:
         label = ".".join(["x" * 60] * 4)
         for peer in crowd:
             contact = Contact(peer.peer_id, tuple(Address(label, 4000 + port) for port in range(8)))
-            services[0].overlay.met(contact)
+            services[0].overlay.on_answer(contact)
         caller = peer_of(network, services[1]).caller
         queries = [DhtFindQuery(key=key_to_wire(Key.parse(f"k{number}"))) for number in range(64)]
         request = DhtFindRequest(sender=contact_to_wire(services[1].own()), queries=queries, nearest_max=1000)
@@ -353,7 +353,7 @@ def test_endless_contacts_end_in_bounded_calls_and_leave_no_trace() -> None:
         liars = [Endless(network.peer(), []) for _ in range(3)]
         for service in services:
             for liar in liars:
-                service.overlay.met(liar.peer.contact)
+                service.overlay.on_answer(liar.peer.contact)
         loop = asyncio.get_running_loop()
         for number in range(10):
             began_s = loop.time()
@@ -408,7 +408,7 @@ def test_values_and_lives_beyond_the_limits_are_refused_by_every_way_in() -> Non
 
         Feeder(attacker, [])
         for service in services:
-            service.overlay.met(attacker.contact)
+            service.overlay.on_answer(attacker.contact)
             assert await value_at(service, key, max_age_s=0) == "good"
             assert all(record == good for record in service.storage.records(key, service.overlay.now_us))
         assert holders(services, key)

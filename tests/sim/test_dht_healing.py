@@ -101,7 +101,7 @@ def test_the_sample_of_lost_peers_alone_is_enough() -> None:
         )
         await asyncio.sleep(1800)
         for service in services:
-            service._upkeep._strangers._told.clear()
+            service._upkeep._rejoin_candidates._bootstrap.clear()
             for known in service.book.known():
                 if known.peer_id not in service.overlay.table:
                     service.book.forget(known.peer_id)

@@ -193,7 +193,7 @@ def test_liars_among_the_replicas_mislead_nobody() -> None:
             if contacts is nonsense:
                 breaker = liar.peer
             for service in honest:
-                service.overlay.met(liar.peer.contact)
+                service.overlay.on_answer(liar.peer.contact)
         told = 0
         for number, service in enumerate(honest):
             result = await service.store(KEY, number, ttl_s=60)

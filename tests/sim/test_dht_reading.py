@@ -146,7 +146,7 @@ def test_a_change_in_the_neighbourhood_ends_it() -> None:
 
         assert not await asks()
         await network.crash(peer_of(network, nearest(services, KEY)[1]))
-        replica.overlay.failed(nearest(services, KEY)[1].peer_id, broke_protocol=True)
+        replica.overlay.on_failure(nearest(services, KEY)[1].peer_id, broke_protocol=True)
         assert await asks(), "somebody went: what it was given first may not be all any more"
         assert await asks(), "and others may not have noticed yet"
         await asyncio.sleep(3)
@@ -285,9 +285,9 @@ def test_who_is_known_is_not_named_again() -> None:
         for wrong in (b"1234567", bytes(8 * KNOWN_MAX + 8)):
             with pytest.raises(PeerError, match=f"at most {KNOWN_MAX} known peers"):
                 await named(wrong)
-        assert one.overlay.known == known_to_wire(one.overlay.table)
-        one.overlay.left(two.peer_id)
-        assert one.overlay.known == known_to_wire(one.overlay.table), (
+        assert one.overlay.known_peers == known_to_wire(one.overlay.table)
+        one.overlay.on_goodbye(two.peer_id)
+        assert one.overlay.known_peers == known_to_wire(one.overlay.table), (
             "a list of long ago would hide who came back"
         )
 
@@ -299,7 +299,7 @@ def test_a_replica_that_the_reader_has_never_met_is_named_to_it_and_asked() -> N
         services = await swarm_of(network, 8)
         replicas = nearest(services, KEY)
         reader = next(service for service in services if service not in replicas)
-        reader.overlay.table.failed(replicas[0].peer_id, at_once=True)
+        reader.overlay.table.on_failure(replicas[0].peer_id, at_once=True)
         network.trace.clear()
         await reader.get(KEY)
         own, other = peer_of(network, reader).index, peer_of(network, replicas[0]).index

@@ -253,7 +253,7 @@ def test_a_peer_book_on_disk_outlives_a_restart(tmp_path: Path) -> None:
     async def scenario(disk: Path | None) -> list[PeerId]:
         network = SimulatedNetwork(seed=10, disk=disk)
         one, two = network.peer(), network.peer()
-        one.book.seen(two.contact)
+        one.book.record_seen(two.contact)
         await network.crash(one)
         network.restart(one)
         return [known.peer_id for known in one.book.known()]

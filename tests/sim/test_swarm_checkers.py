@@ -186,7 +186,7 @@ def test_islands_are_counted() -> None:
         for member in left:
             for other in swarm.members[3:]:
                 while other.peer.peer_id in member.service.overlay.table:
-                    member.service.overlay.table.failed(other.peer.peer_id, at_once=True)
+                    member.service.overlay.table.on_failure(other.peer.peer_id, at_once=True)
         assert one.parts(swarm.members) == 2, "three know nobody of the others, who know them"
         one.check(swarm.members, 0.0)
         assert one._violations.count == 1

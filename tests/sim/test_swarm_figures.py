@@ -31,7 +31,7 @@ def test_a_settled_table_is_a_grown_one() -> None:
             table = member.service.overlay.table
             known, buckets = len(table), table.bucket_count
             for other in swarm.members:
-                table.met(other.peer.contact, 1.0)
+                table.on_answer(other.peer.contact, 1.0)
             assert (len(table), table.bucket_count) == (known, buckets)
         place = swarm.members[0].peer.peer_id.dht_id
         assert everybody.nearest(place, 1) == [swarm.members[0].peer.contact]

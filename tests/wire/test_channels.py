@@ -149,7 +149,7 @@ def test_the_pool_is_bounded_and_closes_what_is_idle() -> None:
             await asyncio.sleep(0.01)
             await two.channels.close_idle()
             assert not two.channels._links
-            assert not two.channels._uses
+            assert not two.channels._pooled
             for server in servers:
                 await server.stop(0)
 

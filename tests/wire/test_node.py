@@ -24,7 +24,9 @@ from swarm.node import Node, NodeConfig
 from swarm.wire import peer_pb2
 
 HERE = "127.0.0.1:0"
-QUICK = NodeConfig(joining=JoiningConfig(hello_timeout_s=2, retry_first_s=0.05, retry_max_s=0.1, again_s=0.1))
+QUICK = NodeConfig(
+    joining=JoiningConfig(hello_timeout_s=2, retry_first_s=0.05, retry_max_s=0.1, rejoin_interval_s=0.1)
+)
 
 
 def free_port() -> int:

@@ -22,7 +22,7 @@ class CachedAnswer:
     taken_s: float
     # The same moment in swarm time: the monotonic clock of a suspended machine stands still.
     taken_us: int
-    neighbourhood: int  # value of `Overlay.neighbourhood` at that moment
+    neighbourhood_version: int  # value of `Overlay.neighbourhood` at that moment
     latest: Mapping[Owner, Record]
 
 

@@ -24,12 +24,12 @@ class DhtConfig:
     search_timeout_s: float = 10.0  # a search that no reader waits for any more ends after this time
     # A read joins a search for the same key that began at most this long ago. This is how stale a shared
     # answer can be.
-    share_s: float = 0.1
+    search_join_window_s: float = 0.1
     # While its neighbourhood is stable, a replica serves its own reads from memory for this long after the
     # last comparison with the other replicas, because writes reach it directly. 0: every read asks all
     # replicas.
-    local_s: float = 30.0
-    settled_s: float = 2.0  # time without a change of the neighbourhood after which it counts as stable
+    local_read_ttl_s: float = 30.0
+    stable_after_s: float = 2.0  # time without a change of the neighbourhood after which it counts as stable
     cached_max: int = 1024  # cached answers, for `max_age_s` and for reads on replicas
     cached_bytes_max: int = 16 << 20
     # A peer that failed is not asked again for this long, doubled after each further failure.
@@ -37,18 +37,20 @@ class DhtConfig:
     suspect_s_max: float = 300.0
     suspects_max: int = 1024
     # first pause of a peer without contacts before it tries again; doubles up to rejoin_s_max
-    rejoin_first_s: float = 0.25
+    rejoin_s_first: float = 0.25
     rejoin_s_max: float = 10.0
     # Interval of maintenance: silent peers are pinged, the clock offset is estimated, lost peers are tried.
-    tend_s: float = 15.0
-    refresh_s: float = 3600.0  # a bucket with room is refreshed when it saw no lookup for this long
-    neighbours_s: float = 900.0  # interval at which a peer looks up its own id to learn its neighbours
+    maintenance_interval_s: float = 15.0
+    bucket_refresh_s: float = 3600.0  # a bucket with room is refreshed when it saw no lookup for this long
+    neighbour_lookup_interval_s: float = (
+        900.0  # interval at which a peer looks up its own id to learn its neighbours
+    )
     # Peers waiting for the records they should hold, and departed peers whose records wait for a new replica.
     newcomers_max: int = 256
     # interval at which the holders of a key make sure that all of its replicas have it
-    replicate_s: float = 900.0
+    replication_interval_s: float = 900.0
     # The second nearest holder of a key waits this much longer than the nearest before it hands over too.
-    backup_s: float = 3.0
+    second_holder_delay_s: float = 3.0
     queries_per_call_max: int = 64
     records_per_call_max: int = 256
     record_bytes_per_call_max: int = 512 << 10  # of records; a request may have twice as many bytes

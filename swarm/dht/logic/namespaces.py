@@ -1,8 +1,8 @@
 """Rules per namespace about writers and values, applied by replicas to what they store and by readers to what
 they receive.
 
-    node.dht.register("scores", NamespaceRules(schema=Table({"score": Number(0, 1)}),
-    writers=frozenset({judge})))
+    scores = NamespaceRules(schema=Table({"score": Number(0, 1)}), writers=frozenset({judge}))
+    node.dht.register("scores", scores)
     node.dht.register("run.abc", NamespaceRules(entries_per_writer_max=1, name="report.*"))
 
 A record must pass every rule that matches its namespace and name; a record that no rule matches is accepted.
@@ -54,7 +54,7 @@ class Namespaces:
 
     def refusal(self, record: Record) -> str | None:
         """Return why a record breaks the rules of its key, or None. Quotas are checked by `Storage`."""
-        if is_blob_key(record.key) and not record.lasting:
+        if is_blob_key(record.key) and not record.is_blob:
             return f"{record.key} takes nothing but the run's signed specification"
         for rules in self.rules(record.key):
             reason = _refusal(rules, record)
@@ -84,13 +84,13 @@ def _refusal(rules: NamespaceRules, record: Record) -> str | None:
         return None
     if (
         rules.ttl_s_max * 1e6 < TTL_MAX_US
-        and not record.lasting
+        and not record.is_blob
         and record.expiration_us - record.issued_at_us > rules.ttl_s_max * 1e6
     ):
         return f"under {key} an entry lives at most {rules.ttl_s_max:g} s"
     if rules.value_bytes_max < VALUE_BYTES_MAX and len(record.value) > rules.value_bytes_max:
         return f"under {key} a value has at most {rules.value_bytes_max} bytes, not {len(record.value)}"
-    if rules.schema is not None and not record.lasting:
+    if rules.schema is not None and not record.is_blob:
         reason = rules.schema.refusal(decode_value(record.value))
         return f"under {key} the value {reason}" if reason else None
     return None

@@ -55,7 +55,7 @@ class Record:
     writer: PeerId
     deleted: bool = False
     # A self-certifying blob (`blobs`): any peer that stores it again prolongs its life.
-    lasting: bool = False
+    is_blob: bool = False
     signature: bytes = field(default=b"", repr=False)
 
     @property
@@ -154,7 +154,7 @@ def record_of_blob(key: Key, raw: bytes, expiration_us: int) -> Record:
         issued_at_us=blob.version,
         expiration_us=expiration_us,
         writer=blob.writer,
-        lasting=True,
+        is_blob=True,
         signature=blob.signature,
     )
 
@@ -203,7 +203,7 @@ def namespace_refusal(record: Record) -> str | None:
     namespace = record.key.namespace
     if namespace.startswith(_RUN_PREFIX) and not is_run_namespace(namespace):
         return f"{namespace!r} names no run: run.<run id>/…"
-    if is_run_namespace(namespace) and record.subkey != str(record.writer) and not record.lasting:
+    if is_run_namespace(namespace) and record.subkey != str(record.writer) and not record.is_blob:
         return f"in {namespace} an entry's subkey is its writer's PeerID"
     return None  # every other namespace is as open as `public`
 
@@ -229,8 +229,8 @@ class RecordValidator:
             return f"its value has {len(record.value)} bytes, more than {VALUE_BYTES_MAX}"
         if record.expiration_us > now_us + TTL_MAX_US + FUTURE_MAX_US:
             return "it would live longer than 24 hours"
-        if record.lasting:
-            return self._lasting_refusal(record, now_us)
+        if record.is_blob:
+            return self._blob_refusal(record, now_us)
         if record.issued_at_us < 0 or record.expiration_us <= record.issued_at_us:
             return "it expires before it is issued"
         if record.expiration_us - record.issued_at_us > TTL_MAX_US:
@@ -250,7 +250,7 @@ class RecordValidator:
     def _rules_refusal(self, record: Record) -> str | None:
         return self._rules.refusal(record) if self._rules is not None else None
 
-    def _lasting_refusal(self, record: Record, now_us: int) -> str | None:
+    def _blob_refusal(self, record: Record, now_us: int) -> str | None:
         """Return why the record of a blob is not acceptable now, or None. Every field must match the blob:
         the owner signed nothing else.
         """

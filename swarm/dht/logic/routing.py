@@ -51,7 +51,7 @@ class _Node:
     seen_s: float
     since_s: float
     failures: int = 0
-    early: bool = False  # promoted from the replacements: stands before peers that were silent for longer
+    promoted: bool = False  # promoted from the replacements: stands before peers that were silent for longer
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +110,7 @@ class RoutingTable:
         bucket = self._by_peer.get(peer_id)
         return bucket.nodes[peer_id] if bucket is not None else None
 
-    def met(
+    def on_answer(
         self, contact: Contact, now_s: float, *, proven: bool = True, since_s: float | None = None
     ) -> Contact | None:
         """Record that a peer answered. Returns the peer to ping when there is no room: if that one fails, the
@@ -128,7 +128,7 @@ class RoutingTable:
             if node is not None:
                 if node.failures:
                     self._failing.pop(contact.peer_id, None)
-                node.contact, node.seen_s, node.failures, node.early = contact, now_s, 0, False
+                node.contact, node.seen_s, node.failures, node.promoted = contact, now_s, 0, False
                 bucket.nodes.move_to_end(contact.peer_id)
                 return None
             if len(bucket.nodes) < self.config.bucket_max:
@@ -141,12 +141,12 @@ class RoutingTable:
                 self._by_peer[contact.peer_id] = bucket
                 self.changes += 1
                 return None
-            if not self._splits(bucket):
+            if not self._may_split(bucket):
                 break
             self._split(bucket)
-        return self._wait(bucket, contact, now_s)
+        return self._add_replacement(bucket, contact, now_s)
 
-    def heard(self, contact: Contact, now_s: float) -> Contact | None:
+    def on_call(self, contact: Contact, now_s: float) -> Contact | None:
         """Record that a peer called. Returns the peer to ping, if any: the caller itself, since only an
         answer proves that it can be reached, or the peer whose place it might take.
         """
@@ -157,14 +157,14 @@ class RoutingTable:
         if node is not None:
             if node.failures:
                 return contact  # it calls but does not answer, as in a one-way partition
-            node.contact, node.seen_s, node.early = contact, now_s, False
+            node.contact, node.seen_s, node.promoted = contact, now_s, False
             bucket.nodes.move_to_end(contact.peer_id)
             return None
-        if len(bucket.nodes) < self.config.bucket_max or self._splits(bucket):
+        if len(bucket.nodes) < self.config.bucket_max or self._may_split(bucket):
             return contact
-        return self._wait(bucket, contact, now_s)
+        return self._add_replacement(bucket, contact, now_s)
 
-    def _wait(self, bucket: _Bucket, contact: Contact, now_s: float) -> Contact | None:
+    def _add_replacement(self, bucket: _Bucket, contact: Contact, now_s: float) -> Contact | None:
         """Keep a newcomer as a replacement, because its bucket is full."""
         bucket.replacements[contact.peer_id] = _Node(contact, contact.peer_id.dht_id, now_s, now_s)
         bucket.replacements.move_to_end(contact.peer_id)
@@ -173,7 +173,7 @@ class RoutingTable:
         oldest = next(iter(bucket.nodes.values()))
         return oldest.contact if oldest.seen_s <= now_s - self.config.questionable_s else None
 
-    def failed(self, peer_id: PeerId, *, at_once: bool = False) -> bool:
+    def on_failure(self, peer_id: PeerId, *, at_once: bool = False) -> bool:
         """Record that a peer did not answer. Returns whether it was dropped: after `failures_max` failures in
         a row, or immediately with `at_once`. A replacement takes its place.
         """
@@ -192,7 +192,7 @@ class RoutingTable:
             newest_id, newest = bucket.replacements.popitem(last=True)
             bucket.nodes[newest_id] = newest
             bucket.nodes.move_to_end(newest_id, last=False)  # unproven, therefore the first to be pinged
-            newest.early = True
+            newest.promoted = True
             self._by_peer[newest_id] = bucket
         return True
 
@@ -238,15 +238,15 @@ class RoutingTable:
             for peer_id, node in bucket.nodes.items():
                 silent_s = now_s - node.seen_s
                 if silent_s < config.far_silent_s_min:
-                    if node.early:
+                    if node.promoted:
                         continue
                     # All others were seen later. A table has hundreds of peers, and this runs every few
                     # seconds.
                     break
-                patience_s = min(
+                silence_s_max = min(
                     max(node.seen_s - node.since_s, config.far_silent_s_min), config.far_silent_s_max
                 )
-                if silent_s >= patience_s and not node.failures and peer_id not in near:
+                if silent_s >= silence_s_max and not node.failures and peer_id not in near:
                     due.append((True, node.seen_s, node.contact))
         return [contact for *_, contact in sorted(due, key=lambda one: one[:2])]
 
@@ -267,7 +267,7 @@ class RoutingTable:
     def _bucket_of(self, dht_id: int) -> _Bucket:
         return self._buckets[bisect.bisect_right(self._lowers, dht_id) - 1]
 
-    def _splits(self, bucket: _Bucket) -> bool:
+    def _may_split(self, bucket: _Bucket) -> bool:
         if bucket.width_bits == 0:
             return False
         return bucket.distance(self.own_id) == 0 or bucket.depth % self.config.depth_step != 0

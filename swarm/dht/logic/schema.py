@@ -1,8 +1,8 @@
 """Schemas for values: declared types and sizes, with which every replica and every reader can check an
 untrusted value alike.
 
-    Table({"epoch": Number(0, 1 << 40, whole=True), "addresses": Many(Text(300), 8)}, optional={"note":
-    Text(100)})
+    addresses = Many(Text(300), 8)
+    Table({"epoch": Number(0, 1 << 40, whole=True), "addresses": addresses}, optional={"note": Text(100)})
 
 A table accepts keys that it does not name, within its size, so that newer peers can publish more than older
 ones check. The work of every check is bounded by the value's size, which `records` bounds.

@@ -37,7 +37,7 @@ class StorageConfig:
 @dataclass(slots=True, eq=False)
 class _Slot:
     version: tuple[int, bytes]
-    held_until_us: int  # latest expiration of any record that this owner has stored here
+    reserved_until_us: int  # latest expiration of any record that this owner has stored here
     record: Record | None  # None: expired, the slot is only reserved
     far: bool = False  # stored while this peer was no replica of the key
 
@@ -48,7 +48,7 @@ class _Slot:
     @property
     def due_us(self) -> int:
         """Return when this slot changes next without a store."""
-        return self.record.expiration_us if self.record else self.held_until_us
+        return self.record.expiration_us if self.record else self.reserved_until_us
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class Storage:
         self._slots: dict[Key, dict[Owner, _Slot]] = {}
         self._by_key: dict[Key, _Usage] = {}
         self._by_writer: dict[PeerId, _Usage] = {}
-        self._by_both: dict[tuple[Key, PeerId], _Usage] = {}
+        self._by_key_and_writer: dict[tuple[Key, PeerId], _Usage] = {}
         # A heap; entries of slots that have changed since are skipped.
         self._due: list[tuple[int, int, Key, Owner]] = []
         self._counter = itertools.count()
@@ -94,7 +94,7 @@ class Storage:
         if (
             old is not None
             and record.version <= old.version
-            and not (record.lasting and record.version == old.version)
+            and not (record.is_blob and record.version == old.version)
         ):
             same = old.record is not None and record.version == old.version
             return None if same else "its writer has issued a later one"
@@ -106,7 +106,9 @@ class Storage:
         ):
             return None  # this blob is already stored with a later expiration
         far = far and (old is None or old.far)
-        slot = _Slot(record.version, max(record.expiration_us, old.held_until_us if old else 0), record, far)
+        slot = _Slot(
+            record.version, max(record.expiration_us, old.reserved_until_us if old else 0), record, far
+        )
         refusal = self._quota_refusal(slot, old)
         if refusal is None:
             self._put(record.key, record.owner, old, slot)
@@ -140,9 +142,12 @@ class Storage:
             slot = self._slots.get(key, {}).get(owner)
             if slot is None or slot.due_us != due_us:
                 continue
-            held = slot.record is not None and slot.held_until_us > now_us
+            held = slot.record is not None and slot.reserved_until_us > now_us
             self._put(
-                key, owner, slot, _Slot(slot.version, slot.held_until_us, None, slot.far) if held else None
+                key,
+                owner,
+                slot,
+                _Slot(slot.version, slot.reserved_until_us, None, slot.far) if held else None,
             )
 
     def discard(self, is_refused: Callable[[Record], bool]) -> None:
@@ -163,7 +168,7 @@ class Storage:
                 return f"the key holds {config.entries_per_key_max} entries already"
             if by_writer.entries >= config.entries_per_writer_max:
                 return f"its writer has {config.entries_per_writer_max} entries here already"
-            if self._by_both.get((record.key, record.writer), _NONE).entries >= per_writer_and_key:
+            if self._by_key_and_writer.get((record.key, record.writer), _NONE).entries >= per_writer_and_key:
                 return f"its writer has {per_writer_and_key} entries under this key already"
         growth_bytes = slot.size_bytes - (old.size_bytes if old else 0)
         if growth_bytes <= 0:
@@ -191,7 +196,7 @@ class Storage:
         self.entry_count += entries
         _count(self._by_key, key, entries, size_bytes)
         _count(self._by_writer, owner[0], entries, size_bytes)
-        _count(self._by_both, (key, owner[0]), entries, size_bytes)
+        _count(self._by_key_and_writer, (key, owner[0]), entries, size_bytes)
         if new is None:
             del self._slots[key][owner]
             if not self._slots[key]:
@@ -223,7 +228,7 @@ def latest_by_owner(records: Iterable[Record]) -> dict[Owner, Record]:
         held = latest.get(record.owner)
         longer = (
             held is not None
-            and record.lasting
+            and record.is_blob
             and record.version == held.version
             and record.expiration_us > held.expiration_us
         )

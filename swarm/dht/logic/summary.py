@@ -38,7 +38,7 @@ def summary(key: Key, records: Iterable[Record]) -> bytes:
     )
 
 
-def wanted(key: Key, entries: bytes, versions: Mapping[Owner, int]) -> list[int]:
+def missing_entries(key: Key, entries: bytes, versions: Mapping[Owner, int]) -> list[int]:
     """Return the indices of the entries whose records are missing or later than `versions`, which are this
     peer's. An incomplete last entry is ignored.
     """

@@ -48,7 +48,7 @@ __all__ = ["DhtConfig", "DhtService", "Entry", "ManyAnswers", "NamespaceRules", 
 
 _WRITTEN_MAX = 4096
 _SIGNED_AT_ONCE = 16
-_SETTLE_S_MAX = 3.0
+_FIRST_CONTACT_S_MAX = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,9 +145,9 @@ class DhtService:
         """
         if not len(self.overlay.table):
             return
-        for part, step in ((0.6, self._replication.hand_on), (0.4, self._replication.say_goodbye)):
+        for share, step in ((0.6, self._replication.hand_over), (0.4, self._replication.say_goodbye)):
             try:
-                async with asyncio.timeout(part * timeout_s):
+                async with asyncio.timeout(share * timeout_s):
                     await step()
             except TimeoutError:
                 continue
@@ -185,15 +185,15 @@ class DhtService:
             if number % _SIGNED_AT_ONCE == 0:
                 await asyncio.sleep(0)
         for record in records:
-            self._reader.forget(record.key)
+            self._reader.invalidate(record.key)
         writes = ManyWrites(self.overlay, self._replica, records)
         try:
             async with asyncio.timeout(max(timeout_s, 0.0)):
-                await self._settle(timeout_s)
+                await self._wait_for_contact(timeout_s)
                 await writes.run()
         except TimeoutError:
             pass  # the verdicts say which replicas were reached
-        writes.keep_own()
+        writes.store_unplaced()
         return [verdicts.result for verdicts in writes.verdicts]
 
     async def store_blob(
@@ -271,20 +271,22 @@ class DhtService:
         A key for which no peer answered in time is among the failures. Raises UsageError for more than
         `bulk_keys_max` keys.
         """
-        wanted = {key: Key.parse(key) if isinstance(key, str) else key for key in keys}
-        if len(wanted) > self.config.bulk_keys_max:
-            raise UsageError(f"get_many takes at most {self.config.bulk_keys_max} keys, not {len(wanted)}")
+        key_by_name = {key: Key.parse(key) if isinstance(key, str) else key for key in keys}
+        if len(key_by_name) > self.config.bulk_keys_max:
+            raise UsageError(
+                f"get_many takes at most {self.config.bulk_keys_max} keys, not {len(key_by_name)}"
+            )
         _check_age(max_age_s)
         reads = ManyReads(self.overlay, self._reader, self.storage.records)
         try:
             async with asyncio.timeout(max(timeout_s, 0.0)):
-                await self._settle(timeout_s)
-                await reads.run(wanted.values(), exhaustive=latest, max_age_s=max_age_s)
+                await self._wait_for_contact(timeout_s)
+                await reads.run(key_by_name.values(), exhaustive=latest, max_age_s=max_age_s)
         except TimeoutError:
             pass  # the answers found so far are used
         answers: dict[str | Key, Entry | dict[str, Entry] | None] = {}
         failures: dict[str | Key, NetworkError] = {}
-        for name, key in wanted.items():
+        for name, key in key_by_name.items():
             search = reads.searches.get(key) or RecordSearch(key, 0.0)
             error = search.failure(timeout_s)
             if error is None and not (search.is_done or search.answers or search.latest):
@@ -346,30 +348,30 @@ class DhtService:
             self._written.popitem(last=False)
         return record
 
-    async def _settle(self, timeout_s: float) -> None:
+    async def _wait_for_contact(self, timeout_s: float) -> None:
         """Wait briefly for a first contact while this peer is still joining: a read would find nothing, and a
         write would stay here.
         """
         if self._joins and not len(self.overlay.table):
             try:
-                async with asyncio.timeout(min(timeout_s, _SETTLE_S_MAX)):
-                    await self._upkeep.settled.wait()
+                async with asyncio.timeout(min(timeout_s, _FIRST_CONTACT_S_MAX)):
+                    await self._upkeep.join_attempted.wait()
             except TimeoutError:
                 return
 
     async def _store(self, record: Record, timeout_s: float) -> StoreResult:
-        self._reader.forget(record.key)
+        self._reader.invalidate(record.key)
         write = PendingWrite(self.overlay, record)
         verdicts = write.verdicts
         try:
             async with asyncio.timeout(max(timeout_s, 0.0)):
-                await self._settle(timeout_s)
+                await self._wait_for_contact(timeout_s)
                 await write.run()
         except TimeoutError:
             # Newcomers get it from here, which is better than from nowhere.
-            write.own_holds = write.own_holds or not verdicts.held
-        if write.own_holds and self.own().addresses:
-            verdicts.note(self.peer_id, self._replica.keep(record, direct=True))
+            write.is_own_replica = write.is_own_replica or not verdicts.held
+        if write.is_own_replica and self.own().addresses:
+            verdicts.note(self.peer_id, self._replica.store_record(record, direct=True))
         return verdicts.result
 
     async def _read(
@@ -377,9 +379,9 @@ class DhtService:
     ) -> RecordSearch:
         _check_age(max_age_s)
         deadline_s = self.clock.monotonic_s() + timeout_s
-        await self._settle(timeout_s)
-        left_s = deadline_s - self.clock.monotonic_s()
-        return await self._reader.read(key, exhaustive=exhaustive, max_age_s=max_age_s, timeout_s=left_s)
+        await self._wait_for_contact(timeout_s)
+        remaining_s = deadline_s - self.clock.monotonic_s()
+        return await self._reader.read(key, exhaustive=exhaustive, max_age_s=max_age_s, timeout_s=remaining_s)
 
 
 def _check_age(max_age_s: float | None) -> None:

@@ -65,11 +65,11 @@ HOLDS = Method(
     reply_bytes_max=64 << 10,
 )
 
-_NOTE_S = 1.0  # the book is updated about the same peer at most this often
-_NOTED_MAX = 2048
+_BOOK_UPDATE_INTERVAL_S = 1.0  # the book is updated about the same peer at most this often
+_BOOK_UPDATES_MAX = 2048
 
 DhtReplyT = TypeVar("DhtReplyT", DhtPingReply, DhtFindReply, DhtStoreReply, DhtHoldsReply)
-Noted: TypeAlias = "OrderedDict[PeerId, tuple[Contact, float]]"
+BookUpdates: TypeAlias = "OrderedDict[PeerId, tuple[Contact, float]]"
 Ask = Callable[[Contact], Awaitable[Sequence[Contact] | None]]
 
 
@@ -93,18 +93,20 @@ class Overlay:
         self.offset = ClockOffset()
         self.book = book
         self.table = RoutingTable(self.own_id, config.routing)
-        self.on_newcomer: Callable[[Contact], None] = lambda contact: None
-        self.on_lost: Callable[[Contact, bool], None] = lambda contact, left: None  # True: it said goodbye
+        self.on_peer_joined: Callable[[Contact], None] = lambda contact: None
+        self.on_peer_left: Callable[[Contact, bool], None] = lambda contact, left: (
+            None
+        )  # True: it said goodbye
         # Called when a peer should be pinged; returns whether the ping was started.
-        self.on_unproven: Callable[[Contact], bool] = lambda contact: False
-        self.neighbourhood = 0  # number of changes among the nearest peers so far
-        self.changed_s = clock.monotonic_s()  # time of the latest of these changes
+        self.on_ping_wanted: Callable[[Contact], bool] = lambda contact: False
+        self.neighbourhood_version = 0  # number of changes among the nearest peers so far
+        self.neighbourhood_changed_s = clock.monotonic_s()  # time of the latest of these changes
         self._caller = caller
         self._sender = own(), contact_to_wire(own())
-        self._known = -1, b""
+        self._known_peers = -1, b""
         # peers that answered: the contact and time of the last update of the book
-        self._met: Noted = OrderedDict()
-        self._heard: Noted = OrderedDict()  # the same for peers that called
+        self._answered: BookUpdates = OrderedDict()
+        self._called: BookUpdates = OrderedDict()  # the same for peers that called
         # peer -> (earliest next call, failures in a row)
         self._suspects: OrderedDict[PeerId, tuple[float, int]] = OrderedDict()
 
@@ -125,41 +127,41 @@ class Overlay:
         """Return swarm time in microseconds."""
         return int(self.clock.swarm_s() * 1e6)
 
-    def met(self, contact: Contact, round_trip_s: float | None = None) -> None:
+    def on_answer(self, contact: Contact, round_trip_s: float | None = None) -> None:
         """Record that the peer itself, authenticated, answered."""
         if contact.peer_id == self.own_id:
             return
         self._suspects.pop(contact.peer_id, None)
-        if self._is_news(self._met, contact):
-            self.book.seen(contact, round_trip_s=round_trip_s)
+        if self._is_book_update_due(self._answered, contact):
+            self.book.record_seen(contact, round_trip_s=round_trip_s)
         self._enter(contact, proven=True)
 
-    def _is_news(self, noted: Noted, contact: Contact) -> bool:
+    def _is_book_update_due(self, updates: BookUpdates, contact: Contact) -> bool:
         """Return whether the book needs an update about this contact. Updating it for every call would take a
         tenth of the time under load.
         """
         now_s = self.clock.monotonic_s()
-        known = noted.get(contact.peer_id)
-        if known is not None and known[1] > now_s - _NOTE_S and known[0] == contact:
+        known = updates.get(contact.peer_id)
+        if known is not None and known[1] > now_s - _BOOK_UPDATE_INTERVAL_S and known[0] == contact:
             return False
-        noted[contact.peer_id] = contact, now_s
-        if len(noted) > _NOTED_MAX:
-            noted.popitem(last=False)
+        updates[contact.peer_id] = contact, now_s
+        if len(updates) > _BOOK_UPDATES_MAX:
+            updates.popitem(last=False)
         return True
 
-    def heard(self, contact: Contact) -> None:
+    def on_call(self, contact: Contact) -> None:
         """Record that the peer itself, authenticated, called. A ping checks that it can be called back; until
         it answers it is used anyway, unless it has failed before.
         """
         if contact.peer_id == self.own_id:
             return
-        if self._is_news(self._heard, contact):
-            self.book.seen(contact)
-        unproven = self.table.heard(contact, self.clock.monotonic_s())
-        if unproven is None or not self.on_unproven(unproven):
+        if self._is_book_update_due(self._called, contact):
+            self.book.record_seen(contact)
+        to_ping = self.table.on_call(contact, self.clock.monotonic_s())
+        if to_ping is None or not self.on_ping_wanted(to_ping):
             return
         if (
-            unproven.peer_id == contact.peer_id
+            to_ping.peer_id == contact.peer_id
             and contact.peer_id not in self.table
             and contact.peer_id not in self._suspects
         ):
@@ -167,31 +169,31 @@ class Overlay:
 
     def _enter(self, contact: Contact, *, proven: bool) -> None:
         known = contact.peer_id in self.table
-        crowded = self.table.met(contact, self.clock.monotonic_s(), proven=proven)
-        if crowded is not None:
-            self.on_unproven(crowded)
+        to_ping = self.table.on_answer(contact, self.clock.monotonic_s(), proven=proven)
+        if to_ping is not None:
+            self.on_ping_wanted(to_ping)
         if not known and contact.peer_id in self.table:
             self._note_change(contact.peer_id.dht_id)
-            self.on_newcomer(contact)
+            self.on_peer_joined(contact)
 
-    def left(self, peer_id: PeerId) -> None:
+    def on_goodbye(self, peer_id: PeerId) -> None:
         """Record that the peer said goodbye."""
         contact = self.table.contact(peer_id)
         if contact is not None:
-            self.table.failed(peer_id, at_once=True)
+            self.table.on_failure(peer_id, at_once=True)
             self._note_change(peer_id.dht_id)
-            self.on_lost(contact, True)
+            self.on_peer_left(contact, True)
 
-    def failed(self, peer_id: PeerId, *, broke_protocol: bool = False) -> None:
+    def on_failure(self, peer_id: PeerId, *, broke_protocol: bool = False) -> None:
         """Record that the peer did not answer. A peer of the table may fail once; any other peer, or one that
         broke the protocol, is avoided for some time.
         """
         contact = self.table.contact(peer_id)
         if contact is not None:
-            if not self.table.failed(peer_id, at_once=broke_protocol):
+            if not self.table.on_failure(peer_id, at_once=broke_protocol):
                 return
             self._note_change(peer_id.dht_id)
-            self.on_lost(contact, False)
+            self.on_peer_left(contact, False)
         failures = self._suspects.pop(peer_id, (0.0, 0))[1] + 1
         pause_s = backoff_s(failures, self.config.suspect_s, self.config.suspect_s_max)
         self._suspects[peer_id] = (self.clock.monotonic_s() + pause_s, failures)
@@ -205,13 +207,13 @@ class Overlay:
             len(near) < self.config.routing.near_count
             or dht_id ^ self.own_id_number <= near[-1].peer_id.dht_id ^ self.own_id_number
         ):
-            self.neighbourhood += 1
-            self.changed_s = self.clock.monotonic_s()
+            self.neighbourhood_version += 1
+            self.neighbourhood_changed_s = self.clock.monotonic_s()
 
     @property
-    def is_settled(self) -> bool:
+    def is_stable(self) -> bool:
         """Return whether the neighbourhood has been stable long enough for records to have been handed over."""
-        return self.clock.monotonic_s() - self.changed_s >= self.config.settled_s
+        return self.clock.monotonic_s() - self.neighbourhood_changed_s >= self.config.stable_after_s
 
     @property
     def knows_all(self) -> bool:
@@ -250,12 +252,12 @@ class Overlay:
         try:
             reply = await self._caller.call(contact, method, request, timeout_s=self.config.call_timeout_s)
         except SwarmError:
-            self.failed(contact.peer_id)
+            self.on_failure(contact.peer_id)
             return None
         self.offset.add(
             contact.peer_id, sent_s=sent_us / 1e6, received_s=self.raw_us / 1e6, peer_s=reply.time_us / 1e6
         )
-        self.met(contact, self.clock.monotonic_s() - started_s)
+        self.on_answer(contact, self.clock.monotonic_s() - started_s)
         return reply
 
     def lookup(self, target: int, *, wanted: int, parallel: int) -> Lookup:
@@ -269,17 +271,17 @@ class Overlay:
         )
 
     @property
-    def known(self) -> bytes:
+    def known_peers(self) -> bytes:
         """Return the peers that this peer knows, abbreviated, for a request: answers omit them. Empty in a
         large swarm, where most contacts in answers are new.
         """
         if not self.knows_all:
             return b""
-        if self.table.changes != self._known[0]:
-            self._known = self.table.changes, known_to_wire(self.table)
-        return self._known[1]
+        if self.table.changes != self._known_peers[0]:
+            self._known_peers = self.table.changes, known_to_wire(self.table)
+        return self._known_peers[1]
 
-    def heard_of(self, messages: Iterable[WireContact]) -> list[Contact]:
+    def contacts_from_answer(self, messages: Iterable[WireContact]) -> list[Contact]:
         """Return the contacts in an answer, without those that failed recently. An address that has worked
         for this peer takes precedence over a reported one.
         """
@@ -301,7 +303,7 @@ class Overlay:
             try:
                 closer = await ask(contact)
             except PeerError:
-                self.failed(contact.peer_id, broke_protocol=True)
+                self.on_failure(contact.peer_id, broke_protocol=True)
                 closer = None
             inbox.put(contact.peer_id, closer)
 
@@ -323,7 +325,7 @@ class Overlay:
                 # A cancelled call reports nothing: peers that delayed the search are marked failed here, or
                 # they would delay every search.
                 for peer_id in lookup.stalled:
-                    self.failed(peer_id)
+                    self.on_failure(peer_id)
                 for task in tasks:
                     task.cancel()
         raise TimeoutError

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from swarm.core.ids import Contact, Key, PeerId
 from swarm.dht.logic.records import Record
 from swarm.dht.logic.storage import Storage
-from swarm.dht.logic.summary import ENTRY_BYTES, summary, wanted
+from swarm.dht.logic.summary import ENTRY_BYTES, missing_entries, summary
 from swarm.dht.service.overlay import HOLDS, PING, STORE, Overlay
 from swarm.dht.service.wire import key_to_wire, record_to_wire
 from swarm.wire.dht_pb2 import DhtHeldKey, DhtHoldsRequest, DhtPingRequest, DhtStoreRequest
@@ -26,16 +26,16 @@ from swarm.wire.dht_pb2 import DhtHeldKey, DhtHoldsRequest, DhtPingRequest, DhtS
 _HOLDERS_ACTING = 2  # nearest holders of a key that act directly when a peer comes or goes
 _RECENT_S = 60.0  # a peer met less than this ago may itself still be waiting for the key
 _KEYS_AT_ONCE = 64  # keys processed before other tasks get their turn
-_CHECK_S = 15.0
+_CHECK_INTERVAL_S = 15.0
 # interval at which a peer that holds a record without being its replica offers it to the replicas
-_MISPLACED_S = 120.0
+_MISPLACED_INTERVAL_S = 120.0
 # A record that expires sooner or was issued more recently is not compared: its writer will renew it soon, or
 # never.
-_LIFE_S_MIN = 60.0
-_DEBTS_MAX = 64
-_PAID_MAX = 2048
-_PAID_S = 60.0
-_FAREWELLS_MAX = 20
+_STABLE_MARGIN_S = 60.0
+_REPAIRS_MAX = 64
+_REPAIRED_MAX = 2048
+_REPAIR_INTERVAL_S = 60.0
+_GOODBYES_MAX = 20
 _CALLS_AT_LEAVING_MAX = 8
 
 
@@ -47,41 +47,41 @@ class Replication:
         self._storage = storage
         self._rng = rng
         # (contact, due, turn: 0 for the nearest holder)
-        self._came: OrderedDict[PeerId, tuple[Contact, float, int]] = OrderedDict()
-        self._went: OrderedDict[PeerId, tuple[Contact, float, int]] = OrderedDict()
-        self._debts: OrderedDict[PeerId, tuple[Contact, list[Record]]] = OrderedDict()
-        self._paid: OrderedDict[tuple[PeerId, Key], float] = OrderedDict()
+        self._joined: OrderedDict[PeerId, tuple[Contact, float, int]] = OrderedDict()
+        self._departed: OrderedDict[PeerId, tuple[Contact, float, int]] = OrderedDict()
+        self._repairs: OrderedDict[PeerId, tuple[Contact, list[Record]]] = OrderedDict()
+        self._repaired_s: OrderedDict[tuple[PeerId, Key], float] = OrderedDict()
         self._compared_s: dict[Key, float] = {}
         self._wake = asyncio.Event()
-        self._check_s = 0.0
+        self._next_check_s = 0.0
 
-    def came(self, contact: Contact) -> None:
+    def on_peer_joined(self, contact: Contact) -> None:
         """Schedule a hand-over to a peer that has entered the table: it may have to hold records of this
         peer.
         """
-        self._schedule(self._came, contact)
+        self._schedule(self._joined, contact)
 
-    def went(self, contact: Contact) -> None:
+    def on_peer_left(self, contact: Contact) -> None:
         """Schedule a repair after a peer has left the table: another peer may have to hold its records."""
-        self._came.pop(contact.peer_id, None)
-        self._schedule(self._went, contact)
+        self._joined.pop(contact.peer_id, None)
+        self._schedule(self._departed, contact)
 
-    def lacks(self, contact: Contact, records: Sequence[Record]) -> None:
+    def schedule_repair(self, contact: Contact, records: Sequence[Record]) -> None:
         """Schedule sending records that a replica lacks, as a read showed: in the background, and each key to
         a peer at most once a minute.
         """
         now_s = self._overlay.clock.monotonic_s()
         key = records[0].key
         if (
-            self._paid.get((contact.peer_id, key), -_PAID_S) > now_s - _PAID_S
-            or len(self._debts) >= _DEBTS_MAX
+            self._repaired_s.get((contact.peer_id, key), -_REPAIR_INTERVAL_S) > now_s - _REPAIR_INTERVAL_S
+            or len(self._repairs) >= _REPAIRS_MAX
         ):
             return
-        self._paid[contact.peer_id, key] = now_s
-        self._paid.move_to_end((contact.peer_id, key))
-        if len(self._paid) > _PAID_MAX:
-            self._paid.popitem(last=False)
-        self._debts.setdefault(contact.peer_id, (contact, []))[1].extend(records)
+        self._repaired_s[contact.peer_id, key] = now_s
+        self._repaired_s.move_to_end((contact.peer_id, key))
+        if len(self._repaired_s) > _REPAIRED_MAX:
+            self._repaired_s.popitem(last=False)
+        self._repairs.setdefault(contact.peer_id, (contact, []))[1].extend(records)
         self._wake.set()
 
     def on_summary(self, caller: PeerId, key: Key, entries: bytes) -> list[int]:
@@ -92,7 +92,7 @@ class Replication:
         holders compares it with all others.
         """
         versions = self._storage.versions(key)
-        missing = wanted(key, entries, versions)
+        missing = missing_entries(key, entries, versions)
         live = self._storage.records(key, self._overlay.now_us)
         theirs = {entries[at : at + ENTRY_BYTES] for at in range(0, len(entries), ENTRY_BYTES)}
         agreed = bool(live) and not missing and all(summary(key, [record]) in theirs for record in live)
@@ -102,27 +102,33 @@ class Replication:
 
     async def run(self) -> None:
         """Perform scheduled work and periodic comparisons until cancelled."""
-        self._check_s = self._overlay.clock.monotonic_s() + _CHECK_S
+        self._next_check_s = self._overlay.clock.monotonic_s() + _CHECK_INTERVAL_S
         while True:
             self._wake.clear()
-            await self._pay()
+            await self._send_repairs()
             now_s = self._overlay.clock.monotonic_s()
-            for waiting, targets in ((self._came, self._for_newcomer), (self._went, self._for_departed)):
-                for peer_id, (contact, due_s, act) in list(waiting.items()):
+            for waiting, targets in (
+                (self._joined, self._for_newcomer),
+                (self._departed, self._for_departed),
+            ):
+                for peer_id, (contact, due_s, turn) in list(waiting.items()):
                     if due_s <= now_s and waiting.pop(peer_id, None) is not None:
-                        await self._act(contact, act, targets)
-                        if act + 1 < _HOLDERS_ACTING:
+                        await self._offer_to_targets(contact, turn, targets)
+                        if turn + 1 < _HOLDERS_ACTING:
                             waiting[peer_id] = (
                                 contact,
-                                now_s + self._overlay.config.backup_s * self._rng.uniform(0.8, 1.2),
-                                act + 1,
+                                now_s
+                                + self._overlay.config.second_holder_delay_s * self._rng.uniform(0.8, 1.2),
+                                turn + 1,
                             )
-            if now_s >= self._check_s:
+            if now_s >= self._next_check_s:
                 await self._compare(now_s)
-                self._check_s = self._overlay.clock.monotonic_s() + _CHECK_S * self._rng.uniform(0.8, 1.2)
-            await self._rest()
+                self._next_check_s = (
+                    self._overlay.clock.monotonic_s() + _CHECK_INTERVAL_S * self._rng.uniform(0.8, 1.2)
+                )
+            await self._wait_until_due()
 
-    async def hand_on(self) -> None:
+    async def hand_over(self) -> None:
         """Offer each record of this peer to the next nearest peer. The caller limits the time; partial
         progress is useful.
         """
@@ -149,7 +155,7 @@ class Replication:
         if not overlay.own().addresses:
             return  # a client peer is in no table
         async with asyncio.TaskGroup() as group:
-            for contact in overlay.table.nearest(overlay.own_id_number, _FAREWELLS_MAX):
+            for contact in overlay.table.nearest(overlay.own_id_number, _GOODBYES_MAX):
                 group.create_task(
                     overlay.ask(contact, PING, DhtPingRequest(sender=overlay.sender, leaving=True))
                 )
@@ -160,12 +166,12 @@ class Replication:
             waiting.popitem(last=False)
         self._wake.set()
 
-    async def _rest(self) -> None:
+    async def _wait_until_due(self) -> None:
         """Wait until some work is due."""
         due_s = min(
             [
-                self._check_s,
-                *(due_s for waiting in (self._came, self._went) for _, due_s, _ in waiting.values()),
+                self._next_check_s,
+                *(due_s for waiting in (self._joined, self._departed) for _, due_s, _ in waiting.values()),
             ]
         )
         try:
@@ -174,28 +180,28 @@ class Replication:
         except TimeoutError:
             return
 
-    async def _act(
-        self, contact: Contact, act: int, targets: Callable[[Key, Contact, int], Contact | None]
+    async def _offer_to_targets(
+        self, contact: Contact, turn: int, targets: Callable[[Key, Contact, int], Contact | None]
     ) -> None:
         """Offer every key to the peer that has to hold it now, if it is this peer's turn."""
         by_target: dict[PeerId, tuple[Contact, list[Key]]] = {}
         for number, key in enumerate(self._storage.keys(), 1):
             if number % _KEYS_AT_ONCE == 0:
                 await asyncio.sleep(0)
-            target = targets(key, contact, act)
+            target = targets(key, contact, turn)
             if target is not None:
                 by_target.setdefault(target.peer_id, (target, []))[1].append(key)
         for target, keys in by_target.values():
             await self._offer(target, keys)
 
-    def _for_newcomer(self, key: Key, newcomer: Contact, act: int) -> Contact | None:
+    def _for_newcomer(self, key: Key, newcomer: Contact, turn: int) -> Contact | None:
         overlay, dht_id = self._overlay, key.dht_id
         replicas = overlay.replicas(dht_id)
         if newcomer.peer_id not in [contact.peer_id for contact in replicas]:
             return None
-        return newcomer if self._rank(dht_id, replicas, newcomer.peer_id) == act else None
+        return newcomer if self._rank(dht_id, replicas, newcomer.peer_id) == turn else None
 
-    def _for_departed(self, key: Key, departed: Contact, act: int) -> Contact | None:
+    def _for_departed(self, key: Key, departed: Contact, turn: int) -> Contact | None:
         """Return the peer that has become a replica in place of the departed one, if it is this peer's turn."""
         overlay, dht_id = self._overlay, key.dht_id
         replicas = overlay.replicas(dht_id)
@@ -204,7 +210,7 @@ class Replication:
             return None
         if departed.peer_id.dht_id ^ dht_id > last.peer_id.dht_id ^ dht_id:
             return None  # it was no replica of this key
-        return last if self._rank(dht_id, replicas, last.peer_id) == act else None
+        return last if self._rank(dht_id, replicas, last.peer_id) == turn else None
 
     def _rank(self, dht_id: int, replicas: Iterable[Contact], receiver: PeerId) -> int:
         """Return how many of the key's replicas are nearer than this peer and have been known long enough to
@@ -223,14 +229,14 @@ class Replication:
         """Offer every key that has not been compared for a long time to all of its replicas. The delay grows
         with rank, so the nearest holder usually does it.
         """
-        overlay, period_s = self._overlay, self._overlay.config.replicate_s
+        overlay, period_s = self._overlay, self._overlay.config.replication_interval_s
         by_target: dict[PeerId, tuple[Contact, list[Key]]] = {}
         held = self._storage.keys()
         for number, key in enumerate(held, 1):
             if number % _KEYS_AT_ONCE == 0:
                 await asyncio.sleep(0)
             compared_s = self._compared_s.setdefault(key, now_s - period_s * self._rng.uniform(0.0, 0.5))
-            if now_s - compared_s < min(period_s, _MISPLACED_S) or not self._lasting(key):
+            if now_s - compared_s < min(period_s, _MISPLACED_INTERVAL_S) or not self._stable_records(key):
                 continue
             replicas = overlay.replicas(key.dht_id)
             rank = sum(
@@ -239,7 +245,7 @@ class Replication:
             )
             # The peer that stored it here could not reach the replicas at that time.
             misplaced = rank >= overlay.config.replicas
-            if now_s - compared_s < (_MISPLACED_S if misplaced else period_s * (1.0 + 0.25 * rank)):
+            if now_s - compared_s < (_MISPLACED_INTERVAL_S if misplaced else period_s * (1.0 + 0.25 * rank)):
                 continue
             self._compared_s[key] = now_s
             for contact in replicas:
@@ -251,20 +257,20 @@ class Replication:
                 key: compared_s for key, compared_s in self._compared_s.items() if key in kept
             }
         for contact, keys in by_target.values():
-            await self._offer(contact, keys, self._lasting)
+            await self._offer(contact, keys, self._stable_records)
 
-    def _lasting(self, key: Key) -> list[Record]:
+    def _stable_records(self, key: Key) -> list[Record]:
         """Return the records of a key that are neither about to expire nor just being written."""
         now_us = self._overlay.now_us
-        margin_us = int(_LIFE_S_MIN * 1e6)
+        margin_us = int(_STABLE_MARGIN_S * 1e6)
         return [
             record
             for record in self._storage.records(key, now_us)
             if record.expiration_us > now_us + margin_us
-            and (record.lasting or record.issued_at_us < now_us - margin_us)
+            and (record.is_blob or record.issued_at_us < now_us - margin_us)
         ]
 
-    def _all(self, key: Key) -> list[Record]:
+    def _records(self, key: Key) -> list[Record]:
         return self._storage.records(key, self._overlay.now_us)
 
     async def _offer(
@@ -274,37 +280,37 @@ class Replication:
         Stops when the peer does not answer.
         """
         overlay, config = self._overlay, self._overlay.config
-        part: list[tuple[Key, list[Record]]] = []
+        chunk: list[tuple[Key, list[Record]]] = []
         entries = 0
         for key in keys:
-            records = (records_of or self._all)(key)
+            records = (records_of or self._records)(key)
             for start in range(0, len(records), config.entries_per_summary_max):
-                piece = records[start : start + config.entries_per_summary_max]
-                if part and (
-                    entries + len(piece) > config.entries_per_summary_max
-                    or len(part) >= config.keys_per_summary_max
+                part = records[start : start + config.entries_per_summary_max]
+                if chunk and (
+                    entries + len(part) > config.entries_per_summary_max
+                    or len(chunk) >= config.keys_per_summary_max
                 ):
-                    if not await self._offer_part(contact, part):
+                    if not await self._offer_chunk(contact, chunk):
                         return
-                    part, entries = [], 0
-                part.append((key, piece))
-                entries += len(piece)
-        if part and not overlay.is_suspect(contact.peer_id):
-            await self._offer_part(contact, part)
+                    chunk, entries = [], 0
+                chunk.append((key, part))
+                entries += len(part)
+        if chunk and not overlay.is_suspect(contact.peer_id):
+            await self._offer_chunk(contact, chunk)
 
-    async def _offer_part(self, contact: Contact, part: Sequence[tuple[Key, list[Record]]]) -> bool:
+    async def _offer_chunk(self, contact: Contact, chunk: Sequence[tuple[Key, list[Record]]]) -> bool:
         overlay = self._overlay
-        held = [DhtHeldKey(key=key_to_wire(key), entries=summary(key, records)) for key, records in part]
+        held = [DhtHeldKey(key=key_to_wire(key), entries=summary(key, records)) for key, records in chunk]
         reply = await overlay.ask(contact, HOLDS, DhtHoldsRequest(sender=overlay.sender, keys=held))
         if reply is None:
             return False
-        offered = [record for _, records in part for record in records]
+        offered = [record for _, records in chunk for record in records]
         numbers = sorted({number for number in reply.wanted if number < len(offered)})
         return await self._push(contact, [offered[number] for number in numbers])
 
-    async def _pay(self) -> None:
-        while self._debts:
-            _, (contact, records) = self._debts.popitem(last=False)
+    async def _send_repairs(self) -> None:
+        while self._repairs:
+            _, (contact, records) = self._repairs.popitem(last=False)
             await self._push(contact, records)
 
     async def _push(self, contact: Contact, records: Sequence[Record]) -> bool:

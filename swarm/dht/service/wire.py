@@ -21,7 +21,7 @@ def known_to_wire(contacts: Iterable[Contact]) -> bytes:
     return b"".join([contact.peer_id.public_key[-_KNOWN_BYTES:] for contact in contacts])
 
 
-def unknown_of(contacts: list[Contact], known: bytes) -> list[Contact]:
+def without_known(contacts: list[Contact], known: bytes) -> list[Contact]:
     """Return the contacts that the caller does not know yet. Raises PeerError when it claims to know more
     than `KNOWN_MAX` peers.
     """
@@ -56,7 +56,7 @@ def record_to_wire(record: Record) -> DhtRecord:
         writer=record.writer.to_bytes(),
         signature=record.signature,
         deleted=record.deleted,
-        lasting=record.lasting,
+        lasting=record.is_blob,
     )
 
 
@@ -76,7 +76,7 @@ def record_from_wire(message: DhtRecord) -> Record:
         expiration_us=message.expiration_us,
         writer=writer,
         deleted=message.deleted,
-        lasting=message.lasting,
+        is_blob=message.lasting,
         signature=message.signature,
     )
 
