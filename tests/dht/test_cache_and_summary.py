@@ -1,4 +1,4 @@
-"""What is remembered, what two holders tell one another, and which strangers are worth a call: against plain
+"""Tests of the read cache, of summaries that holders exchange, and of candidates for rejoining, against plain
 models.
 """
 
@@ -45,7 +45,7 @@ def is_known(cache: ReadCache, key: Key, now_s: float = 9.0, age_s: float = 9.0)
     return cache.get(key, now_s, int(now_s * 1e6), age_s) is not None
 
 
-def test_a_memory_is_bounded_and_as_old_as_the_reader_allows() -> None:
+def test_the_read_cache_is_bounded_and_honours_the_readers_age_limit() -> None:
     cache = ReadCache(keys_max=3, bytes_max=10_000)
     keys = [Key("public", str(number)) for number in range(6)]
     for number, key in enumerate(keys):
@@ -75,7 +75,9 @@ _RECORDS = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(here=_RECORDS, there=_RECORDS)
-def test_after_a_comparison_both_ways_two_holders_agree(here: list[Record], there: list[Record]) -> None:
+def test_two_holders_agree_after_comparing_in_both_directions(
+    here: list[Record], there: list[Record]
+) -> None:
     stores = [Storage(), Storage()]
     for storage, records in zip(stores, (here, there), strict=True):
         for record in records:
@@ -97,7 +99,7 @@ def test_after_a_comparison_both_ways_two_holders_agree(here: list[Record], ther
     )
 
 
-def test_a_place_that_is_only_held_wants_nothing_old() -> None:
+def test_a_reserved_slot_requests_no_older_record() -> None:
     storage = Storage()
     old = record_of(1, 0)
     storage.store(old, 1)
@@ -117,11 +119,11 @@ def test_a_place_that_is_only_held_wants_nothing_old() -> None:
 
 
 @given(st.binary(max_size=100))
-def test_a_broken_summary_is_read_as_far_as_it_goes(raw: bytes) -> None:
+def test_an_incomplete_last_entry_of_a_summary_is_ignored(raw: bytes) -> None:
     assert len(missing_entries(KEY, raw, {})) == len(raw) // ENTRY_BYTES
 
 
-def test_strangers_are_few_and_called_ever_more_seldom() -> None:
+def test_rejoin_candidates_are_bounded_and_called_less_and_less_often() -> None:
     candidates = RejoinCandidates(random.Random(1))
     table: set[PeerId] = set()
     candidates.add_bootstrap([contact_of(number) for number in range(1, BOOTSTRAP_MAX + 10)], 0.0)

@@ -1,4 +1,4 @@
-"""The routing table against brute force, and by the sections of the Kademlia paper."""
+"""Tests of the routing table against brute force, ordered by the sections of the Kademlia paper."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def test_nearest_equals_brute_force(
         assert table.nearest(target, wanted, exclude=hidden) == expected[1 : wanted + 1]
 
 
-def test_the_neighbourhood_is_known_without_gaps() -> None:
-    """Section 2.4: the buckets around our own id split, so that the nearest peers all have room."""
+def test_the_table_knows_all_of_its_nearest_peers() -> None:
+    """Section 2.4: the buckets around the table's own id split, so that all of the nearest peers have room."""
     table = filled(3000)
     check_invariants(table)
     rng = random.Random(0)
@@ -79,9 +79,9 @@ def test_the_neighbourhood_is_known_without_gaps() -> None:
     assert 200 < len(table) < 3000
 
 
-def test_long_lived_peers_stay() -> None:
-    """Section 2.2: a full bucket keeps its peers for as long as they answer; a newcomer waits, the longest
-    silent is pinged.
+def test_long_lived_peers_stay_in_a_full_bucket() -> None:
+    """Section 2.2: a full bucket keeps its peers for as long as they answer; a newcomer waits, and the peer
+    silent for longest is pinged.
     """
     config = RoutingConfig(bucket_max=2, depth_step=1, questionable_s=0.0)
     table = RoutingTable(OWN, config)
@@ -111,7 +111,7 @@ def test_long_lived_peers_stay() -> None:
     check_invariants(table)
 
 
-def test_one_failure_is_forgiven_by_an_answer() -> None:
+def test_an_answer_resets_the_failures_of_a_peer() -> None:
     table = RoutingTable(OWN)
     table.on_answer(contact_of(1), 0.0)
     assert not table.on_failure(contact_of(1).peer_id)
@@ -128,7 +128,7 @@ def test_a_new_address_replaces_the_old() -> None:
     assert len(table) == 1
 
 
-def test_we_and_those_who_cannot_be_dialed_stay_outside() -> None:
+def test_own_peer_and_undialable_peers_never_enter_the_table() -> None:
     table = RoutingTable(OWN)
     table.on_answer(Contact(OWN, (Address("127.0.0.1", 1),)), 0.0)
     table.on_answer(Contact(contact_of(1).peer_id), 0.0)
@@ -136,8 +136,8 @@ def test_we_and_those_who_cannot_be_dialed_stay_outside() -> None:
     assert table.contact(OWN) is None
 
 
-def test_appearing_often_flushes_nobody() -> None:
-    """10,000 identities of an attacker against 40 peers that answer."""
+def test_a_flood_of_identities_displaces_no_live_peer() -> None:
+    """An attacker's 10,000 identities do not displace 40 peers that answer."""
     config = RoutingConfig(questionable_s=0.0)
     table = RoutingTable(OWN, config)
     honest = [contact_of(number) for number in range(1, 41)]
@@ -152,7 +152,9 @@ def test_appearing_often_flushes_nobody() -> None:
 
 
 def test_refresh_ids_lie_in_their_buckets() -> None:
-    """Section 2.3: a random id of every bucket's range; a full bucket has nothing to learn."""
+    """Section 2.3: refresh yields a random id in every bucket's range, except for full buckets, which have
+    nothing to learn.
+    """
     table = filled(500)
     for bucket in table._buckets:
         bucket.touched_s = 100.0
@@ -165,8 +167,10 @@ def test_refresh_ids_lie_in_their_buckets() -> None:
     assert len(table.stale_ids(101.0, random.Random(1))) == len(with_room) - 1
 
 
-def test_near_peers_are_pinged_often_and_others_ever_more_seldom() -> None:
-    """Section 2.1, figure 1: who has lived for long lives on; with the nearest we share the keys."""
+def test_near_peers_are_pinged_often_and_others_less_and_less_often() -> None:
+    """Section 2.1, figure 1: a peer that has lived long is likely to live on; the nearest peers hold the same
+    keys.
+    """
     config = RoutingConfig(near_count=3, near_silent_s=60.0, far_silent_s_min=300.0, far_silent_s_max=3600.0)
     table = RoutingTable(OWN, config)
     everybody = sorted(
@@ -190,8 +194,8 @@ def test_near_peers_are_pinged_often_and_others_ever_more_seldom() -> None:
     assert far[0] in table.to_ping(20_001.0)
 
 
-def test_a_caller_is_let_in_by_its_answer_only() -> None:
-    """Section 2.2 takes any message as a sign of life; here only an answer proves that a peer can be reached,
+def test_a_caller_enters_the_table_only_after_it_answers_a_ping() -> None:
+    """Section 2.2 takes any message as a sign of life. Here only an answer proves that a peer can be reached,
     so a call leads to a ping.
     """
     table = RoutingTable(OWN, RoutingConfig(bucket_max=2, depth_step=1, questionable_s=10.0))
@@ -239,11 +243,9 @@ def due_by_brute_force(table: RoutingTable, now_s: float) -> set[PeerId]:
     steps=st.integers(1, 400),
     pause_s=st.sampled_from([1.0, 20.0, 90.0]),
 )
-def test_who_is_to_be_pinged_equals_brute_force(
-    seed: int, bucket_max: int, steps: int, pause_s: float
-) -> None:
-    """The table looks at those only that were silent for longest; comings, goings, failures and replacements
-    must hide nobody.
+def test_peers_to_ping_equal_brute_force(seed: int, bucket_max: int, steps: int, pause_s: float) -> None:
+    """The table checks only the peers that were silent for longest; joins, departures, failures and
+    replacements must not hide any other.
     """
     table = RoutingTable(OWN, RoutingConfig(bucket_max=bucket_max, near_count=4, depth_step=2))
     rng, now_s = random.Random(seed), 0.0

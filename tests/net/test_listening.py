@@ -1,4 +1,4 @@
-"""Which addresses a node listens on and tells others."""
+"""Tests of the addresses that a node listens on and announces."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from swarm.net.listening import announced, choose, parse_listen
     ("text", "expected"),
     [("0.0.0.0:4000", ("0.0.0.0", 4000)), ("[::]:0", ("::", 0)), ("localhost:1", ("localhost", 1))],
 )
-def test_listen_is_read(text: str, expected: tuple[str, int]) -> None:
+def test_a_listen_address_is_parsed(text: str, expected: tuple[str, int]) -> None:
     assert parse_listen(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "4000", "0.0.0.0", ":4000", "0.0.0.0:x", "0.0.0.0:70000", "0.0.0.0:-1"])
-def test_a_wrong_listen_is_explained(text: str) -> None:
+def test_an_invalid_listen_address_is_refused_with_a_reason(text: str) -> None:
     with pytest.raises(UsageError, match=r"is not host:port"):
         parse_listen(text)
 
 
-def test_a_wildcard_stands_for_every_useful_address_best_first() -> None:
+def test_a_wildcard_announces_every_useful_address_best_first() -> None:
     hosts = [
         "127.0.0.1",
         "::1",
@@ -56,7 +56,7 @@ def test_a_concrete_address_is_announced_as_it_is() -> None:
     assert not any(address.host == "0.0.0.0" for address in announced("0.0.0.0", 4000))
 
 
-def test_an_override_takes_the_place_of_what_is_found() -> None:
+def test_an_override_replaces_the_detected_addresses() -> None:
     given = (
         "203.0.113.7",
         "example.org:5000",

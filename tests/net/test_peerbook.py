@@ -1,4 +1,4 @@
-"""The peer book: whom to believe, whom to forget, and its copy on disk."""
+"""Tests of the peer book: which addresses it trusts, which peers it forgets, and its copy on disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swarm.net.peerbook import ADDRESSES_MAX, PeerBook
 
 
 class Time:
-    """Unix time that moves when told."""
+    """Unix time that the test sets."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -35,7 +35,7 @@ def contact(number: int, *ports: int) -> Contact:
 OWN = peer(0)
 
 
-def test_hearsay_comes_after_what_the_peer_says_itself() -> None:
+def test_reported_addresses_come_after_those_that_the_peer_announced() -> None:
     book = PeerBook(OWN, Time())
     book.add_reported(contact(1, 10))
     assert book.known()[0].last_seen_s is None
@@ -58,14 +58,14 @@ def test_round_trips_are_smoothed() -> None:
     assert book.known()[0].round_trip_s == pytest.approx(0.13)
 
 
-def test_a_peer_does_not_know_itself() -> None:
+def test_a_peer_is_not_in_its_own_book() -> None:
     book = PeerBook(OWN, Time())
     book.record_seen(contact(0, 10))
     book.add_reported(contact(0, 10))
     assert book.known() == []
 
 
-def test_the_book_is_bounded_and_keeps_who_was_seen_last() -> None:
+def test_the_book_is_bounded_and_keeps_the_peers_seen_last() -> None:
     book = PeerBook(OWN, Time(), entries_max=10)
     for number in range(1, 11):
         book.record_seen(contact(number, 10))
@@ -116,7 +116,7 @@ def test_the_copy_on_disk_is_read_back(tmp_path: Path) -> None:
         "\udcff",
     ],
 )
-def test_a_damaged_copy_is_made_anew(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_copy_is_replaced(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "identity.peers"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with caplog.at_level(logging.WARNING):
@@ -128,7 +128,9 @@ def test_a_damaged_copy_is_made_anew(tmp_path: Path, text: str, caplog: pytest.L
     assert json.loads(path.read_text())["peers"][0]["peer_id"] == str(peer(1))
 
 
-def test_a_disk_that_cannot_be_written_stops_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_copy_that_cannot_be_written_is_logged_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
     book = PeerBook(OWN, Time(), tmp_path / "gone" / "identity.peers")
     book.add_reported(contact(1, 10))
