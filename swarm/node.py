@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import swarm
 from swarm.core.clock import SystemClock
@@ -50,9 +50,11 @@ class NodeConfig:
     # Addresses to announce instead of this machine's: host, host:port or multiaddr; for a forwarded port.
     announce: tuple[str, ...] = ()
     # The constructor waits at most this long for the first bootstrap peer; joining goes on in the background.
-    first_join_s: float = 0.2
-    book_entries_max: int = 1000  # remembered peers
-    housekeeping_s: float = 30.0  # between saves of the peer book and closing unused connections
+    first_join_s: ClassVar[float] = 0.2
+    # Limit of the peer book.
+    book_entries_max: ClassVar[int] = 1000
+    # Interval at which the peer book is saved and unused connections are closed.
+    housekeeping_s: ClassVar[float] = 30.0
     # Caps for tensors and other bulk data; too small: rounds wait for this peer.
     bandwidth: Bandwidth = field(default_factory=Bandwidth)
     channels: ChannelsConfig = field(default_factory=ChannelsConfig)

@@ -1,5 +1,4 @@
-"""Compute devices: names checked against what this machine has, and the errors that a device raises told
-apart.
+"""Compute devices: check names against the devices of this machine, and classify the errors of a device.
 
 Importing this module does not import torch: a command parses its options before it knows whether it needs
 torch at all.

@@ -55,7 +55,8 @@ class Identity:
                 file.parent.mkdir(parents=True, exist_ok=True)
             elif not file.exists():
                 raise UsageError(
-                    f"there is no identity file {file}: make one with `swarm identity --create`, or leave the path out"
+                    f"there is no identity file {file}: make one with `swarm identity --create`, or leave "
+                    "the path out"
                 )
             lock = _take_lock(file)
             raw = _read_or_create(file)

@@ -69,7 +69,9 @@ class PeerId(_PublicKey):
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> PeerId:
-        """Decode the 38 bytes of the multihash form. Raises UsageError when they are not an Ed25519 PeerID."""
+        """Decode the 38 bytes of the multihash form. Raises UsageError when they are not an Ed25519
+        PeerID.
+        """
         if len(raw) != len(_PEER_ID_PREFIX) + _PUBLIC_KEY_BYTES or not raw.startswith(_PEER_ID_PREFIX):
             raise UsageError("not an Ed25519 PeerID (38 bytes that begin with 002408011220)")
         return _peer_id(bytes(raw[len(_PEER_ID_PREFIX) :]))
@@ -174,13 +176,13 @@ class Contact:
     @classmethod
     def parse(cls, text: str) -> Contact:
         """Parse a multiaddr that ends in `/p2p/<PeerID>`. Raises UsageError that names what is wrong."""
-        where, separator, who = text.strip().partition("/p2p/")
+        address, separator, peer_id = text.strip().partition("/p2p/")
         if not separator:
             example = "/ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW…"
             raise UsageError(
                 f"{text[:200]!r} names no peer: an address ends in /p2p/<PeerID>, like {example}"
             )
-        return cls(PeerId.parse(who), (Address.parse(where),))
+        return cls(PeerId.parse(peer_id), (Address.parse(address),))
 
     @property
     def multiaddrs(self) -> list[str]:

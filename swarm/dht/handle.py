@@ -68,9 +68,9 @@ class Dht:
         max_age_s: float | None = None,
     ) -> Entry | dict[str, Entry] | None:
         """Return what is stored under a key: see `DhtService.get`."""
-        who = PeerId.parse(writer) if isinstance(writer, str) else writer
+        writer_id = PeerId.parse(writer) if isinstance(writer, str) else writer
         reading = self.service.get(
-            _key(key), writer=who, latest=latest, max_age_s=max_age_s, timeout_s=timeout_s
+            _key(key), writer=writer_id, latest=latest, max_age_s=max_age_s, timeout_s=timeout_s
         )
         return self._run(reading, timeout_s)
 

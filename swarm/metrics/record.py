@@ -1,5 +1,5 @@
-"""The metrics of one peer: a small signed record in the DHT, renewed periodically, which anyone may read and
-nobody has to believe.
+"""The metrics of one peer: a small signed record in the DHT, renewed periodically. Anyone may read it, and its
+content is not verified.
 
 A run's records are spread over a few keys, so that no replica carries a whole large run. A record contains
 unverified claims of its writer: `swarm.monitor.logic.model` compares the claims of all writers.

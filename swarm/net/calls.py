@@ -268,7 +268,8 @@ class ServedCalls:
             raise PeerError(f"the name of a method has at most {_METHOD_CHARACTERS_MAX} characters")
         if len(call.request) > SHARED_REQUEST_BYTES_MAX:
             raise PeerError(
-                f"a shared call's request has at most {SHARED_REQUEST_BYTES_MAX} bytes, not {len(call.request)}"
+                f"a shared call's request has at most {SHARED_REQUEST_BYTES_MAX} bytes, not "
+                f"{len(call.request)}"
             )
         if self._stopping:
             self._put(call.number, (grpc.StatusCode.CANCELLED, "the peer is closing", b""), counted=False)

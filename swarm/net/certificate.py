@@ -147,7 +147,8 @@ def peer_of(certificate: x509.Certificate) -> PeerId:
         peer_id, _SIGNED_PREFIX + _public_key_info(key), signature
     ):
         raise PeerError(
-            f"the certificate's libp2p extension names {peer_id}, but that peer did not sign this certificate's key"
+            f"the certificate's libp2p extension names {peer_id}, but that peer did not sign this "
+            "certificate's key"
         )
     return peer_id
 

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -46,7 +47,8 @@ class ChannelsConfig:
     # 150 kB each; the one that was unused longest makes room. Too small: peers are dialed again and again.
     connections_max: int = 512
     idle_s: float = 120.0  # an unused connection is closed after this time
-    dial_timeout_s: float = 10.0  # limit for connecting, even if the call itself may take longer
+    # Limit for connecting, even if the call itself may take longer.
+    dial_timeout_s: ClassVar[float] = 10.0
 
 
 @dataclass(slots=True)
@@ -109,7 +111,8 @@ class Channels:
         raw = request.SerializeToString()
         if len(raw) > method.request_bytes_max:
             raise UsageError(
-                f"{method.name} takes requests of at most {method.request_bytes_max} bytes; this one has {len(raw)}"
+                f"{method.name} takes requests of at most {method.request_bytes_max} bytes; this one has "
+                f"{len(raw)}"
             )
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
@@ -137,7 +140,8 @@ class Channels:
             await self._leave(link, pooled)
         if len(reply_raw) > method.reply_bytes_max:
             raise PeerError(
-                f"peer {contact.peer_id} answered {method.name} with {len(reply_raw)} bytes; at most {method.reply_bytes_max} are taken"
+                f"peer {contact.peer_id} answered {method.name} with {len(reply_raw)} bytes; at most "
+                f"{method.reply_bytes_max} are taken"
             )
         if len(reply_raw) > SMALL_BYTES:
             await self._throttle.accepts(len(reply_raw))
@@ -146,7 +150,8 @@ class Channels:
             reply.ParseFromString(reply_raw)
         except DecodeError:
             raise PeerError(
-                f"peer {contact.peer_id} answered {method.name} with something that is not a {method.reply.DESCRIPTOR.full_name}"
+                f"peer {contact.peer_id} answered {method.name} with something that is not a "
+                f"{method.reply.DESCRIPTOR.full_name}"
             ) from None
         return reply
 

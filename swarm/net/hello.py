@@ -1,4 +1,6 @@
-"""Introductions: two peers that connect exchange their addresses and measure the difference of their clocks."""
+"""Introductions: two peers that connect exchange their addresses and measure the difference of their
+clocks.
+"""
 
 from __future__ import annotations
 

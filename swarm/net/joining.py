@@ -12,7 +12,7 @@ import logging
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from swarm.core.backoff import Backoff
 from swarm.core.errors import SwarmError
@@ -31,7 +31,8 @@ class JoiningConfig:
     retry_first_s: float = 0.5  # pause after a round without any answer; doubled each time
     retry_max_s: float = 30.0
     rejoin_interval_s: float = 60.0  # between rounds once a peer has answered
-    remembered_max: int = 20  # remembered peers that are tried when no bootstrap peer answers
+    # Remembered peers that are tried when no bootstrap peer answers.
+    remembered_max: ClassVar[int] = 20
 
 
 class Joining:

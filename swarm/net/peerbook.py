@@ -67,7 +67,9 @@ class PeerBook:
         )
 
     def record_seen(self, contact: Contact, *, round_trip_s: float | None = None, agent: str = "") -> None:
-        """Record the addresses that the peer itself, authenticated, announced. They replace the known ones."""
+        """Record the addresses that the peer itself, authenticated, announced. They replace the known
+        ones.
+        """
 
         def update(old: KnownPeer) -> KnownPeer:
             mean_s = old.round_trip_s if round_trip_s is None else round_trip_s

@@ -178,7 +178,8 @@ def check_outgoing(method: StreamMethod, message: bytes) -> None:
         raise UsageError("a stream carries no empty messages")
     if len(message) > method.message_bytes_max:
         raise UsageError(
-            f"{method.name} takes messages of at most {method.message_bytes_max} bytes; this one has {len(message)}"
+            f"{method.name} takes messages of at most {method.message_bytes_max} bytes; this one has "
+            f"{len(message)}"
         )
 
 
@@ -186,7 +187,8 @@ def check_incoming(method: StreamMethod, message: bytes) -> None:
     """Raise PeerError when the other end must not send this message."""
     if not 0 < len(message) <= method.message_bytes_max:
         raise PeerError(
-            f"{method.name} takes messages of 1 to {method.message_bytes_max} bytes; this one has {len(message)}"
+            f"{method.name} takes messages of 1 to {method.message_bytes_max} bytes; this one has "
+            f"{len(message)}"
         )
 
 

@@ -328,7 +328,8 @@ def _decoded(handler: UnaryHandler, raw: bytes) -> Message:
     method = handler.method
     if len(raw) > method.request_bytes_max:
         raise PeerError(
-            f"{method.name} takes requests of at most {method.request_bytes_max} bytes; this one has {len(raw)}"
+            f"{method.name} takes requests of at most {method.request_bytes_max} bytes; this one has "
+            f"{len(raw)}"
         )
     request: Message = method.request()
     try:

@@ -20,7 +20,9 @@ _TASKS_MAX = 10_000
 
 
 class Supervisor:
-    """Supervise background tasks on one event loop. One task's exception is logged and affects no other task."""
+    """Supervise background tasks on one event loop. One task's exception is logged and affects no other
+    task.
+    """
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()

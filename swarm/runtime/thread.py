@@ -85,7 +85,8 @@ class NetworkThread:
         """Raise UsageError when this handle cannot be used in this process."""
         if os.getpid() != self._process_id:
             raise UsageError(
-                f"this node belongs to process {self._process_id} and was inherited by a fork ({os.getpid()}): "
+                f"this node belongs to process {self._process_id} and was inherited by a fork "
+                f"({os.getpid()}): "
                 "use it in the process that made it, and give DataLoader workers data only"
             )
         if self._stopped:
@@ -129,7 +130,7 @@ class NetworkThread:
                 task.cancel()
         self._wait_for(tasks)
         for task in (stuck := {task for task in tasks if not task.done()}):
-            _logger.warning("%s did not stop within %.1f s of being told to", task.get_name(), _STOP_S_MAX)
+            _logger.warning("%s did not stop within %.1f s of being cancelled", task.get_name(), _STOP_S_MAX)
             task.cancel()
         self._wait_for(stuck)
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())

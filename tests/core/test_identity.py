@@ -67,7 +67,10 @@ def test_the_example_of_the_specification_is_read(tmp_path: Path) -> None:
 
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     file = tmp_path / "identity.key"
-    program = f"import sys; from swarm.core.identity import Identity; i = Identity.load({str(file)!r}); print(i.peer_id, flush=True); sys.stdin.read()"
+    program = (
+        "import sys; from swarm.core.identity import Identity; "
+        f"i = Identity.load({str(file)!r}); print(i.peer_id, flush=True); sys.stdin.read()"
+    )
     other = subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

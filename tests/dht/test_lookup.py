@@ -1,4 +1,6 @@
-"""Tests of the lookup machine against a sequential textbook version, and against peers that send bad answers."""
+"""Tests of the lookup machine against a sequential textbook version, and against peers that send bad
+answers.
+"""
 
 from __future__ import annotations
 

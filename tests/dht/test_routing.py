@@ -69,7 +69,9 @@ def test_nearest_equals_brute_force(
 
 
 def test_the_table_knows_all_of_its_nearest_peers() -> None:
-    """Section 2.4: the buckets around the table's own id split, so that all of the nearest peers have room."""
+    """Section 2.4: the buckets around the table's own id split, so that all of the nearest peers have
+    room.
+    """
     table = filled(3000)
     check_invariants(table)
     rng = random.Random(0)

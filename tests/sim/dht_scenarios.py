@@ -20,7 +20,9 @@ from swarm.testing.virtual_loop import run_virtual
 async def swarm_of(
     network: SimulatedNetwork, count: int, config: DhtConfig | None = None
 ) -> list[DhtService]:
-    """Return peers that joined one after the other, each through an earlier one, once the swarm has settled."""
+    """Return peers that joined one after the other, each through an earlier one, once the swarm has
+    settled.
+    """
     services: list[DhtService] = []
     for _ in range(count):
         service = service_of(network.peer(), config)

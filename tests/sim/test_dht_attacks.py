@@ -330,7 +330,9 @@ def test_a_bulk_reply_with_the_longest_addresses_fits_its_limit() -> None:
 
 
 class Endless(Swallower):
-    """A peer that names twenty new peers in every answer, all at its own address, each nearer than the last."""
+    """A peer that names twenty new peers in every answer, all at its own address, each nearer than the
+    last.
+    """
 
     async def find(self, caller: PeerId, request: DhtFindRequest) -> DhtFindReply:
         self.calls += 1

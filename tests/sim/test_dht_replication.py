@@ -181,7 +181,9 @@ def test_reads_survive_churn(seed: int) -> None:
 
 
 def test_an_idle_swarm_causes_little_traffic() -> None:
-    """Without operations, a peer heard from recently is not pinged, and a long-lived peer is pinged rarely."""
+    """Without operations, a peer heard from recently is not pinged, and a long-lived peer is pinged
+    rarely.
+    """
 
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 20)

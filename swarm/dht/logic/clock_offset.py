@@ -73,7 +73,8 @@ class ClockOffset:
                 return None
             side = "behind" if offset_s > 0 else "ahead of"
             return (
-                f"the clock of this machine (peer {own}) is {abs(offset_s):.1f} s {side} its peers' clocks: swarm corrects that for "
+                f"the clock of this machine (peer {own}) is {abs(offset_s):.1f} s {side} its peers' "
+                "clocks: swarm corrects that for "
                 "itself; set the clock (by NTP), for everything else"
             )
         sample = self.nearest_sample_s(now_s)
@@ -82,6 +83,8 @@ class ClockOffset:
         peer, ahead_s = sample
         side = "behind" if ahead_s > 0 else "ahead of"
         return (
-            f"the clock of this machine (peer {own}) is {abs(ahead_s):.1f} s {side} the clock of peer {peer}, and with fewer than "
-            f"{PEERS_MIN} peers nobody can tell which of the two is wrong: compare both with a third and set the wrong one (by NTP)"
+            f"the clock of this machine (peer {own}) is {abs(ahead_s):.1f} s {side} the clock of peer "
+            f"{peer}, and with fewer than "
+            f"{PEERS_MIN} peers it is unknown which of the two is wrong: compare both with a third and "
+            "set the wrong one (by NTP)"
         )

@@ -215,7 +215,9 @@ class Rules(Protocol):
 
 
 class RecordValidator:
-    """Check records. Verified signatures are cached, because readers get each record from several replicas."""
+    """Check records. Verified signatures are cached, because readers get each record from several
+    replicas.
+    """
 
     def __init__(self, rules: Rules | None = None) -> None:
         self._rules = rules

@@ -132,7 +132,9 @@ class Storage:
         return key in self._slots
 
     def versions(self, key: Key) -> dict[Owner, int]:
-        """Return the issue time of the latest record of every owner that has a slot, reserved slots included."""
+        """Return the issue time of the latest record of every owner that has a slot, reserved slots
+        included.
+        """
         return {owner: slot.version[0] for owner, slot in self._slots.get(key, {}).items()}
 
     def expire(self, now_us: int) -> None:

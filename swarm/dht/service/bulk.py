@@ -30,8 +30,8 @@ def _chunks(keys: Sequence[Key], count_max: int) -> Iterator[Sequence[Key]]:
 
 
 class ManySearches:
-    """Drive the lookups of many keys. `merge_answer` takes one peer's answer about one key, and returns the closer
-    peers in it.
+    """Drive the lookups of many keys. `merge_answer` takes one peer's answer about one key, and returns the
+    closer peers in it.
     """
 
     def __init__(

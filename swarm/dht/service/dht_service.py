@@ -291,7 +291,8 @@ class DhtService:
             error = search.failure(timeout_s)
             if error is None and not (search.is_done or search.answers or search.latest):
                 error = DeadlineExceeded(
-                    f"{key} was not asked for within {timeout_s:g} s: ask for fewer keys, or give it more time"
+                    f"{key} was not asked for within {timeout_s:g} s: ask for fewer keys, or give it more "
+                    "time"
                 )
             if error is not None:
                 failures[name] = error

@@ -212,7 +212,9 @@ class Overlay:
 
     @property
     def is_stable(self) -> bool:
-        """Return whether the neighbourhood has been stable long enough for records to have been handed over."""
+        """Return whether the neighbourhood has been stable long enough for records to have been handed
+        over.
+        """
         return self.clock.monotonic_s() - self.neighbourhood_changed_s >= self.config.stable_after_s
 
     @property
@@ -261,7 +263,9 @@ class Overlay:
         return reply
 
     def lookup(self, target: int, *, wanted: int, parallel: int) -> Lookup:
-        """Return a lookup that starts from the table. This peer itself is a candidate if others can reach it."""
+        """Return a lookup that starts from the table. This peer itself is a candidate if others can
+        reach it.
+        """
         own = self.own()
         seeds = self.table.nearest(target, self.config.routing.bucket_max)
         self.table.touch(target, self.clock.monotonic_s())

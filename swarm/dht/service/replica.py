@@ -105,7 +105,8 @@ class ReplicaStore:
         self._overlay.on_call(sender_from_wire(request.sender, caller))
         if len(request.queries) > self._overlay.config.queries_per_call_max:
             raise PeerError(
-                f"a call may ask at most {self._overlay.config.queries_per_call_max} queries, not {len(request.queries)}"
+                f"a call may ask at most {self._overlay.config.queries_per_call_max} queries, not "
+                f"{len(request.queries)}"
             )
         reply = DhtFindReply(time_us=time_us)
         free_bytes = _REPLY_RECORD_BYTES_MAX
@@ -137,7 +138,8 @@ class ReplicaStore:
         self._overlay.on_call(sender_from_wire(request.sender, caller))
         if len(request.records) > self._overlay.config.records_per_call_max:
             raise PeerError(
-                f"a call may store at most {self._overlay.config.records_per_call_max} records, not {len(request.records)}"
+                f"a call may store at most {self._overlay.config.records_per_call_max} records, not "
+                f"{len(request.records)}"
             )
         nearest = (
             self._nearest(id_from_wire(request.target), caller, request.nearest_max, request.known)
@@ -159,7 +161,8 @@ class ReplicaStore:
         entries = sum(len(held.entries) // ENTRY_BYTES for held in request.keys)
         if len(request.keys) > config.keys_per_summary_max or entries > config.entries_per_summary_max:
             raise PeerError(
-                f"a call may compare at most {config.keys_per_summary_max} keys and {config.entries_per_summary_max} records, "
+                f"a call may compare at most {config.keys_per_summary_max} keys and "
+                f"{config.entries_per_summary_max} records, "
                 f"not {len(request.keys)} and {entries}"
             )
         wanted: list[int] = []

@@ -202,7 +202,9 @@ class Replication:
         return newcomer if self._rank(dht_id, replicas, newcomer.peer_id) == turn else None
 
     def _for_departed(self, key: Key, departed: Contact, turn: int) -> Contact | None:
-        """Return the peer that has become a replica in place of the departed one, if it is this peer's turn."""
+        """Return the peer that has become a replica in place of the departed one, if it is this peer's
+        turn.
+        """
         overlay, dht_id = self._overlay, key.dht_id
         replicas = overlay.replicas(dht_id)
         last = replicas[-1] if replicas else None
@@ -325,7 +327,9 @@ class Replication:
 
 
 def batches(records: Iterable[Record], count_max: int, bytes_max: int) -> list[list[Record]]:
-    """Split records into batches of at most `count_max` records and `bytes_max` bytes (or a single record)."""
+    """Split records into batches of at most `count_max` records and `bytes_max` bytes (or a single
+    record).
+    """
     found: list[list[Record]] = []
     sizes: defaultdict[int, int] = defaultdict(int)
     for record in records:

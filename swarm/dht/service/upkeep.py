@@ -76,7 +76,9 @@ class Upkeep:
         self.join_attempted.set()
 
     async def _attempt(self, contacts: Sequence[Contact]) -> None:
-        """Ping all contacts; the first that answers leads to the neighbours, without waiting for dead ones."""
+        """Ping all contacts; the first that answers leads to the neighbours, without waiting for dead
+        ones.
+        """
         limit = asyncio.Semaphore(_CONTACTS_AT_ONCE)
         reached: list[Contact] = []
 

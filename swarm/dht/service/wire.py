@@ -17,7 +17,9 @@ KNOWN_MAX = 64  # peers in one request
 
 
 def known_to_wire(contacts: Iterable[Contact]) -> bytes:
-    """Encode peers that an answer need not name: the last 8 bytes of each key, which resists a forged match."""
+    """Encode peers that an answer need not name: the last 8 bytes of each key, which resists a forged
+    match.
+    """
     return b"".join([contact.peer_id.public_key[-_KNOWN_BYTES:] for contact in contacts])
 
 
@@ -29,7 +31,8 @@ def without_known(contacts: list[Contact], known: bytes) -> list[Contact]:
         return contacts
     if len(known) > KNOWN_MAX * _KNOWN_BYTES or len(known) % _KNOWN_BYTES:
         raise PeerError(
-            f"a request names at most {KNOWN_MAX} known peers with {_KNOWN_BYTES} bytes each, not {len(known)} bytes"
+            f"a request names at most {KNOWN_MAX} known peers with {_KNOWN_BYTES} bytes each, not "
+            f"{len(known)} bytes"
         )
     ends = {known[place : place + _KNOWN_BYTES] for place in range(0, len(known), _KNOWN_BYTES)}
     return [contact for contact in contacts if contact.peer_id.public_key[-_KNOWN_BYTES:] not in ends]
