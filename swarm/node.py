@@ -28,7 +28,7 @@ from swarm.net.peerbook import KnownPeer, PeerBook
 from swarm.net.rpc import Handlers
 from swarm.net.server import Server
 from swarm.net.throttle import Bandwidth, Throttle
-from swarm.runtime.fork import Owned, close_after_fork
+from swarm.runtime.fork import NodeSockets, close_after_fork
 from swarm.runtime.services import Services
 from swarm.runtime.supervise import Supervisor
 from swarm.runtime.thread import NetworkThread
@@ -112,7 +112,7 @@ class Node:
         except BaseException:
             self.close()
             raise
-        self._end_fork_guard = close_after_fork(self._owned)
+        self._end_fork_guard = close_after_fork(self._own_sockets)
         atexit.register(self.close)
 
     async def _start(self, bootstrap: list[Contact]) -> None:
@@ -279,8 +279,8 @@ class Node:
         except SwarmError as error:
             _logger.debug("%s", error)
 
-    def _owned(self) -> Owned:
-        return Owned(self._listen_address, self.channels.endpoints)
+    def _own_sockets(self) -> NodeSockets:
+        return NodeSockets(self._listen_address, self.channels.endpoints)
 
 
 def _book_path(identity: Identity) -> Path | None:

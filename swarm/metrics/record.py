@@ -1,5 +1,5 @@
-"""The metrics of one peer: a small signed record in the DHT, renewed periodically. Anyone may read it, and its
-content is not verified.
+"""The metrics of one peer: a small signed record in the DHT, renewed periodically. Anyone may read it, and
+its content is not verified.
 
 A run's records are spread over a few keys, so that no replica carries a whole large run. A record contains
 unverified claims of its writer: `swarm.monitor.logic.model` compares the claims of all writers.
@@ -108,8 +108,8 @@ class Metrics:
     samples: int = 0  # samples contributed to committed rounds
     loss: float | None = None  # training loss
     validation_loss: float | None = None
-    given_epoch: int | None = None  # the last epoch that it contributed to
-    given_at_s: float | None = None
+    contributed_epoch: int | None = None  # the last epoch that it contributed to
+    contributed_at_s: float | None = None
     bytes_up: int = 0  # in rounds and state transfer, since it began
     bytes_down: int = 0
     drift: float | None = None  # relative distance of its parameters from the last canonical state's average
@@ -143,8 +143,8 @@ class Metrics:
             "agent": self.agent[:40] or None,
             "loss": self.loss,
             "validation": self.validation_loss,
-            "given_epoch": self.given_epoch,
-            "given_at": self.given_at_s,
+            "given_epoch": self.contributed_epoch,
+            "given_at": self.contributed_at_s,
             "drift": self.drift,
             "own": dict(self.own) or None,
             "broken": list(self.broken) or None,
@@ -175,8 +175,8 @@ class Metrics:
             samples=value.get("samples", 0),
             loss=value.get("loss"),
             validation_loss=value.get("validation"),
-            given_epoch=value.get("given_epoch"),
-            given_at_s=value.get("given_at"),
+            contributed_epoch=value.get("given_epoch"),
+            contributed_at_s=value.get("given_at"),
             bytes_up=value.get("up", 0),
             bytes_down=value.get("down", 0),
             drift=value.get("drift"),

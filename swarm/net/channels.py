@@ -119,7 +119,7 @@ class Channels:
         link, pooled = await self._enter(contact, 0, timeout_s)
         try:
             if len(raw) > SMALL_BYTES:
-                await self._throttle.sends(len(raw))
+                await self._throttle.wait_to_send(len(raw))
             remaining_s = max(deadline_s - loop.time(), 0.001)
             if (
                 pooled.takes_shared_calls
@@ -144,7 +144,7 @@ class Channels:
                 f"{method.reply_bytes_max} are taken"
             )
         if len(reply_raw) > SMALL_BYTES:
-            await self._throttle.accepts(len(reply_raw))
+            await self._throttle.wait_to_process(len(reply_raw))
         reply = method.reply()
         try:
             reply.ParseFromString(reply_raw)

@@ -108,10 +108,10 @@ class Joining:
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 live = [contact for task in done if (contact := task.result()) is not None]
                 answered += len(live)
-                back = [contact for contact in live if contact.peer_id in self._lost]
-                self._lost -= {contact.peer_id for contact in back}
-                if back:
-                    group.create_task(self._join(back))
+                recovered = [contact for contact in live if contact.peer_id in self._lost]
+                self._lost -= {contact.peer_id for contact in recovered}
+                if recovered:
+                    group.create_task(self._join(recovered))
                 if live:
                     self.joined.set()
                     self.attempted.set()

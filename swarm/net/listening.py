@@ -36,10 +36,14 @@ def announced(host: str, port: int, override: Sequence[str] = ()) -> tuple[Addre
         return tuple(dict.fromkeys(_parse_announced(text, port) for text in override))[:_ANNOUNCED_MAX]
     if host not in ("0.0.0.0", "::"):
         return (Address(host, port),)
-    return tuple(Address(str(one), port) for one in choose(_interface_hosts(), ipv4_only=host == "0.0.0.0"))
+    return tuple(
+        Address(str(one), port) for one in best_addresses(_interface_hosts(), ipv4_only=host == "0.0.0.0")
+    )
 
 
-def choose(hosts: Iterable[str], *, ipv4_only: bool) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+def best_addresses(
+    hosts: Iterable[str], *, ipv4_only: bool
+) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
     """Return the addresses worth announcing, best first, at most eight; the IPv4 loopback address is always
     among them, for peers on the same machine.
     """

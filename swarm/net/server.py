@@ -317,10 +317,10 @@ class _HandlerStream:
 
 async def _answer(handler: UnaryHandler, peer_id: PeerId, raw: bytes, throttle: Throttle) -> bytes:
     if len(raw) > SMALL_BYTES:
-        await throttle.accepts(len(raw))
+        await throttle.wait_to_process(len(raw))
     reply = _encoded(handler, await handler.function(peer_id, _decoded(handler, raw)))
     if len(reply) > SMALL_BYTES:
-        await throttle.sends(len(reply))
+        await throttle.wait_to_send(len(reply))
     return reply
 
 

@@ -55,11 +55,11 @@ class Throttle:
         """Return gRPC options for every connection of this node."""
         return () if self._down is None else _SMALL_WINDOWS
 
-    async def sends(self, size_bytes: int) -> None:
+    async def wait_to_send(self, size_bytes: int) -> None:
         """Return when a message of this size may be sent."""
         await _passed(self._up, size_bytes)
 
-    async def accepts(self, size_bytes: int) -> None:
+    async def wait_to_process(self, size_bytes: int) -> None:
         """Return when a received message of this size may be processed."""
         await _passed(self._down, size_bytes)
 
@@ -85,13 +85,13 @@ class ThrottledStream:
         return self._stream.peer_id
 
     async def send(self, message: bytes) -> None:
-        await self._throttle.sends(len(message))
+        await self._throttle.wait_to_send(len(message))
         await self._stream.send(message)
 
     async def receive(self) -> bytes | None:
         message = await self._stream.receive()
         if message is not None:
-            await self._throttle.accepts(len(message))
+            await self._throttle.wait_to_process(len(message))
         return message
 
     async def finish(self) -> None:

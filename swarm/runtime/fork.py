@@ -17,22 +17,22 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
+class NodeSockets:
     """The sockets of a node: the address it listens on, and the (IP, port) pairs it has dialed."""
 
     listening: tuple[str, int] | None
     dialed: frozenset[tuple[str, int]]
 
 
-_owners: dict[int, Callable[[], Owned]] = {}
+_owners: dict[int, Callable[[], NodeSockets]] = {}
 _next_number = 0
 _registered = False
 _WILDCARDS = ("0.0.0.0", "::", "")
 
 
-def close_after_fork(owned: Callable[[], Owned]) -> Callable[[], None]:
-    """Make forked children drop the sockets that `owned()` describes at the time of the fork. Returns a
-    function that ends this. `owned` must take no locks.
+def close_after_fork(sockets: Callable[[], NodeSockets]) -> Callable[[], None]:
+    """Make forked children drop the sockets that `sockets()` describes at the time of the fork. Returns a
+    function that ends this. `sockets` must take no locks.
     """
     global _next_number, _registered
     if not _registered and hasattr(os, "register_at_fork"):
@@ -40,18 +40,18 @@ def close_after_fork(owned: Callable[[], Owned]) -> Callable[[], None]:
         _registered = True
     _next_number += 1
     number = _next_number
-    _owners[number] = owned
+    _owners[number] = sockets
     return lambda: _owners.pop(number, None) and None
 
 
 def _drop_sockets() -> None:
     if not _owners:
         return
-    owned = [owner() for owner in _owners.values()]
+    nodes = [owner() for owner in _owners.values()]
     null = os.open(os.devnull, os.O_RDWR)
     try:
         for descriptor in _open_descriptors():
-            if descriptor != null and _belongs(descriptor, owned):
+            if descriptor != null and _belongs(descriptor, nodes):
                 with contextlib.suppress(OSError):
                     os.dup2(null, descriptor, inheritable=False)
     finally:
@@ -65,7 +65,7 @@ def _open_descriptors() -> list[int]:
     return []
 
 
-def _belongs(descriptor: int, owned: list[Owned]) -> bool:
+def _belongs(descriptor: int, nodes: list[NodeSockets]) -> bool:
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return False
@@ -82,7 +82,7 @@ def _belongs(descriptor: int, owned: list[Owned]) -> bool:
         return False
     finally:
         view.detach()
-    return any(_matches(local, remote, one) for one in owned)
+    return any(_matches(local, remote, node) for node in nodes)
 
 
 def _endpoint(name: tuple[str, int]) -> tuple[str, int]:
@@ -90,9 +90,9 @@ def _endpoint(name: tuple[str, int]) -> tuple[str, int]:
     return name[0].removeprefix("::ffff:"), name[1]
 
 
-def _matches(local: tuple[str, int], remote: tuple[str, int] | None, owned: Owned) -> bool:
-    if remote is not None and remote in owned.dialed:
+def _matches(local: tuple[str, int], remote: tuple[str, int] | None, node: NodeSockets) -> bool:
+    if remote is not None and remote in node.dialed:
         return True
-    if owned.listening is None or local[1] != owned.listening[1]:
+    if node.listening is None or local[1] != node.listening[1]:
         return False
-    return owned.listening[0] in _WILDCARDS or local[0] == owned.listening[0] or local[0] in _WILDCARDS
+    return node.listening[0] in _WILDCARDS or local[0] == node.listening[0] or local[0] in _WILDCARDS

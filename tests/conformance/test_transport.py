@@ -169,7 +169,7 @@ def test_a_direct_handler_behaves_like_any_other(run: Run, caplog: pytest.LogCap
         "unreachable": NetworkError("the third is away"),
         "broken": KeyError("secret"),
     }
-    told = {"refuse": (PeerError, "the schema differs"), "unreachable": (NetworkError, "the third is away")}
+    errors = {"refuse": (PeerError, "the schema differs"), "unreachable": (NetworkError, "the third is away")}
 
     def direct(caller: PeerId, request: Hello) -> Hello:
         if request.agent in raised:
@@ -185,7 +185,7 @@ def test_a_direct_handler_behaves_like_any_other(run: Run, caplog: pytest.LogCap
             tasks = [group.create_task(call) for call in calls]
         assert [task.result().agent for task in tasks] == [f"{two.own} {number}" for number in range(40)]
         for agent in (*raised, "too much"):
-            kind, text = told.get(agent, (PeerError, "internal error"))
+            kind, text = errors.get(agent, (PeerError, "internal error"))
             with pytest.raises(kind, match=text):
                 await two.caller.call(two.contact, ECHO, Hello(agent=agent), timeout_s=5)
         assert (
@@ -278,10 +278,10 @@ def test_cancelling_a_call_cancels_its_handler(run: Run) -> None:
 def test_dead_and_absent_peers_cannot_be_reached(run: Run) -> None:
     async def scenario(two: Transport) -> None:
         two.handlers.unary(ECHO, echo)
-        somebody = Contact(Identity.generate().peer_id, two.contact.addresses)
+        absent = Contact(Identity.generate().peer_id, two.contact.addresses)
         with pytest.raises(NetworkError):
             # Another peer listens there, as its certificate shows.
-            await two.caller.call(somebody, ECHO, Hello(), timeout_s=2)
+            await two.caller.call(absent, ECHO, Hello(), timeout_s=2)
         with pytest.raises(NetworkError):
             await two.caller.call(Contact(two.contact.peer_id), ECHO, Hello(), timeout_s=2)
         with pytest.raises(UsageError, match="does not call itself"):

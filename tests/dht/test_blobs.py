@@ -96,7 +96,9 @@ def test_the_highest_version_wins_and_storing_it_again_prolongs_its_life() -> No
     assert storage.store(replace(one, expiration_us=NOW_US + 2 * HOUR_US), NOW_US) is None
     assert storage.records(KEY, NOW_US)[0].expiration_us == NOW_US + 2 * HOUR_US
     assert storage.store(one, NOW_US) is None
-    assert storage.records(KEY, NOW_US)[0].expiration_us == NOW_US + 2 * HOUR_US, "nobody shortens its life"
+    assert storage.records(KEY, NOW_US)[0].expiration_us == NOW_US + 2 * HOUR_US, (
+        "an earlier expiration does not shorten its life"
+    )
     assert storage.store(two, NOW_US) is None
     assert (
         storage.store(replace(one, expiration_us=NOW_US + 3 * HOUR_US), NOW_US)

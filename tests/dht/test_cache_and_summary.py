@@ -130,12 +130,12 @@ def test_rejoin_candidates_are_bounded_and_called_less_and_less_often() -> None:
     for number in range(1000, 3000):
         candidates.add_lost(contact_of(number), 0.0)
     assert len(candidates.contacts()) == BOOTSTRAP_MAX + LOST_MAX
-    assert len(candidates.due(60.0, table, 1000)) == BOOTSTRAP_MAX + LOST_MAX  # type: ignore[arg-type]
+    assert len(candidates.due(60.0, table, 1000)) == BOOTSTRAP_MAX + LOST_MAX
     calls: dict[PeerId, list[float]] = {}
     now_s = 0.0
     while now_s < 3 * 3600.0:
         now_s += 15.0
-        for contact in candidates.due(now_s, table, 1000):  # type: ignore[arg-type]
+        for contact in candidates.due(now_s, table, 1000):
             calls.setdefault(contact.peer_id, []).append(now_s)
             candidates.on_called(contact.peer_id, now_s)
     assert all(20 <= len(times) <= 60 for times in calls.values())
@@ -147,9 +147,9 @@ def test_rejoin_candidates_are_bounded_and_called_less_and_less_often() -> None:
     back = contact_of(1)
     table.add(back.peer_id)
     candidates.retry_all_now(now_s)
-    due = candidates.due(now_s, table, 1000)  # type: ignore[arg-type]
+    due = candidates.due(now_s, table, 1000)
     assert back not in due, "the table knows it"
-    candidates.due(now_s + 7 * 3600.0, table, 1000)  # type: ignore[arg-type]
+    candidates.due(now_s + 7 * 3600.0, table, 1000)
     assert len(candidates.contacts()) == BOOTSTRAP_MAX, (
-        "the lost are given up at last, those one was told of never"
+        "lost peers are forgotten in the end, bootstrap peers never"
     )

@@ -143,16 +143,18 @@ def test_only_peers_that_may_be_among_the_nearest_are_asked() -> None:
 
 
 def test_contacts_taken_from_one_answer_are_limited() -> None:
-    seed, told = contact_of(1), [contact_of(number) for number in range(2, 20)]
+    seed, contacts = contact_of(1), [contact_of(number) for number in range(2, 20)]
     lookup = Lookup(
-        told[0].peer_id.dht_id,
+        contacts[0].peer_id.dht_id,
         [seed],
         own=contact_of(99).peer_id,
         config=LookupConfig(wanted=15, parallel=15, closer_max=3),
     )
     lookup.poll(0.0)
-    lookup.on_reply(seed.peer_id, told)
-    assert {effect.contact for effect in lookup.poll(0.0) if isinstance(effect, SendFind)} == set(told[:3])
+    lookup.on_reply(seed.peer_id, contacts)
+    assert {effect.contact for effect in lookup.poll(0.0) if isinstance(effect, SendFind)} == set(
+        contacts[:3]
+    )
 
 
 def test_hops_count_the_calls_that_led_to_a_peer() -> None:

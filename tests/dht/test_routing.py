@@ -34,7 +34,7 @@ def check_invariants(table: RoutingTable) -> None:
         assert len(bucket.replacements) <= table.config.bucket_max
         assert not set(bucket.nodes) & set(bucket.replacements)
         assert not bucket.replacements or len(bucket.nodes) == table.config.bucket_max, (
-            "nobody waits where there is room"
+            "a bucket with room has no replacements"
         )
         for peer_id, node in (bucket.nodes | bucket.replacements).items():
             assert node.dht_id == peer_id.dht_id
@@ -59,11 +59,11 @@ def test_nearest_equals_brute_force(
 ) -> None:
     table = filled(count, RoutingConfig(bucket_max=bucket_max, depth_step=depth_step), seed)
     check_invariants(table)
-    everybody = list(table)
-    assert len(everybody) == len(table)
-    expected = sorted(everybody, key=lambda contact: contact.peer_id.dht_id ^ target)
+    all_peers = list(table)
+    assert len(all_peers) == len(table)
+    expected = sorted(all_peers, key=lambda contact: contact.peer_id.dht_id ^ target)
     assert table.nearest(target, wanted) == expected[:wanted]
-    if everybody:
+    if all_peers:
         hidden = expected[0].peer_id
         assert table.nearest(target, wanted, exclude=hidden) == expected[1 : wanted + 1]
 
@@ -75,8 +75,8 @@ def test_the_table_knows_all_of_its_nearest_peers() -> None:
     table = filled(3000)
     check_invariants(table)
     rng = random.Random(0)
-    everybody = [PeerId((rng.getrandbits(200) + 1).to_bytes(32, "big")) for _ in range(3000)]
-    nearest = sorted(everybody, key=lambda peer: peer.dht_id ^ OWN.dht_id)[:20]
+    all_peers = [PeerId((rng.getrandbits(200) + 1).to_bytes(32, "big")) for _ in range(3000)]
+    nearest = sorted(all_peers, key=lambda peer: peer.dht_id ^ OWN.dht_id)[:20]
     assert [contact.peer_id for contact in table.nearest(OWN.dht_id, 20)] == nearest
     assert 200 < len(table) < 3000
 
@@ -175,19 +175,19 @@ def test_near_peers_are_pinged_often_and_others_less_and_less_often() -> None:
     """
     config = RoutingConfig(near_count=3, near_silent_s=60.0, far_silent_s_min=300.0, far_silent_s_max=3600.0)
     table = RoutingTable(OWN, config)
-    everybody = sorted(
+    all_peers = sorted(
         (contact_of(number) for number in range(1, 16)), key=lambda one: one.peer_id.dht_id ^ OWN.dht_id
     )
-    near, far = everybody[:3], everybody[3:]
-    for contact in everybody:
+    near, far = all_peers[:3], all_peers[3:]
+    for contact in all_peers:
         table.on_answer(contact, 0.0)
     assert table.to_ping(59.0) == []
     assert set(table.to_ping(60.0)) == set(near)
-    assert set(table.to_ping(300.0)) == set(everybody)
-    for contact in everybody:
+    assert set(table.to_ping(300.0)) == set(all_peers)
+    for contact in all_peers:
         table.on_answer(contact, 1000.0)  # known for 1000 s now
     assert set(table.to_ping(1999.0)) == set(near)
-    assert set(table.to_ping(2000.0)) == set(everybody)
+    assert set(table.to_ping(2000.0)) == set(all_peers)
     table.on_answer(far[0], 20_000.0)
     assert far[0] not in table.to_ping(23_599.0), "an hour is the longest"
     assert far[0] in table.to_ping(23_600.0)
@@ -217,7 +217,7 @@ def test_a_caller_enters_the_table_only_after_it_answers_a_ping() -> None:
     assert table.on_call(far[0], 5.0) is None, "known: a sign of life"
     table.on_answer(far[1], 6.0)
     table.on_answer(near[0], 6.0)
-    assert table.on_call(far[2], 7.0) is None, "no room, and everybody was heard from lately"
+    assert table.on_call(far[2], 7.0) is None, "no room, and all peers were seen recently"
     assert table.on_call(far[2], 15.0) == far[0]
     table.on_failure(far[0].peer_id)
     assert table.on_call(far[0], 16.0) == far[0], "it calls, but did not answer: it does not stay for calling"

@@ -6,7 +6,7 @@ import pytest
 
 from swarm.core.errors import UsageError
 from swarm.core.ids import Address
-from swarm.net.listening import announced, choose, parse_listen
+from swarm.net.listening import announced, best_addresses, parse_listen
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,8 @@ def test_a_wildcard_announces_every_useful_address_best_first() -> None:
         "2606:4700::1",
         "0.0.0.0",
     ]
-    assert [str(one) for one in choose(hosts, ipv4_only=True)] == ["8.8.8.8", "10.0.0.5", "127.0.0.1"]
-    assert [str(one) for one in choose(hosts, ipv4_only=False)] == [
+    assert [str(one) for one in best_addresses(hosts, ipv4_only=True)] == ["8.8.8.8", "10.0.0.5", "127.0.0.1"]
+    assert [str(one) for one in best_addresses(hosts, ipv4_only=False)] == [
         "8.8.8.8",
         "2606:4700::1",
         "10.0.0.5",
@@ -45,7 +45,7 @@ def test_a_wildcard_announces_every_useful_address_best_first() -> None:
 
 def test_a_machine_with_many_addresses_announces_eight() -> None:
     hosts = [f"10.0.0.{number}" for number in range(50)] + ["127.0.0.1"]
-    chosen = choose(hosts, ipv4_only=True)
+    chosen = best_addresses(hosts, ipv4_only=True)
     assert len(chosen) == 8
     assert str(chosen[-1]) == "127.0.0.1"
 

@@ -78,7 +78,9 @@ def test_the_book_is_bounded_and_keeps_the_peers_seen_last() -> None:
     book.add_reported(contact(99, 10))
     assert book.contact(peer(99)) is not None, "a full book must still learn"
     book.add_reported(contact(98, 10))
-    assert (book.contact(peer(99)), len(book.known())) == (None, 10), "hearsay makes room first"
+    assert (book.contact(peer(99)), len(book.known())) == (None, 10), (
+        "peers that were only reported make room first"
+    )
     book.add_reported(contact(1, *range(100, 200)))
     stored = book.contact(peer(1))
     assert stored is not None

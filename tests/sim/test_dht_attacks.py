@@ -159,7 +159,9 @@ def test_too_large_or_malformed_comparisons_are_refused() -> None:
         assert victim.storage.store(record, victim.overlay.now_us) is None
         held = DhtHeldKey(key=key, entries=summary(record.key, [record]))
         await call(victim.own(), HOLDS, DhtHoldsRequest(sender=sender, keys=[held]), timeout_s=3)
-        assert victim._replication._compared_s == {}, "and a stranger's word does not stand for the replicas'"
+        assert victim._replication._compared_s == {}, (
+            "a peer that is no replica cannot mark a key as compared"
+        )
 
     play(scenario, seed=3)
 
@@ -255,16 +257,16 @@ def test_a_specification_outlives_its_founder_and_forgeries_are_not_stored() -> 
 def test_rules_apply_to_replicas_readers_and_writers() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 6)
-        judge, stranger = services[0], services[1]
+        judge, other_writer = services[0], services[1]
         rules = NamespaceRules(
             writers=frozenset({judge.peer_id}), schema=Number(0, 1), entries_per_writer_max=2
         )
         key = Key.parse("scores/one")
-        await stranger.store(key, "graffiti", ttl_s=3600)  # before any other peer knows the rules
+        await other_writer.store(key, "graffiti", ttl_s=3600)  # before any other peer knows the rules
         for service in services[2:]:
             service.register("scores", rules)
         assert await value_at(services[2], key, max_age_s=0) is None, "a reader sees nothing that breaks them"
-        result = await stranger.store(key, "more of it", ttl_s=3600)
+        result = await other_writer.store(key, "more of it", ttl_s=3600)
         assert any("not among those who may write" in refusal for refusal in result.refusals), (
             "a replica keeps nothing of it"
         )

@@ -17,7 +17,7 @@ from tests.sim.dht_scenarios import holders, nearest, peer_of, play, service_of,
 SMALL = DhtConfig(routing=RoutingConfig(bucket_max=8))
 
 
-@pytest.mark.parametrize("count", [6, 30], ids=["who knows everybody", "who does not"])
+@pytest.mark.parametrize("count", [6, 30], ids=["knows all peers", "knows some peers"])
 def test_many_writes_and_reads_equal_single_ones_in_fewer_calls(count: int) -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, count, SMALL)

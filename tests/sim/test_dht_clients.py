@@ -140,7 +140,7 @@ def test_two_peers_both_warn_that_one_clock_is_wrong() -> None:
         assert text is not None
         assert str(one.peer_id) in text
         assert "3600.0 s ahead" in text
-        assert other.clock.offset_s == 0.0, "nobody can tell which of the two it is"
+        assert other.clock.offset_s == 0.0, "it is unknown which of the two is wrong"
         refused = await other.store(Key.parse("x"), 1, ttl_s=60)
         assert any("one of the two clocks is wrong" in refusal for refusal in refused.refusals)
 

@@ -195,6 +195,6 @@ def test_bootstrap_peers_are_retried_for_ever_but_rarely() -> None:
         back = service_of(gone)
         await asyncio.sleep(400)
         assert back.peer_id in late.overlay.table
-        assert len(back.overlay.table) == 5, "and is led to everybody else"
+        assert len(back.overlay.table) == 5, "it finds all others"
 
     play(scenario, seed=6)

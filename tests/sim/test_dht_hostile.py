@@ -194,12 +194,12 @@ def test_lying_replicas_do_not_mislead_readers() -> None:
                 breaker = liar.peer
             for service in honest:
                 service.overlay.on_answer(liar.peer.contact)
-        told = 0
+        refusals = 0
         for number, service in enumerate(honest):
             result = await service.store(KEY, number, ttl_s=60)
             assert result.ok
             assert all(len(refusal) <= 200 for refusal in result.refusals)
-            told += len(result.refusals)
+            refusals += len(result.refusals)
             for other in honest:
                 answer = await other.get(KEY)
                 assert isinstance(answer, Entry)
@@ -208,7 +208,7 @@ def test_lying_replicas_do_not_mislead_readers() -> None:
             answer = await service.get(KEY, latest=True)  # asks all peers
             assert isinstance(answer, Entry)
             assert answer.value == len(honest) - 1
-        assert told, "no liar was asked to store anything"
+        assert refusals, "no liar was asked to store anything"
         assert all(service.clock.offset_s == 0.0 for service in honest)
         assert all(breaker.peer_id not in service.overlay.table for service in honest), (
             "who sends nonsense is dropped"

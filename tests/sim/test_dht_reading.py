@@ -149,7 +149,7 @@ def test_a_replica_asks_again_after_a_change_of_its_neighbourhood() -> None:
         assert not await asks()
         await network.crash(peer_of(network, nearest(services, KEY)[1]))
         replica.overlay.on_failure(nearest(services, KEY)[1].peer_id, broke_protocol=True)
-        assert await asks(), "somebody went: what it was given first may not be all any more"
+        assert await asks(), "a neighbour left: its first answer may be incomplete now"
         assert await asks(), "and others may not have noticed yet"
         await asyncio.sleep(3)
         assert not await asks(), "compared since, and quiet for a while"
@@ -254,7 +254,7 @@ def test_a_read_repairs_a_replica_that_lacks_a_record() -> None:
 def test_answers_omit_peers_that_the_caller_knows() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         one, two, *_ = services = await swarm_of(network, 9)
-        everybody = [service.own() for service in services]
+        all_contacts = [service.own() for service in services]
         caller, sender = peer_of(network, one).caller, one.overlay.sender
 
         async def named(known: bytes) -> list[object]:
@@ -278,11 +278,11 @@ def test_answers_omit_peers_that_the_caller_knows() -> None:
 
         near = await named(b"")
         assert len(near) == 5
-        assert await named(known_to_wire(everybody)) == []
+        assert await named(known_to_wire(all_contacts)) == []
         for place in range(5):
-            assert await named(known_to_wire(contact for contact in everybody if contact != near[place])) == [
-                near[place]
-            ]
+            assert await named(
+                known_to_wire(contact for contact in all_contacts if contact != near[place])
+            ) == [near[place]]
         assert await named(bytes(8)) == near
         for wrong in (b"1234567", bytes(8 * KNOWN_MAX + 8)):
             with pytest.raises(PeerError, match=f"at most {KNOWN_MAX} known peers"):

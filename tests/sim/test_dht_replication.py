@@ -199,6 +199,6 @@ def test_an_idle_swarm_causes_little_traffic() -> None:
         )
         assert messages < 1200, "per peer and hour; 794 for forty peers when this was written"
         assert size_bytes < 250_000, "147 kB for forty peers"
-        assert all(len(service.overlay.table) >= 16 for service in services), "and nobody was forgotten"
+        assert all(len(service.overlay.table) >= 16 for service in services), "no peer was forgotten"
 
     play(scenario, seed=8)

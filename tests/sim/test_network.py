@@ -223,9 +223,9 @@ def test_a_dead_peer_can_be_silent() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=8, config=LinkConfig(dead_are_silent=True))
         one, two = network.peer(), network.peer()
-        nobody = Contact(two.peer_id, (Address("10.9.9.9", 9),))
+        absent = Contact(two.peer_id, (Address("10.9.9.9", 9),))
         await network.crash(two)
-        for contact in (two.contact, nobody):
+        for contact in (two.contact, absent):
             started_s = asyncio.get_running_loop().time()
             with pytest.raises(DeadlineExceeded):
                 await one.caller.call(contact, ECHO, WireContact(), timeout_s=2)

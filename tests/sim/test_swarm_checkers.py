@@ -112,7 +112,7 @@ def test_a_record_lost_before_its_expiration_is_detected(repair_s: float, broken
         await asyncio.sleep(100.0)
         for _ in range(2):
             survival.check(swarm.live, loop.time())
-        assert (violations.count, survival.unlucky) == ((1, 0) if broken else (0, 1)), "told once"
+        assert (violations.count, survival.unlucky) == ((1, 0) if broken else (0, 1)), "reported once"
         await swarm.network.close()
 
     run_virtual(scenario())
@@ -187,7 +187,7 @@ def test_islands_are_counted() -> None:
             for other in swarm.members[3:]:
                 while other.peer.peer_id in member.service.overlay.table:
                     member.service.overlay.table.on_failure(other.peer.peer_id, at_once=True)
-        assert one.parts(swarm.members) == 2, "three know nobody of the others, who know them"
+        assert one.parts(swarm.members) == 2, "three peers know none of the others, which know them"
         one.check(swarm.members, 0.0)
         assert one._violations.count == 1
         await swarm.network.close()

@@ -26,7 +26,7 @@ def test_a_constructed_table_equals_a_grown_one() -> None:
 
     async def scenario() -> None:
         swarm = DhtSwarm(SimulatedNetwork(seed=2))
-        everybody = swarm.settle(300)
+        settled = swarm.settle(300)
         for member in swarm.members[:20]:
             table = member.service.overlay.table
             known, buckets = len(table), table.bucket_count
@@ -34,7 +34,7 @@ def test_a_constructed_table_equals_a_grown_one() -> None:
                 table.on_answer(other.peer.contact, 1.0)
             assert (len(table), table.bucket_count) == (known, buckets)
         place = swarm.members[0].peer.peer_id.dht_id
-        assert everybody.nearest(place, 1) == [swarm.members[0].peer.contact]
+        assert settled.nearest(place, 1) == [swarm.members[0].peer.contact]
         await swarm.network.close()
 
     run_virtual(scenario())

@@ -43,9 +43,9 @@ def test_four_nodes_store_read_merge_and_delete(nodes: list[Node]) -> None:
         assert entry.expiration - entry.issued_at == pytest.approx(60)
     for number, node in enumerate(nodes):
         assert node.dht.store(Key("run.abc", "presence"), number, ttl_s=60).replicas == 4
-    everybody = nodes[3].dht.get("run.abc/presence")
-    assert isinstance(everybody, dict)
-    assert {subkey: entry.value for subkey, entry in everybody.items()} == {
+    entries = nodes[3].dht.get("run.abc/presence")
+    assert isinstance(entries, dict)
+    assert {subkey: entry.value for subkey, entry in entries.items()} == {
         str(node.peer_id): number for number, node in enumerate(nodes)
     }
     one = nodes[0].dht.get("run.abc/presence", writer=nodes[2].peer_id)

@@ -9,9 +9,9 @@ are never forgotten.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from swarm.core.backoff import backoff_s
 from swarm.core.ids import Contact, PeerId
@@ -24,12 +24,6 @@ LOST_MAX = 24
 PAUSE_FIRST_S = 15.0
 PAUSE_MAX_S = 300.0
 _LOST_S_MAX = 6 * 3600.0  # then a lost peer is forgotten; the peer book still has it
-
-
-class Known(Protocol):
-    """The part of the routing table that is needed here."""
-
-    def __contains__(self, peer_id: PeerId) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -70,7 +64,7 @@ class RejoinCandidates:
         """Return all candidates, bootstrap peers first."""
         return [candidate.contact for candidate in (*self._bootstrap.values(), *self._lost.values())]
 
-    def due(self, now_s: float, known: Known, count_max: int) -> list[Contact]:
+    def due(self, now_s: float, known: Container[PeerId], count_max: int) -> list[Contact]:
         """Return up to `count_max` candidates that are due and not in the routing table, the longest due
         first.
         """

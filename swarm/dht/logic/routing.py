@@ -92,7 +92,7 @@ class RoutingTable:
     def __len__(self) -> int:
         return len(self._by_peer)
 
-    def __contains__(self, peer_id: PeerId) -> bool:
+    def __contains__(self, peer_id: object) -> bool:
         return peer_id in self._by_peer
 
     def __iter__(self) -> Iterator[Contact]:

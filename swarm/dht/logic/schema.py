@@ -51,8 +51,8 @@ class Flag:
 class Number:
     """A finite number within bounds, both included."""
 
-    least: float
-    most: float
+    minimum: float
+    maximum: float
     whole: bool = False
 
     def refusal(self, value: Value) -> str | None:
@@ -63,7 +63,11 @@ class Number:
             or (isinstance(value, float) and not math.isfinite(value))
         ):
             return "is not a whole number" if self.whole else "is not a finite number"
-        return None if self.least <= value <= self.most else f"is not within {self.least:g} and {self.most:g}"
+        return (
+            None
+            if self.minimum <= value <= self.maximum
+            else f"is not within {self.minimum:g} and {self.maximum:g}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

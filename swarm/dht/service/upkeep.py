@@ -33,7 +33,7 @@ _CONTACTS_AT_ONCE = 8
 _PINGS_MAX = 8  # per maintenance round
 _CHECKS_MAX = 32  # concurrent pings that show whether a caller can be called back
 _CHECKED_PEERS_MAX = 1024
-_CHECK_AGAIN_S = 10.0  # a peer that calls but does not answer is checked at most this often
+_CHECK_INTERVAL_S = 10.0  # a peer that calls but does not answer is checked at most this often
 _REFRESHES_MAX = 4
 _REFRESH_WANTED = 4  # a refresh needs some peers of the bucket, not the nearest twenty
 _CANDIDATES_MAX = 2  # called per maintenance round
@@ -121,9 +121,9 @@ class Upkeep:
         lookup = overlay.lookup(
             target, wanted=wanted or overlay.config.routing.bucket_max, parallel=overlay.config.parallel
         )
-        return await overlay.search(lookup, lambda contact: self._ask_for(contact, target))
+        return await overlay.search(lookup, lambda contact: self._find_closer(contact, target))
 
-    async def _ask_for(self, contact: Contact, target: int) -> Sequence[Contact] | None:
+    async def _find_closer(self, contact: Contact, target: int) -> Sequence[Contact] | None:
         overlay = self._overlay
         request = DhtFindRequest(sender=overlay.sender, queries=[DhtFindQuery(target=id_to_wire(target))])
         reply = await overlay.ask(contact, FIND, request)
@@ -149,7 +149,7 @@ class Upkeep:
         now_s = self._overlay.clock.monotonic_s()
         if (
             self._checks >= _CHECKS_MAX
-            or now_s < self._checked_s.get(contact.peer_id, -_CHECK_AGAIN_S) + _CHECK_AGAIN_S
+            or now_s < self._checked_s.get(contact.peer_id, -_CHECK_INTERVAL_S) + _CHECK_INTERVAL_S
         ):
             return False
         self._checked_s[contact.peer_id] = now_s
@@ -224,7 +224,7 @@ class Upkeep:
         """
         overlay = self._overlay
         try:
-            closer = await self._ask_for(candidate, overlay.own_id_number)
+            closer = await self._find_closer(candidate, overlay.own_id_number)
         except PeerError:
             overlay.on_failure(candidate.peer_id, broke_protocol=True)
             closer = None

@@ -34,8 +34,10 @@ def without_known(contacts: list[Contact], known: bytes) -> list[Contact]:
             f"a request names at most {KNOWN_MAX} known peers with {_KNOWN_BYTES} bytes each, not "
             f"{len(known)} bytes"
         )
-    ends = {known[place : place + _KNOWN_BYTES] for place in range(0, len(known), _KNOWN_BYTES)}
-    return [contact for contact in contacts if contact.peer_id.public_key[-_KNOWN_BYTES:] not in ends]
+    known_suffixes = {known[place : place + _KNOWN_BYTES] for place in range(0, len(known), _KNOWN_BYTES)}
+    return [
+        contact for contact in contacts if contact.peer_id.public_key[-_KNOWN_BYTES:] not in known_suffixes
+    ]
 
 
 def key_to_wire(key: Key) -> DhtKey:
