@@ -130,9 +130,9 @@ def test_invalid_rules_are_refused_with_a_reason() -> None:
 def test_run_rules_accept_values_that_members_write_and_refuse_others() -> None:
     namespaces = Namespaces()
     addresses = ["/ip4/203.0.113.7/tcp/4000/tls/http"]
-    claim = ProgressReport(epoch=3, samples=100, rate=2.5, at_s=1.8e9, since_s=1.8e9)
+    report = ProgressReport(epoch=3, samples=100, rate=2.5, at_s=1.8e9, since_s=1.8e9)
     good = {
-        "progress": {**claim.encode(), "addresses": addresses},
+        "progress": {**report.encode(), "addresses": addresses},
         "holders.gradients": {"addresses": addresses, "schema": b"s" * 32, "text": "3 tensors"},
         "donors": {"epoch": 3, "canonical": True, "digest": b"", "bytes": 1 << 30, "addresses": addresses},
         "presence": [1, "anything small"],
@@ -142,12 +142,25 @@ def test_run_rules_accept_values_that_members_write_and_refuse_others() -> None:
         assert namespaces.refusal(record(f"run.abc/{name}", value)) is None, name
         later = {**value, "of a newer version": 1} if isinstance(value, dict) else value
         assert namespaces.refusal(record(f"run.abc/{name}", later)) is None, name
-    bad = {
-        "progress": [{}, 7, *({**claim.encode(), **one} for one in ({"samples": -1}, {"rate": float("inf")}, {"addresses": ["x" * 400]}))],
-        "holders.gradients": [{"addresses": addresses}, {"addresses": [addresses], "schema": b"", "text": ""}, bytes(100)],
-        "donors": [{"epoch": 1 << 50, "addresses": addresses}, {"epoch": 1, "addresses": addresses * 9}, None],
+    wrong_fields: list[dict[str, Value]] = [
+        {"samples": -1},
+        {"rate": float("inf")},
+        {"addresses": ["x" * 400]},
+    ]
+    bad: dict[str, list[Value]] = {
+        "progress": [{}, 7, *({**report.encode(), **wrong} for wrong in wrong_fields)],
+        "holders.gradients": [
+            {"addresses": addresses},
+            {"addresses": [addresses], "schema": b"", "text": ""},
+            bytes(100),
+        ],
+        "donors": [
+            {"epoch": 1 << 50, "addresses": addresses},
+            {"epoch": 1, "addresses": addresses * 9},
+            None,
+        ],
         "presence": [bytes(5000)],
-    }  # fmt: skip
+    }
     for name, values in bad.items():
         for value in values:
             assert namespaces.refusal(record(f"run.abc/{name}", value)), (name, value)

@@ -270,7 +270,9 @@ from swarm.testing.virtual_loop import run_virtual
 from tests.sim.test_network import ECHO, echo, exchange
 
 print(run_virtual(exchange()))
-config = ScenarioConfig(seed=5, peers=15, hours=0.03, name="crash", faults_s=80.0, settle_s=20.0, repair_s=1e9, every_s=5.0)
+config = ScenarioConfig(
+    seed=5, peers=15, hours=0.03, name="crash", faults_s=80.0, settle_s=20.0, repair_s=1e9, every_s=5.0
+)
 print(run_scenario(config).digest)
 """
 

@@ -95,7 +95,8 @@ def test_a_data_loader_with_workers_runs_beside_a_node() -> None:
             with swarm.Node(one.addresses, listen="127.0.0.1:0") as two:   # made after the workers
                 assert two.wait_joined(5)
                 assert sum(float(batch.sum()) for batch in loader) == 2016.0
-                assert sum(float(batch.sum()) for batch in DataLoader(Numbers(), batch_size=8, num_workers=2)) == 2016.0
+                second = DataLoader(Numbers(), batch_size=8, num_workers=2)
+                assert sum(float(batch.sum()) for batch in second) == 2016.0
                 assert two.dht.store("key", 1, ttl_s=5).ok
         print("done")
     """)
@@ -127,7 +128,8 @@ def test_a_killed_parents_connections_close_while_its_worker_lives(tmp_path: Pat
             from swarm.net.rpc import StreamMethod
             node = swarm.Node({watcher.addresses!r}, listen="127.0.0.1:0")
             async def hold():
-                watcher, method = Contact.parse({watcher.addresses[0]!r}), StreamMethod(name="/swarm.Test/Watch")
+                watcher = Contact.parse({watcher.addresses[0]!r})
+                method = StreamMethod(name="/swarm.Test/Watch")
                 async with node.channels.open_stream(watcher, method, timeout_s=None) as stream:
                     await stream.receive()
             node.network.submit(hold())
