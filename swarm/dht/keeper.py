@@ -25,9 +25,8 @@ class RecordKeeper:
         self._store, self._what, self._renew_s, self._retry_s = store, what, renew_s, retry_s
         self._backoff = Backoff(retry_s, renew_s)
         self._due = asyncio.Event()
-        self.attempted = (
-            asyncio.Event()
-        )  # set once the records have been stored, or the first attempt has failed
+        # Set once the records have been stored, or the first attempt has failed.
+        self.attempted = asyncio.Event()
 
     def renew_soon(self) -> None:
         """Store the records again as soon as possible, at most once every `retry_s`."""

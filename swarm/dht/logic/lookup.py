@@ -215,7 +215,7 @@ class Lookup:
     def _insert(self, contact: Contact, state: _State, hops: int = 1) -> None:
         candidate = _Candidate(contact.peer_id.dht_id ^ self.target, contact, state, hops=hops)
         self._candidates[contact.peer_id] = candidate
-        # The number of hops of a seed is 1.
+        # Fast path: the seeds come in order of distance.
         if not self._order or candidate.distance >= self._order[-1].distance:
             self._order.append(candidate)
         else:

@@ -94,9 +94,8 @@ class Overlay:
         self.book = book
         self.table = RoutingTable(self.own_id, config.routing)
         self.on_peer_joined: Callable[[Contact], None] = lambda contact: None
-        self.on_peer_left: Callable[[Contact, bool], None] = lambda contact, left: (
-            None
-        )  # True: it said goodbye
+        # The second argument says whether the peer said goodbye.
+        self.on_peer_left: Callable[[Contact, bool], None] = lambda contact, left: None
         # Called when a peer should be pinged; returns whether the ping was started.
         self.on_ping_wanted: Callable[[Contact], bool] = lambda contact: False
         self.neighbourhood_version = 0  # number of changes among the nearest peers so far

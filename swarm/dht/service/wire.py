@@ -17,8 +17,8 @@ KNOWN_MAX = 64  # peers in one request
 
 
 def known_to_wire(contacts: Iterable[Contact]) -> bytes:
-    """Encode peers that an answer need not name: the last 8 bytes of each key, which resists a forged
-    match.
+    """Encode peers that an answer need not name: the last 8 bytes of each key, so that no match can be
+    forged.
     """
     return b"".join([contact.peer_id.public_key[-_KNOWN_BYTES:] for contact in contacts])
 
