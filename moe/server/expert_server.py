@@ -181,7 +181,7 @@ class ExpertServer:
         """Withdraw the declarations, finish what is being computed, and save. May be called again; the server
         is closed with the node at the latest.
         """
-        if not self.node.network.ours:
+        if not self.node.network.is_own_process:
             return
         if not self.node.closed:
             try:

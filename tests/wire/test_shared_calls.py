@@ -250,7 +250,7 @@ def test_calls_are_sent_separately_when_no_stream_is_available(monkeypatch: pyte
             async with asyncio.TaskGroup() as group:
                 answers = [group.create_task(two.call(ECHO, str(number))) for number in range(20)]
             assert [answer.result() for answer in answers] == [str(number) for number in range(20)]
-            assert not next(iter(two.channels._uses.values())).shares
+            assert not next(iter(two.channels._pooled.values())).takes_shared_calls
 
     run(scenario)
 
