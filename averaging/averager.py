@@ -374,7 +374,7 @@ class Averager:
     def _member(self, weight: float) -> Member:
         contact = self.node.contact
         bandwidth = self.config.bandwidth or self._service.all_reduce.speed.bytes_per_s
-        bandwidth = min(bandwidth, self.node.config.bandwidth.least_bytes_per_s or bandwidth)
+        bandwidth = min(bandwidth, self.node.config.bandwidth.min_bytes_per_s or bandwidth)
         return Member(
             contact=contact,
             weight=weight,
@@ -440,7 +440,7 @@ class Averager:
         """End a step in progress, and withdraw the presence record, so that nobody waits for this peer.
         Idempotent.
         """
-        if self.node.closed or not self.node.network.ours:
+        if self.node.closed or not self.node.network.is_own_process:
             self._closed = True
             return
         try:

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.results import Aim, Row, Series
 from benchmarks.simulated import Say, simulated_row
 from swarm.dht.logic.records import encode_value
-from swarm.metrics.record import Metrics, RoundTold
+from swarm.metrics.record import Metrics, RoundReport
 from swarm.metrics.reporter import MetricsConfig, Reporter
 from swarm.monitor.collector import Collector
 from swarm.monitor.logic.model import Model
@@ -54,7 +54,7 @@ class Costs:
 def metrics_of(number: int, now_s: float) -> Metrics:
     """What a trainer in the middle of a run tells: every field filled."""
     rounds = tuple(
-        RoundTold(
+        RoundReport(
             kind="epoch",
             epoch=1000 + place,
             at_s=now_s - 60.0 * (4 - place),
@@ -79,8 +79,8 @@ def metrics_of(number: int, now_s: float) -> Metrics:
         samples=10_000 + number,
         loss=2.5 + number % 7 / 100,
         validation_loss=2.6,
-        given_epoch=1003,
-        given_at_s=now_s - 20.0,
+        contributed_epoch=1003,
+        contributed_at_s=now_s - 20.0,
         bytes_up=123_456_789,
         bytes_down=123_456_789,
         drift=1e-5,

@@ -1,4 +1,4 @@
-"""Strangers train one neural network together over the internet, with no master.
+"""Train one neural network together with strangers over the internet, with no master.
 
 Everything that a user needs is a name of this package; each is loaded when it is first used, so that `import
 swarm` costs nothing:

@@ -1,4 +1,4 @@
-"""A node: this process as a peer of the swarm. Everything else is built on one."""
+"""A node: this process as a peer of the swarm. All other services are built on one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import swarm
 from swarm.core.clock import SystemClock
@@ -28,7 +28,7 @@ from swarm.net.peerbook import KnownPeer, PeerBook
 from swarm.net.rpc import Handlers
 from swarm.net.server import Server
 from swarm.net.throttle import Bandwidth, Throttle
-from swarm.runtime.fork import Owned, close_after_fork
+from swarm.runtime.fork import NodeSockets, close_after_fork
 from swarm.runtime.services import Services
 from swarm.runtime.supervise import Supervisor
 from swarm.runtime.thread import NetworkThread
@@ -45,19 +45,17 @@ ServiceT = TypeVar("ServiceT")
 class NodeConfig:
     """Settings that rarely need a change."""
 
-    # what people may call this peer, at most 40 characters: told with its metrics to whoever watches a run
+    # Display name, at most 40 characters; it is published with this peer's metrics.
     name: str = ""
-    announce: tuple[
-        str, ...
-        # what to tell others instead of the addresses of this machine: host, host:port or multiaddr; for a
-        # forwarded port
-    ] = ()
-    # the constructor waits this long at most for the first bootstrap to answer; joining goes on in the
-    # background
-    first_join_s: float = 0.2
-    book_entries_max: int = 1000  # peers that are remembered
-    housekeeping_s: float = 30.0  # between saves of the peer book, and sweeps of unused connections
-    # caps of what tensors and other bulk may use; too small: rounds wait for us
+    # Addresses to announce instead of this machine's: host, host:port or multiaddr; for a forwarded port.
+    announce: tuple[str, ...] = ()
+    # The constructor waits at most this long for the first bootstrap peer; joining goes on in the background.
+    first_join_s: ClassVar[float] = 0.2
+    # Limit of the peer book.
+    book_entries_max: ClassVar[int] = 1000
+    # Interval at which the peer book is saved and unused connections are closed.
+    housekeeping_s: ClassVar[float] = 30.0
+    # Caps for tensors and other bulk data; too small: rounds wait for this peer.
     bandwidth: Bandwidth = field(default_factory=Bandwidth)
     channels: ChannelsConfig = field(default_factory=ChannelsConfig)
     joining: JoiningConfig = field(default_factory=JoiningConfig)
@@ -67,10 +65,12 @@ class Node:
     """This process as a peer: identity, server, connections, DHT, peer book. A context manager; `close()`
     takes under two seconds.
 
-    `bootstrap`: addresses that end in /p2p/<PeerID> (or Contacts); it does not matter whether they are up.
-    `listen`: host:port, port 0 for a free one; None: nobody can connect to this peer. `identity`: a file that
-    is made when missing, an Identity, or None for a new one that lives as long as the node. UsageError when
-    an argument is wrong, the port is taken, or another process uses the identity file.
+    - `bootstrap`: addresses that end in /p2p/<PeerID> (or Contacts); they need not be reachable.
+    - `listen`: host:port, port 0 for a free one; None: no peer can connect to this one.
+    - `identity`: a file that is created when missing, an Identity, or None for a new one that lives as long
+      as the node.
+
+    Raises UsageError when an argument is wrong, the port is taken, or another process uses the identity file.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class Node:
         config: NodeConfig | None = None,
     ) -> None:
         self.config = config or NodeConfig()
-        given = [bootstrap] if isinstance(bootstrap, str | Contact) else list(bootstrap)
-        contacts = [one if isinstance(one, Contact) else Contact.parse(one) for one in given]
-        where = parse_listen(listen) if listen is not None else None
+        entries = [bootstrap] if isinstance(bootstrap, str | Contact) else list(bootstrap)
+        contacts = [one if isinstance(one, Contact) else Contact.parse(one) for one in entries]
+        listen_address = parse_listen(listen) if listen is not None else None
         self._owns_identity = not isinstance(identity, Identity)
         self.identity = (
             identity
@@ -103,7 +103,7 @@ class Node:
         self._services = Services(self)
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
         self._closed = False
-        self._where = where
+        self._listen_address = listen_address
         self.network = NetworkThread()
         try:
             self.network.run(
@@ -112,7 +112,7 @@ class Node:
         except BaseException:
             self.close()
             raise
-        self._end_fork_guard = close_after_fork(self._owned)
+        self._end_fork_guard = close_after_fork(self._own_sockets)
         atexit.register(self.close)
 
     async def _start(self, bootstrap: list[Contact]) -> None:
@@ -134,27 +134,27 @@ class Node:
             supervisor=self.supervisor,
         )
         self.dht = Dht(service, self.network)
-        # first registered, last called: other services say their goodbyes through it
+        # Registered first and called last, because other services send their goodbyes through it.
         self.at_close(service.leave)
-        if self._where is not None:
-            host, port = self._where
+        if self._listen_address is not None:
+            host, port = self._listen_address
             port = await self._server.start(self.identity, self.handlers, host, port)
-            self._where = (host, port)
+            self._listen_address = (host, port)
             self.contact = Contact(self.peer_id, announced(host, port, self.config.announce))
         self._joining = Joining(bootstrap, self._introductions, self.book, service.join, self.config.joining)
         self.supervisor.spawn("joining the swarm", self._joining.run, restart=True)
-        self.supervisor.spawn("housekeeping", self._keep_house, restart=True)
+        self.supervisor.spawn("housekeeping", self._run_housekeeping, restart=True)
         if bootstrap:
             await self._wait(self._joining.attempted, self.config.first_join_s)
 
     @property
     def addresses(self) -> list[str]:
-        """Multiaddrs that another peer can join by; empty when nobody can connect to this peer."""
+        """Multiaddrs that another peer can join by; empty when no peer can connect to this one."""
         return self.contact.multiaddrs
 
     @property
     def agent(self) -> str:
-        """Which software this is, as peers tell each other."""
+        """The software of this peer, as it is announced to others."""
         return f"swarm/{swarm.__version__}"
 
     @property
@@ -167,46 +167,46 @@ class Node:
         return self._closed
 
     def peers(self) -> list[KnownPeer]:
-        """What the peer book knows: contact, last seen, round-trip time; the peer seen last first."""
+        """Return the peer book's entries: contact, last seen, round-trip time; the peer seen last first."""
         return self.book.known()
 
     def wait_joined(self, timeout_s: float) -> bool:
-        """Wait until a bootstrap, or a peer remembered from an earlier run, has answered. False when none did
-        in time: `join_failures` says why.
+        """Wait until a bootstrap peer, or a peer remembered from an earlier run, has answered. Returns False
+        when none did in time: `join_failures` says why.
         """
         return self.network.run(self._wait(self._joining.joined, timeout_s), timeout_s + 1.0)
 
     @property
     def join_failures(self) -> list[str]:
-        """Why those who were asked last did not answer, one sentence each."""
+        """Return one sentence for each peer that did not answer in the last attempt to join."""
         return list(self._joining.failures.values())
 
     def service(self, kind: Callable[[Node], ServiceT]) -> ServiceT:
-        """Return this node's one instance of a service, made as `kind(node)` when it is first asked for, on
-        the network thread.
+        """Return this node's single instance of a service, created as `kind(node)` on the network thread when
+        it is first requested.
 
-        A service that has something to end registers it with `at_close` in its constructor.
+        A service that must be closed registers a callback with `at_close` in its constructor.
         """
         return self._services.get(kind)
 
     def at_close(self, callback: Callable[[], Awaitable[None]]) -> Callable[[], None]:
         """Run `callback` on the network loop when the node closes, before its connections do; the callback
-        registered last goes first.
+        registered last runs first.
 
-        Returns what takes the callback back, for those who close before the node does.
+        Returns a function that removes the callback again, for services that close before the node does.
         """
         self._callbacks.append(callback)
         return lambda: self._callbacks.remove(callback) if callback in self._callbacks else None
 
     def close(self) -> None:
-        """Say goodbye, stop the services, free the port and the identity file. Idempotent; under two seconds,
-        also when peers are dead.
+        """Say goodbye, stop the services, release the port and the identity file. Idempotent; takes under two
+        seconds, also when peers are dead.
 
-        In a forked child it does nothing: the node is its parent's.
+        In a forked child it does nothing: the node belongs to its parent.
         """
-        if self._closed or not self.network.ours:
+        if self._closed or not self.network.is_own_process:
             return
-        if self.network.here:
+        if self.network.is_current_thread:
             raise UsageError("close() blocks, so it cannot be called on the network thread")
         self._closed = True
         atexit.unregister(self.close)
@@ -232,27 +232,27 @@ class Node:
         self.close()
 
     def __repr__(self) -> str:
-        where = (
+        addresses = (
             ", ".join(f"{address.host}:{address.port}" for address in self.contact.addresses) or "no address"
         )
-        return f"Node({self.peer_id}, {where}{', closed' if self._closed else ''})"
+        return f"Node({self.peer_id}, {addresses}{', closed' if self._closed else ''})"
 
     async def _stop(self) -> None:
         goodbyes = Supervisor()
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + _CALLBACKS_S_MAX
-        # one after the other: a service may need those that were there before it
+        # One after the other: a service may need those that were created before it.
         for left in range(len(self._callbacks), 0, -1):
             callback = self._callbacks[left - 1]
             task = goodbyes.spawn(f"closing {getattr(callback, '__qualname__', callback)}", callback)
-            # one that hangs leaves the others their share
+            # A callback that hangs must leave the others their share of the time.
             await asyncio.wait([task], timeout=max(deadline_s - loop.time(), 0.0) / left)
         await goodbyes.close(0.1)
         await self.supervisor.close(0.3)
         await self.channels.close()
         await self._server.stop(0.1)
 
-    async def _keep_house(self) -> None:
+    async def _run_housekeeping(self) -> None:
         while True:
             await asyncio.sleep(self.config.housekeeping_s)
             await self.channels.close_idle()
@@ -267,8 +267,8 @@ class Node:
         return True
 
     def _connected(self, contact: Contact, address: Address, seconds: float) -> None:
-        self.book.reached(contact.peer_id, address)
-        if self._introductions.due(contact.peer_id):
+        self.book.record_connection(contact.peer_id, address)
+        if self._introductions.is_due(contact.peer_id):
             self.supervisor.spawn(
                 f"introduction to {contact.peer_id.short}", lambda: self._introduce(contact)
             )
@@ -279,8 +279,8 @@ class Node:
         except SwarmError as error:
             _logger.debug("%s", error)
 
-    def _owned(self) -> Owned:
-        return Owned(self._where, self.channels.endpoints)
+    def _own_sockets(self) -> NodeSockets:
+        return NodeSockets(self._listen_address, self.channels.endpoints)
 
 
 def _book_path(identity: Identity) -> Path | None:

@@ -13,7 +13,7 @@ from typing import Any
 from averaging.optim.reports import LoadResult, StepReport
 from averaging.result import RoundResult
 from swarm.core.ids import PeerId
-from swarm.metrics.record import BLAME_MAX, ROUNDS_MAX, Blame, Metrics, RoundTold, check_own
+from swarm.metrics.record import BLAME_MAX, ROUNDS_MAX, Blame, Metrics, RoundReport, check_own
 
 _LOSSES = ("loss", "validation_loss")
 _FAILED_MAX = 2  # failed rounds among those that are told
@@ -42,7 +42,7 @@ class Meter:
         self._own: dict[str, float] = {}
         self._losses: dict[str, float] = {}
         self._broken: set[str] = set()
-        self._rounds: list[RoundTold] = []
+        self._rounds: list[RoundReport] = []
         self._samples = self._up = self._down = self._done = self._failed = 0
         self._given: tuple[int, float] | None = None
         self._stepping = False
@@ -131,8 +131,8 @@ class Meter:
                 samples=self._samples,
                 loss=self._losses.get("loss"),
                 validation_loss=self._losses.get("validation_loss"),
-                given_epoch=self._given[0] if self._given else None,
-                given_at_s=self._given[1] if self._given else None,
+                contributed_epoch=self._given[0] if self._given else None,
+                contributed_at_s=self._given[1] if self._given else None,
                 bytes_up=self._up,
                 bytes_down=self._down,
                 drift=self._drift,
@@ -157,7 +157,7 @@ class Meter:
             return
         del self._rounds[: -4 * ROUNDS_MAX]
         self._rounds.append(
-            RoundTold(
+            RoundReport(
                 kind=kind,
                 epoch=max(0, epoch),
                 at_s=now_s,
@@ -174,7 +174,7 @@ class Meter:
         )
 
 
-def _told(rounds: Sequence[RoundTold], now_s: float) -> tuple[RoundTold, ...]:
+def _told(rounds: Sequence[RoundReport], now_s: float) -> tuple[RoundReport, ...]:
     """The latest, oldest first; where rounds are short, those that failed are not pushed out by the next
     successes before anybody read.
     """

@@ -412,7 +412,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Leave the run: the others stop counting on this peer. Idempotent; the node stays open."""
-        if self._closed or self.node.closed or not self.node.network.ours:
+        if self._closed or self.node.closed or not self.node.network.is_own_process:
             self._closed = True
             return
         self._loop.close()

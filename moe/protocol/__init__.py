@@ -1,1 +1,1 @@
-"""What callers and servers of experts share: names, schemas, tensors, calls, declarations."""
+"""The protocol that callers and servers of experts share: names, schemas, tensors, calls and declarations."""

@@ -1,9 +1,10 @@
-"""Calls of one expert on one server: describe, forward, backward. One call per expert and batch.
+"""The caller's end of the protocol: describe, forward and backward calls to one expert on one server.
 
-Small tensors travel within a unary call, which shares messages with others under way to the same peer; large
-ones in a stream of chunks on a connection of their own. All of it lives on the network loop. Errors:
-`moe.protocol.errors` for what the server answers, NetworkError and DeadlineExceeded for what the network
-does, UsageError when the tensors do not fit the expert's schema (nothing is sent then).
+Small tensors are sent within a unary call, which shares messages with other calls to the same peer; large
+ones are sent as a stream of chunks on a connection of its own. Everything here runs on the network loop. The
+server's refusals are raised as the errors of `moe.protocol.errors`, network failures as NetworkError and
+DeadlineExceeded. UsageError means that the tensors do not fit the expert's schema; nothing was sent in that
+case.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from moe.protocol.methods import (
     UIDS_PER_DESCRIBE_MAX,
     read_headers,
     receive_payload,
-    send_pieces,
+    send_payload,
     wire_headers,
 )
 from moe.protocol.names import ExpertUid
@@ -48,7 +49,7 @@ from moe.protocol.tensors import (
     decode,
     encode,
     expected_bytes,
-    joined,
+    join_payloads,
     payload_bytes,
 )
 from swarm.compression import Buffer, Codec, find
@@ -61,17 +62,17 @@ if TYPE_CHECKING:
     from swarm.node import Node
 
 _SCHEMAS_MAX = 1024
-_POOLED_BYTES = 256 << 10  # what takes longer to encode or decode than a change of threads
+_POOLED_BYTES = 256 << 10  # beyond this, encoding takes longer than a change of threads
 _TENSOR_LANE = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WireCodecs:
-    """How the tensors of a call travel: names of codecs, or None for the elements as they are."""
+    """The codecs in which the tensors of a call are sent. None sends the elements as they are."""
 
     inputs: str | None = None
     outputs: str | None = None
-    gradients: str | None = None  # of outputs, on the way to the expert
+    gradients: str | None = None  # of outputs, sent to the expert
     input_gradients: str | None = None
 
     def __post_init__(self) -> None:
@@ -85,43 +86,41 @@ UNCOMPRESSED = WireCodecs()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """What a server says about an expert that it hosts."""
+    """A server's description of an expert that it hosts."""
 
     uid: ExpertUid
     schema: ExpertSchema
-    version: int  # optimizer steps so far
-    batch_size_max: int  # samples that one request may have
+    version: int  # counts optimizer steps and averages with replicas
+    batch_size_max: int  # the most samples of one request
     frozen: bool
     load: ServerLoad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardReply:
-    """The answer to a forward pass."""
+    """The reply to a forward pass."""
 
-    outputs: list[torch.Tensor]  # flat, as the schema says, on the host
-    version: int  # that they were computed with
+    outputs: list[torch.Tensor]  # flat, in the order of the schema, on the host
+    version: int  # the parameters' version that computed them
     request_id: bytes  # for the backward pass that follows
-    wait_s: float  # how long a next request would wait there
-    kept: bool = False  # the server keeps the inputs, so that the backward pass can go without
+    wait_s: float  # how long the next request would wait there
+    kept: bool = False  # the server keeps the inputs: the backward pass need not send them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardReply:
-    """The answer to a backward pass."""
+    """The reply to a backward pass."""
 
-    # of the floating inputs, in order; None: the expert does not depend on it
+    # of the floating-point inputs, in order; None: the expert does not depend on it
     gradients: list[torch.Tensor | None]
-    version: int  # that they were computed with, before the step
+    version: int  # the parameters' version that computed them, before the step
     wait_s: float
 
 
 class ExpertClient(Protocol):
-    """What callers need of `ExpertCalls`, and a simulated server can be in its place."""
-
-    async def describe(
-        self, replica: ExpertReplica, uids: Sequence[ExpertUid], *, timeout_s: float
-    ) -> list[Description | None]: ...
+    """The calls that `ReplicaCalls` needs. `ExpertCalls` makes them over the network, simulated servers in
+    tests.
+    """
 
     async def schema_of(
         self, replica: ExpertReplica, uid: ExpertUid, *, timeout_s: float
@@ -134,7 +133,7 @@ class ExpertClient(Protocol):
         inputs: Sequence[torch.Tensor],
         *,
         timeout_s: float,
-        travel: WireCodecs = ...,
+        codecs: WireCodecs = ...,
         keep: bool = ...,
     ) -> ForwardReply: ...
 
@@ -142,18 +141,18 @@ class ExpertClient(Protocol):
         self,
         replica: ExpertReplica,
         uid: ExpertUid,
-        forwarded: ForwardReply,
+        forward_reply: ForwardReply,
         tensors: GradientPass,
         *,
         timeout_s: float,
-        travel: WireCodecs = ...,
+        codecs: WireCodecs = ...,
     ) -> BackwardReply: ...
 
 
 @dataclass(frozen=True, slots=True)
 class GradientPass:
-    """What a backward pass needs: the inputs of the forward pass again, and for every floating output its
-    gradient (None: zeros).
+    """The tensors of a backward pass: the inputs of the forward pass again, and for every floating-point
+    output its gradient (None stands for zeros).
     """
 
     inputs: Sequence[torch.Tensor]
@@ -161,7 +160,7 @@ class GradientPass:
 
 
 class ExpertCalls:
-    """The caller's end of expert calls. A node has one: `node.service(ExpertCalls.from_node)`."""
+    """The caller's end of expert calls. A node has one instance: `node.service(ExpertCalls.from_node)`."""
 
     def __init__(self, channels: Channels, pool: ThreadPoolExecutor) -> None:
         self._channels, self._pool = channels, pool
@@ -169,13 +168,18 @@ class ExpertCalls:
 
     @classmethod
     def from_node(cls, node: Node) -> ExpertCalls:
-        """Make the one of a node."""
+        """Create the instance for a node."""
         return cls(node.channels, node.network.pool)
 
     async def describe(
         self, replica: ExpertReplica, uids: Sequence[ExpertUid], *, timeout_s: float
     ) -> list[Description | None]:
-        """What a server says about some of its experts, in their order; None for one that it does not host."""
+        """Return a server's descriptions of some of its experts, in the order of `uids`; None for an expert
+        that it does not host.
+
+        Raises UsageError for no uids or more than UIDS_PER_DESCRIBE_MAX, and PeerError for a reply of the
+        wrong length.
+        """
         if not 0 < len(uids) <= UIDS_PER_DESCRIBE_MAX:
             raise UsageError(
                 f"describe takes 1 to {UIDS_PER_DESCRIBE_MAX} experts at a time, not {len(uids)}"
@@ -192,7 +196,7 @@ class ExpertCalls:
                 found.append(None)
                 continue
             schema = ExpertSchema.unpack(one.schema)
-            self._learn(schema)
+            self._remember_schema(schema)
             found.append(
                 Description(
                     uid=uid,
@@ -206,8 +210,10 @@ class ExpertCalls:
         return found
 
     async def schema_of(self, replica: ExpertReplica, uid: ExpertUid, *, timeout_s: float) -> ExpertSchema:
-        """The schema with the digest that the replica was declared with; asks it the first time.
-        ExpertMissing when it hosts no such.
+        """Return the schema whose digest the replica was declared with. The replica is asked only the first
+        time.
+
+        Raises ExpertMissing when the replica no longer hosts the expert, or hosts one with another schema.
         """
         known = self._schemas.get(replica.schema)
         if known is not None:
@@ -226,26 +232,27 @@ class ExpertCalls:
         inputs: Sequence[torch.Tensor],
         *,
         timeout_s: float,
-        travel: WireCodecs = UNCOMPRESSED,
+        codecs: WireCodecs = UNCOMPRESSED,
         keep: bool = False,
     ) -> ForwardReply:
-        """What the expert makes of flat inputs (any device). They must not change until this returns.
+        """Run a forward pass. `inputs` are the flat input tensors, on any device; they must not change until
+        this returns.
 
-        `keep`: a backward pass is likely to follow, the server may keep what it needs for that.
+        `keep`: a backward pass is likely to follow, so the server may keep the inputs for it.
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         schema = await self.schema_of(replica, uid, timeout_s=timeout_s)
         batch = check(schema.input_leaves, inputs, "input")
-        codec = find(travel.outputs) if travel.outputs else None
+        codec = find(codecs.outputs) if codecs.outputs else None
         request = _request(uid, schema, batch, codec)
         request.kind, request.keep, request.request_id = (
             expert_pb2.EXPERT_FORWARD,
             keep,
             os.urandom(REQUEST_ID_BYTES),
         )
-        pieces = await self._encode(inputs, travel.inputs)
-        answer = _Answer(schema.output_leaves, batch, codec, may_be_absent=False)
-        reply, outputs = await self._exchange(replica, request, pieces, answer, deadline_s)
+        payloads = await self._encode(inputs, codecs.inputs)
+        expected = _ExpectedReply(schema.output_leaves, batch, codec, may_be_absent=False)
+        reply, outputs = await self._exchange(replica, request, payloads, expected, deadline_s)
         tensors = [tensor for tensor in outputs if tensor is not None]
         return ForwardReply(
             outputs=tensors,
@@ -259,24 +266,25 @@ class ExpertCalls:
         self,
         replica: ExpertReplica,
         uid: ExpertUid,
-        forwarded: ForwardReply,
+        forward_reply: ForwardReply,
         tensors: GradientPass,
         *,
         timeout_s: float,
-        travel: WireCodecs = UNCOMPRESSED,
+        codecs: WireCodecs = UNCOMPRESSED,
     ) -> BackwardReply:
-        """The gradients of the floating inputs; the expert's optimizer makes a step. To be asked of the
-        replica that answered forward.
+        """Run a backward pass and return the gradients of the floating-point inputs; the expert's optimizer
+        makes a step. `replica` must be the one that answered the forward pass.
 
-        Applied once for one `forwarded`, however often this is called with it: a call that got no answer can
-        be repeated.
+        The pass is applied once for one `forward_reply`, however many times this is called with it, so a call
+        that got no reply can be repeated.
         """
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         schema = await self.schema_of(replica, uid, timeout_s=timeout_s)
         batch = check(schema.input_leaves, tensors.inputs, "input")
         if len(tensors.gradients) != len(schema.gradient_leaves):
             raise UsageError(
-                f"{uid} has {len(schema.gradient_leaves)} floating outputs, and there are {len(tensors.gradients)} gradients"
+                f"{uid} has {len(schema.gradient_leaves)} floating-point outputs, "
+                f"and there are {len(tensors.gradients)} gradients"
             )
         given = [
             (leaf, one)
@@ -288,28 +296,28 @@ class ExpertCalls:
             and check([leaf for leaf, _ in given], [one for _, one in given], "gradient of output") != batch
         ):
             raise UsageError(f"the gradients have another batch size than the inputs, {batch}")
-        codec = find(travel.input_gradients) if travel.input_gradients else None
-        answer = _Answer(schema.input_gradient_leaves, batch, codec, may_be_absent=True)
-        gradients = await self._encode(tensors.gradients, travel.gradients)
-        for kept in (True, False) if forwarded.kept else (False,):
+        codec = find(codecs.input_gradients) if codecs.input_gradients else None
+        expected = _ExpectedReply(schema.input_gradient_leaves, batch, codec, may_be_absent=True)
+        gradients = await self._encode(tensors.gradients, codecs.gradients)
+        for kept in (True, False) if forward_reply.kept else (False,):
             request = _request(uid, schema, batch, codec)
             request.kind, request.request_id, request.version = (
                 expert_pb2.EXPERT_BACKWARD,
-                forwarded.request_id,
-                forwarded.version,
+                forward_reply.request_id,
+                forward_reply.version,
             )
             request.inputs_kept = kept
-            pieces = gradients if kept else [*await self._encode(tensors.inputs, travel.inputs), *gradients]
+            payloads = gradients if kept else [*await self._encode(tensors.inputs, codecs.inputs), *gradients]
             try:
-                reply, found = await self._exchange(replica, request, pieces, answer, deadline_s)
-            except _Forgotten:
+                reply, found = await self._exchange(replica, request, payloads, expected, deadline_s)
+            except _InputsForgotten:
                 if not kept:
                     raise
             else:
                 return BackwardReply(gradients=found, version=reply.version, wait_s=reply.wait_s)
         raise AssertionError("a request with its inputs is answered, or fails")
 
-    def _learn(self, schema: ExpertSchema) -> None:
+    def _remember_schema(self, schema: ExpertSchema) -> None:
         self._schemas[schema.digest] = schema
         if len(self._schemas) > _SCHEMAS_MAX:
             self._schemas.popitem(last=False)
@@ -319,11 +327,11 @@ class ExpertCalls:
     ) -> list[TensorPayload]:
         codec = find(codec_name) if codec_name else None
         size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-        costs = codec is not None or any(
+        is_costly = codec is not None or any(
             tensor is not None and (tensor.device.type != "cpu" or not tensor.is_contiguous())
             for tensor in tensors
         )
-        if size <= _POOLED_BYTES or not costs:
+        if size <= _POOLED_BYTES or not is_costly:
             return encode(tensors, codec)
         return await asyncio.get_running_loop().run_in_executor(self._pool, encode, tensors, codec)
 
@@ -331,43 +339,43 @@ class ExpertCalls:
         self,
         replica: ExpertReplica,
         request: ExpertRequest,
-        pieces: list[TensorPayload],
-        answer: _Answer,
+        payloads: list[TensorPayload],
+        expected: _ExpectedReply,
         deadline_s: float,
     ) -> tuple[ExpertReply, list[torch.Tensor | None]]:
-        """Send, receive, and decode what the answer says."""
-        request.tensors.extend(wire_headers(pieces))
-        size = payload_bytes(pieces)
-        if max(size, answer.size_bytes) > PAYLOAD_BYTES_MAX:
+        """Send a request, receive the reply and decode its tensors."""
+        request.tensors.extend(wire_headers(payloads))
+        size = payload_bytes(payloads)
+        if max(size, expected.size_bytes) > PAYLOAD_BYTES_MAX:
             raise UsageError(
                 f"a call of an expert carries at most {PAYLOAD_BYTES_MAX >> 20} MiB each way: split the batch"
             )
         timeout_s = deadline_s - asyncio.get_running_loop().time()
         payload: Buffer | torch.Tensor
-        if size <= INLINE_BYTES_MAX and answer.size_bytes <= INLINE_BYTES_MAX:
-            request.payload = joined(pieces)
+        if size <= INLINE_BYTES_MAX and expected.size_bytes <= INLINE_BYTES_MAX:
+            request.payload = join_payloads(payloads)
             reply = await self._channels.call(replica.contact, CALL, request, timeout_s=timeout_s)
             _raise_unless_ok(replica, request, reply)
             payload = reply.payload
         else:
             request.payload_bytes = size
-            reply, payload = await self._stream(replica, request, pieces, answer, timeout_s)
+            reply, payload = await self._stream(replica, request, payloads, expected, timeout_s)
         if len(payload) <= _POOLED_BYTES:
-            return reply, answer.read(replica, reply, payload)
+            return reply, expected.read(replica, reply, payload)
         return reply, await asyncio.get_running_loop().run_in_executor(
-            self._pool, answer.read, replica, reply, payload
+            self._pool, expected.read, replica, reply, payload
         )
 
     async def _stream(
         self,
         replica: ExpertReplica,
         request: ExpertRequest,
-        pieces: list[TensorPayload],
-        answer: _Answer,
+        payloads: list[TensorPayload],
+        expected: _ExpectedReply,
         timeout_s: float,
     ) -> tuple[ExpertReply, torch.Tensor]:
-        """A server that refuses says so before it has taken everything, so the answer is awaited while the
-        request is on its way.
+        """Exchange a request and its reply over a stream. A server may refuse before it has received
+        everything, so the reply is awaited while the request is still being sent.
         """
         stream_of = self._channels.open_stream(
             replica.contact, EXCHANGE, timeout_s=timeout_s, lane=_TENSOR_LANE
@@ -377,12 +385,12 @@ class ExpertCalls:
             async def send() -> None:
                 try:
                     await stream.send(request.SerializeToString())
-                    await send_pieces(stream, pieces)
+                    await send_payload(stream, payloads)
                     await stream.finish()
                 except NetworkError:
-                    return  # what is received says why
+                    return  # the reply says why
 
-            # raised below: what `except*` raises comes in a group on early versions of Python 3.11
+            # raised below: early versions of Python 3.11 wrap errors raised within `except*` in a group
             failed: BaseException | None = None
             try:
                 async with asyncio.TaskGroup() as tasks:
@@ -394,7 +402,7 @@ class ExpertCalls:
                     if reply.status != expert_pb2.EXPERT_OK:
                         sending.cancel()
                     else:
-                        answer.check(replica, reply)
+                        expected.check(replica, reply)
                         payload = await receive_payload(stream, reply.payload_bytes)
             except* (PeerError, NetworkError) as errors:
                 failed = errors.exceptions[0]
@@ -404,13 +412,13 @@ class ExpertCalls:
             return reply, payload
 
 
-class _Forgotten(ExpertFailed):
-    """The server has not kept the inputs."""
+class _InputsForgotten(ExpertFailed):
+    """The server no longer has the inputs of the forward pass."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
-    """What an answer should look like."""
+class _ExpectedReply:
+    """The shape that the tensors of a reply must have."""
 
     leaves: Sequence[Leaf]
     batch: int
@@ -422,7 +430,9 @@ class _Answer:
         return expected_bytes(self.leaves, self.batch, self.codec)
 
     def check(self, replica: ExpertReplica, reply: ExpertReply) -> int:
-        """PeerError when what the headers say is not that."""
+        """Check the headers of a reply and return the number of payload bytes that they stand for. Raises
+        ExpertFailed when they do not fit.
+        """
         absent_from = 0 if self.may_be_absent else len(self.leaves)
         try:
             expected = check_headers(
@@ -430,18 +440,20 @@ class _Answer:
             )
         except PeerError as error:
             raise ExpertFailed(
-                f"peer {replica.peer_id} answered with something else than the expert's schema says: {error}"
+                f"peer {replica.peer_id} sent a reply that does not fit the expert's schema: {error}"
             ) from None
         if reply.payload_bytes not in (0, expected):
             raise ExpertFailed(
-                f"peer {replica.peer_id} announces {reply.payload_bytes} bytes where its answer takes {expected}"
+                f"peer {replica.peer_id} announces {reply.payload_bytes} bytes for a reply of {expected}"
             )
         return expected
 
     def read(
         self, replica: ExpertReplica, reply: ExpertReply, payload: Buffer | torch.Tensor
     ) -> list[torch.Tensor | None]:
-        """The tensors. ExpertFailed when they are not what they should be, NaN and infinity included."""
+        """Decode the tensors of a reply. Raises ExpertFailed when they do not fit the schema, or contain NaN
+        or infinity.
+        """
         self.check(replica, reply)
         try:
             return decode(read_headers(reply.tensors), self.leaves, self.batch, payload)
@@ -470,6 +482,6 @@ def _raise_unless_ok(replica: ExpertReplica, request: ExpertRequest, reply: Expe
         expert_pb2.EXPERT_MISSING: ExpertMissing,
         expert_pb2.EXPERT_REFUSED: ExpertRefused,
         expert_pb2.EXPERT_APPLIED: ExpertApplied,
-        expert_pb2.EXPERT_FORGOTTEN: _Forgotten,
+        expert_pb2.EXPERT_FORGOTTEN: _InputsForgotten,
     }
     raise kinds.get(reply.status, ExpertFailed)(text)

@@ -1,12 +1,12 @@
-"""Which experts are there, and who hosts them: each server's record of itself under every prefix of its
+"""Declarations: DHT records with which servers announce their experts, one record for each prefix of the
 experts' names.
 
-A record belongs to (prefix, server), whatever the number of experts: under `experts/ffn` a server says below
-which coordinates it has experts, under `experts/ffn.3` which experts it hosts there, with what schema, where
-it is reached and how busy it is. So a search goes down the grid level by level, servers that host the same
-expert are alternatives, and a server of 256 experts in a grid of 16 × 16 renews 17 records, and one more
-under `expert-grids/all`, where servers name their grids for whoever knows none (a monitor). They are signed,
-expire when they are not renewed, and are taken back when a server leaves.
+A record belongs to (prefix, server), whatever the number of experts. Under `experts/ffn` a server lists the
+coordinates below which it has experts; under `experts/ffn.3` it lists the experts it hosts there, with their
+schemas, its addresses and its load. A search therefore goes down the grid level by level, servers that host
+the same expert are alternatives, and a server of 256 experts in a grid of 16 × 16 renews 17 records. One more
+record under `expert-grids/all` names the server's grids for readers that know none, such as a monitor.
+Records are signed, expire when they are not renewed, and are deleted when a server leaves.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from swarm.dht.service.dht_service import ManyAnswers, StoreItem, StoreResult
 _log = logging.getLogger(__name__)
 
 NAMESPACE = "experts"
-REPLICAS_MAX = 64  # of one expert that a reader takes into account
+REPLICAS_MAX = 64  # of one expert; a reader ignores further ones
 _ADDRESSES_MAX = 8
-_SCHEMAS_MAX = 64  # among one server's experts under one prefix
+_SCHEMAS_MAX = 64  # of one server's experts under one prefix
 _DIGEST_BYTES = 16
 _WAIT_S_MAX = 3600.0
 _RATE_MAX = 1e9
 _PARALLEL_DELETES = 16
-_GRIDS_PER_SERVER_MAX = 64  # that it names; what it hosts beyond is found by those who know its name
+_WITHDRAW_TIMEOUT_S = 0.8  # a closing node waits no longer for its callbacks
+_GRIDS_PER_SERVER_MAX = 64  # that a server lists; readers find further grids only by name
 _GRID_CHARACTERS_MAX = 200
 
 _COORDINATES = Many(Number(0, COORDINATE_MAX, whole=True), COORDINATE_MAX + 1)
@@ -70,20 +71,20 @@ GRIDS_RULES = NamespaceRules(
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
-    """How busy a server says it is."""
+    """The load that a server reports."""
 
-    wait_s: float = 0.0  # before a request that comes now is begun
-    samples_per_s: float = 0.0  # that it computed lately while busy, over all its experts; 0: not known yet
+    wait_s: float = 0.0  # expected wait of a new request
+    samples_per_s: float = 0.0  # recent throughput while busy, over all experts; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertReplica:
-    """An expert on one server. Those of one expert and schema are alternatives."""
+    """An expert on one server. Replicas with the same expert and schema are alternatives."""
 
     contact: Contact
-    schema: bytes  # its digest
+    schema: bytes  # the schema's digest
     load: ServerLoad = ServerLoad()
-    expiration: float = 0.0  # swarm time; it is renewed long before
+    expiration: float = 0.0  # swarm time; the declaration is renewed long before
 
     @property
     def peer_id(self) -> PeerId:
@@ -92,26 +93,25 @@ class ExpertReplica:
 
 @dataclass(frozen=True, slots=True)
 class GridBranch:
-    """What lies directly below a prefix."""
+    """The experts and longer prefixes directly below a prefix."""
 
     experts: Mapping[int, tuple[ExpertReplica, ...]] = field(default_factory=dict)
-    deeper: frozenset[int] = frozenset()  # coordinates that are prefixes themselves
+    deeper: frozenset[int] = frozenset()  # coordinates of longer prefixes
 
     @property
     def coordinates(self) -> frozenset[int]:
-        """All that are alive, experts or prefixes."""
+        """Return all coordinates that are alive, whether they are experts or prefixes."""
         return self.deeper | self.experts.keys()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaringConfig:
-    """How a server declares itself."""
+    """Settings for a server's declarations."""
 
-    ttl_s: float = 45.0  # experts of a server that died without a word are still found for this long
+    ttl_s: float = 45.0  # experts of a server that crashed are still found for this long
     renew_s: float = 15.0  # two renewals may get lost
-    retry_s: float = 1.0  # after a renewal that nobody took; doubles up to renew_s
+    retry_s: float = 1.0  # after a renewal that no peer stored; doubles up to renew_s
     store_timeout_s: float = 8.0
-    goodbye_timeout_s: float = 0.8  # a node that closes does not wait longer for its callbacks
 
     def __post_init__(self) -> None:
         if not 0 < self.renew_s < self.ttl_s <= RULES.ttl_s_max:
@@ -120,8 +120,8 @@ class DeclaringConfig:
             )
 
 
-class ReadsMany(Protocol):
-    """What `Directory` needs of the DHT."""
+class DhtReader(Protocol):
+    """The part of the DHT that `Directory` needs."""
 
     def register(self, namespace: str, rules: NamespaceRules) -> None: ...
 
@@ -136,20 +136,20 @@ class ReadsMany(Protocol):
 
 
 class Directory:
-    """The reading side. Lives on the network loop."""
+    """Reads declarations. Lives on the network loop."""
 
-    def __init__(self, dht: ReadsMany) -> None:
+    def __init__(self, dht: DhtReader) -> None:
         self._dht = dht
         _register(dht)
 
     async def grids(self, *, timeout_s: float) -> list[ExpertUid]:
-        """The names of the grids of which servers have experts, the one with most servers first. NetworkError
-        when nobody answers.
+        """Return the names of the grids that servers have declared, the one with the most servers first.
+        Raises NetworkError when nobody answers.
         """
         found = await self._dht.get_many([GRIDS], timeout_s=timeout_s)
         if GRIDS not in found.answers:
             raise DeadlineExceeded(
-                f"the DHT does not say which grids of experts there are: {found.failures.get(GRIDS)}"
+                f"the grids of experts cannot be read from the DHT: {found.failures.get(GRIDS)}"
             )
         servers: Counter[ExpertUid] = Counter()
         answer = found.answers[GRIDS]
@@ -160,18 +160,17 @@ class Directory:
     async def branches(
         self, prefixes: Sequence[ExpertUid], *, timeout_s: float, max_age_s: float | None = None
     ) -> dict[ExpertUid, GridBranch]:
-        """What lies below each of the prefixes, all read together; an empty branch where nothing is declared.
+        """Return what lies below each of the prefixes, all read together; an empty branch where nothing is
+        declared.
 
-        `max_age_s`: answers up to so old will do; as in `DhtService.get`. A prefix that nobody answered for
-        in time is left out; NetworkError when that is true of all.
+        `max_age_s` is the age up to which cached answers will do, as in `DhtService.get`. A prefix for which
+        nobody answered in time is left out. Raises NetworkError when that happens to all of them.
         """
         keys = {_key(prefix): prefix for prefix in prefixes}
         found = await self._dht.get_many(list(keys), max_age_s=max_age_s, timeout_s=timeout_s)
         if keys and not found.answers:
             reason = next(iter(found.failures.values()), None)
-            raise DeadlineExceeded(
-                f"the DHT does not say which experts there are below {prefixes[0]}: {reason}"
-            )
+            raise DeadlineExceeded(f"the experts below {prefixes[0]} cannot be read from the DHT: {reason}")
         return {
             keys[Key.parse(name) if isinstance(name, str) else name]: _branch(answer)
             for name, answer in found.answers.items()
@@ -180,15 +179,17 @@ class Directory:
     async def live(
         self, prefix: ExpertUid, *, timeout_s: float, max_age_s: float | None = None
     ) -> Mapping[int, tuple[ExpertReplica, ...]]:
-        """The experts directly below a prefix: {last coordinate: who hosts it}, the one with the shortest
-        wait first.
+        """Return the replicas of the experts directly below a prefix, by last coordinate, the replica with
+        the shortest wait first.
         """
         return (await self.branches([prefix], timeout_s=timeout_s, max_age_s=max_age_s))[prefix].experts
 
     async def replicas(
         self, uids: Sequence[ExpertUid], *, timeout_s: float, max_age_s: float | None = None
     ) -> dict[ExpertUid, tuple[ExpertReplica, ...]]:
-        """Who hosts each of these experts, the one with the shortest wait first; nobody: ()."""
+        """Return the replicas of each of these experts, the one with the shortest wait first; () for an
+        expert that nobody hosts.
+        """
         branches = await self.branches(
             list({uid.prefix for uid in uids}), timeout_s=timeout_s, max_age_s=max_age_s
         )
@@ -196,8 +197,8 @@ class Directory:
         return {uid: branches.get(uid.prefix, nothing).experts.get(uid.coordinates[-1], ()) for uid in uids}
 
 
-class StoresMany(Protocol):
-    """What `Declarations` needs of the DHT."""
+class DhtWriter(Protocol):
+    """The part of the DHT that `Declarations` needs."""
 
     def register(self, namespace: str, rules: NamespaceRules) -> None: ...
 
@@ -211,19 +212,19 @@ class StoresMany(Protocol):
 
 
 class Declarations:
-    """One server's records: stored, renewed, withdrawn. Lives on the network loop. `experts`: {uid: digest of
-    its schema}.
+    """Stores, renews and withdraws one server's records. Lives on the network loop. `experts` maps the name
+    of each expert to the digest of its schema.
     """
 
     def __init__(
         self,
-        dht: StoresMany,
-        own: Callable[[], Contact],
+        dht: DhtWriter,
+        own_contact: Callable[[], Contact],
         experts: Mapping[ExpertUid, bytes],
         load: Callable[[], ServerLoad],
         config: DeclaringConfig | None = None,
     ) -> None:
-        self._dht, self._own, self._load = dht, own, load
+        self._dht, self._own_contact, self._load = dht, own_contact, load
         self._config = config or DeclaringConfig()
         self._prefixes = _by_prefix(experts)
         self._grids = sorted({prefix.block for prefix in self._prefixes})[:_GRIDS_PER_SERVER_MAX]
@@ -233,12 +234,15 @@ class Declarations:
             renew_s=self._config.renew_s,
             retry_s=self._config.retry_s,
         )
-        self.declared = self._keeper.attempted  # others can find this server, or the first attempt failed
+        # set when others can find this server, or the first attempt failed
+        self.declared = self._keeper.attempted
         _register(dht)
 
     async def declare(self) -> bool:
-        """Store every record once; False when not all of them were taken by another peer of the DHT."""
-        contact, load = self._own(), self._load()
+        """Store every record once. Return False when some record was not stored by any other peer of the
+        DHT.
+        """
+        contact, load = self._own_contact(), self._load()
         items = [
             StoreItem(key=_key(prefix), value=_record(contact, load, content), subkey=str(contact.peer_id))
             for prefix, content in self._prefixes.items()
@@ -249,24 +253,24 @@ class Declarations:
         return all(result.replicas > own_copies for result in results)
 
     async def renew(self) -> None:
-        """Declare again and again, until cancelled."""
+        """Store the records again and again, until cancelled."""
         await self._keeper.run()
 
     async def withdraw(self) -> None:
-        """Take the records back: nobody finds these experts here any more."""
-        room = asyncio.Semaphore(_PARALLEL_DELETES)
+        """Delete the records, so that nobody finds these experts here any more."""
+        slots = asyncio.Semaphore(_PARALLEL_DELETES)
         try:
-            async with asyncio.timeout(self._config.goodbye_timeout_s), asyncio.TaskGroup() as tasks:
+            async with asyncio.timeout(_WITHDRAW_TIMEOUT_S), asyncio.TaskGroup() as tasks:
                 for key in (GRIDS, *map(_key, self._prefixes)):
-                    tasks.create_task(self._delete(key, room))
+                    tasks.create_task(self._delete(key, slots))
         except TimeoutError:
             _log.debug("some declarations were not withdrawn in time, and expire")
 
-    async def _delete(self, key: Key, room: asyncio.Semaphore) -> None:
-        async with room:
+    async def _delete(self, key: Key, slots: asyncio.Semaphore) -> None:
+        async with slots:
             try:
                 await self._dht.delete(
-                    key, subkey=str(self._own().peer_id), timeout_s=self._config.goodbye_timeout_s
+                    key, subkey=str(self._own_contact().peer_id), timeout_s=_WITHDRAW_TIMEOUT_S
                 )
             except (NetworkError, UsageError) as error:
                 _log.debug("the declaration under %s was not withdrawn: %s", key, error)
@@ -274,10 +278,10 @@ class Declarations:
 
 @dataclass(slots=True)
 class _Content:
-    """What a server has below one prefix."""
+    """The experts that a server has below one prefix."""
 
     deeper: set[int] = field(default_factory=set)
-    experts: dict[bytes, list[int]] = field(default_factory=dict)  # digest of the schema -> last coordinates
+    experts: dict[bytes, list[int]] = field(default_factory=dict)  # schema digest -> last coordinates
 
 
 def _by_prefix(experts: Mapping[ExpertUid, bytes]) -> dict[ExpertUid, _Content]:
@@ -292,7 +296,7 @@ def _by_prefix(experts: Mapping[ExpertUid, bytes]) -> dict[ExpertUid, _Content]:
     for prefix, content in found.items():
         if len(content.experts) > _SCHEMAS_MAX:
             raise UsageError(
-                f"one server hosts experts of at most {_SCHEMAS_MAX} different schemas directly below {prefix}"
+                f"one server hosts experts of at most {_SCHEMAS_MAX} schemas directly below {prefix}"
             )
     return found
 
@@ -312,19 +316,19 @@ def _branch(answer: Entry | dict[str, Entry] | None) -> GridBranch:
     deeper: set[int] = set()
     experts: dict[int, list[ExpertReplica]] = {}
     for entry in answer.values() if isinstance(answer, dict) else ():
-        value = entry.value  # as RULES demand: this peer registered them
+        value = entry.value  # valid, since this peer registered RULES
         try:
             contact = Contact(entry.writer, tuple(Address.parse(one) for one in value["addresses"]))
         except UsageError:
-            continue  # its writer's fault, and nobody else's business
+            continue  # an invalid record of its writer's; the others are used
         deeper.update(value["deeper"])
         load = ServerLoad(float(value["wait"]), float(value["rate"]))
-        told: set[int] = set()  # a server is one replica of an expert, however often it says so
+        known: set[int] = set()  # a server counts as one replica, even if it lists an expert twice
         for digest, coordinates in zip(value["schemas"], value["experts"], strict=False):
             replica = ExpertReplica(contact, digest, load, entry.expiration)
-            for coordinate in set(coordinates) - told:
+            for coordinate in set(coordinates) - known:
                 experts.setdefault(coordinate, []).append(replica)
-            told.update(coordinates)
+            known.update(coordinates)
     for coordinate, replicas in experts.items():
         replicas.sort(key=lambda replica: (replica.load.wait_s, replica.peer_id))
         experts[coordinate] = replicas[:REPLICAS_MAX]
@@ -334,14 +338,14 @@ def _branch(answer: Entry | dict[str, Entry] | None) -> GridBranch:
 
 
 def _is_grid(name: str) -> bool:
-    """Whether this names a grid, as its servers do: without coordinates."""
+    """Return whether `name` is a grid's name without coordinates, as servers publish it."""
     try:
         return not ExpertUid.parse_prefix(name).coordinates
     except UsageError:
         return False
 
 
-def _register(dht: ReadsMany | StoresMany) -> None:
+def _register(dht: DhtReader | DhtWriter) -> None:
     dht.register(NAMESPACE, RULES)
     dht.register(GRIDS.namespace, GRIDS_RULES)
 

@@ -1,5 +1,5 @@
-"""How a call of an expert fails. All are PeerErrors: the peer was there and answered; what the network does
-is a NetworkError as ever.
+"""Errors of expert calls. All are PeerErrors, which means that the peer answered; failures of the network are
+NetworkErrors.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from swarm.core.errors import PeerError, UsageError
 
 
 class ExpertError(PeerError):
-    """Base: the peer that hosts the expert did not compute what it was asked."""
+    """Base class: the peer that hosts the expert did not compute the request."""
 
 
 class ExpertOverloaded(ExpertError):
-    """Its queue is full. Nothing was computed: another replica, or the same one a little later, can be asked.
-    `queued`: requests there.
+    """The server's queue is full and nothing was computed. Another replica can be asked, or the same one a
+    little later. `queued` is the number of requests that wait there.
     """
 
     def __init__(self, text: str, queued: int = 0) -> None:
@@ -22,20 +22,22 @@ class ExpertOverloaded(ExpertError):
 
 
 class ExpertMissing(ExpertError):
-    """The peer does not host this expert, or no longer: its declaration has not expired yet."""
+    """The peer does not host this expert, or no longer does and its declaration has not expired yet."""
 
 
 class ExpertRefused(ExpertError, UsageError):
-    """The request does not fit the expert's schema or limits; the text says where. When the server is right,
-    others say the same.
+    """The request does not fit the expert's schema or limits; the text says where. If the server is right,
+    other replicas refuse as well.
     """
 
 
 class ExpertFailed(ExpertError):
-    """The expert's own computation failed there, or gave no usable result. A backward pass that ended so was
+    """The expert's own computation failed, or gave no usable result. A backward pass that ended this way was
     not applied.
     """
 
 
 class ExpertApplied(ExpertError):
-    """This backward pass was applied before, and the server no longer has the gradients that it gave then."""
+    """This backward pass was applied before, and the server no longer has the gradients that it returned
+    then.
+    """

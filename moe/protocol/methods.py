@@ -1,4 +1,4 @@
-"""The methods that a server of experts answers, and how their messages are read and written."""
+"""The RPC methods of a server of experts, and how their messages are read and written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swarm.core.errors import PeerError
 from swarm.net.rpc import Method, Stream, StreamMethod
 from swarm.wire.expert_pb2 import DescribeReply, DescribeRequest, ExpertReply, ExpertRequest, TensorHeader
 
-# payloads up to this travel within the call; both the request's and the answer's must fit
+# payloads up to this size are sent within the call; both the request's and the reply's must fit
 INLINE_BYTES_MAX = 256 << 10
 PAYLOAD_BYTES_MAX = 256 << 20
 UIDS_PER_DESCRIBE_MAX = 256
@@ -38,8 +38,8 @@ CALL = Method(
 EXCHANGE = StreamMethod(name="/swarm.Expert/Exchange", message_bytes_max=CHUNK_BYTES + _HEADER_BYTES_MAX)
 
 
-def wire_headers(pieces: Sequence[TensorPayload]) -> list[TensorHeader]:
-    """As they travel beside the payload."""
+def wire_headers(payloads: Sequence[TensorPayload]) -> list[TensorHeader]:
+    """Return the headers that describe these payloads, as they are sent beside them."""
     return [
         TensorHeader(
             codec=piece.codec,
@@ -47,26 +47,26 @@ def wire_headers(pieces: Sequence[TensorPayload]) -> list[TensorHeader]:
             payload_bytes=piece.size_bytes,
             absent=piece.absent,
         )
-        for piece in pieces
+        for piece in payloads
     ]
 
 
 def read_headers(headers: Iterable[TensorHeader]) -> list[Header]:
-    """What a peer says about its payload."""
+    """Convert headers that a peer sent."""
     return [Header(one.codec, one.codec_version, one.payload_bytes, one.absent) for one in headers]
 
 
-async def send_pieces(stream: Stream, pieces: Sequence[TensorPayload]) -> None:
-    """A payload in chunks."""
-    for chunk in chunks(pieces):
+async def send_payload(stream: Stream, payloads: Sequence[TensorPayload]) -> None:
+    """Send a payload in chunks."""
+    for chunk in chunks(payloads):
         await stream.send(chunk)
 
 
 async def receive_payload(stream: Stream, size_bytes: int) -> torch.Tensor:
-    """A payload of exactly so many bytes, as flat uint8 on the host.
+    """Receive a payload of exactly `size_bytes` bytes; return it as flat uint8 on the host.
 
-    PeerError when the stream ends before or goes on behind it, or is silent for SILENCE_S_MAX: what is
-    announced holds memory.
+    Raises PeerError when the stream ends before that, continues after it, or is silent for SILENCE_S_MAX: the
+    announced size already holds memory.
     """
     payload = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
     array = payload.numpy()

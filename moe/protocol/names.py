@@ -1,9 +1,9 @@
-"""What experts are called: `ffn.3.17` is the expert at (3, 17) of the grid `ffn`. Patterns name many:
-`ffn.[0:4].[0:32]`.
+"""Names of experts and patterns of names. `ffn.3.17` is the expert at (3, 17) of the grid `ffn`; the pattern
+`ffn.[0:4].[0:32]` stands for many experts.
 
-Experts of one grid may lie at any depth from 1 to `DEPTH_MAX`. A prefix (`ffn`, `ffn.3`) is what experts are
-looked up by, level after level. Whatever a stranger can write here is bounded: a name by its length, a
-pattern by how many names it may stand for.
+Experts of one grid may lie at any depth from 1 to `DEPTH_MAX`. Experts are looked up by prefix (`ffn`,
+`ffn.3`), level after level. Everything that a peer can send here is bounded: a name by its length, a pattern
+by the number of names it may stand for.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import NamedTuple
 from swarm.core.errors import UsageError
 
 DEPTH_MAX = 8
-COORDINATE_MAX = 4095  # so that one server's share of a prefix fits into one record
-NAMES_MAX = 65536  # that a pattern is ever written out to
+COORDINATE_MAX = 4095  # so that one server's experts below a prefix fit into one record
+NAMES_MAX = 65536  # that a pattern is expanded to
 
 _BLOCK = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,47}")
 _COORDINATE = re.compile(r"0|[1-9][0-9]{0,3}")
@@ -27,48 +27,55 @@ _RANGE = re.compile(r"\[(0|[1-9][0-9]{0,3}):(0|[1-9][0-9]{0,4})\]")
 
 
 class ExpertUid(NamedTuple):
-    """The name of an expert (at least one coordinate) or of a prefix (none or more). `str()` gives the text."""
+    """The name of an expert (at least one coordinate) or of a prefix (any number of coordinates). `str()`
+    gives the text.
+    """
 
     block: str
     coordinates: tuple[int, ...]
 
     @classmethod
     def parse(cls, text: str) -> ExpertUid:
-        """Read an expert's name; UsageError says what is wrong with it."""
+        """Parse an expert's name. Raises UsageError, which says what is wrong with it."""
         uid = cls.parse_prefix(text)
         if not uid.coordinates:
             raise UsageError(
-                f"{text!r} names a grid, not an expert: an expert's name ends in its coordinates, like {text}.0"
+                f"{text!r} names a grid, not an expert: "
+                f"an expert's name ends in its coordinates, like {text}.0"
             )
         return uid
 
     @classmethod
     def parse_prefix(cls, text: str) -> ExpertUid:
-        """Read a prefix: a grid's name, or the beginning of an expert's."""
+        """Parse a prefix: a grid's name, or the beginning of an expert's name. Raises UsageError."""
         block, *parts = _split(text)
         if not all(_COORDINATE.fullmatch(part) and int(part) <= COORDINATE_MAX for part in parts):
             raise UsageError(
-                f"{text[:100]!r} is no expert's name: after the first dot come whole numbers from 0 to {COORDINATE_MAX}"
+                f"{text[:100]!r} is no expert's name: "
+                f"after the first dot come whole numbers from 0 to {COORDINATE_MAX}"
             )
         return cls(block, tuple(int(part) for part in parts))
 
     @property
     def prefix(self) -> ExpertUid:
-        """Without the last coordinate."""
+        """Return the name without its last coordinate."""
         return ExpertUid(self.block, self.coordinates[:-1])
 
     @property
     def prefixes(self) -> tuple[ExpertUid, ...]:
-        """Every prefix that leads here, the grid's name first: of ffn.3.17 these are ffn and ffn.3."""
+        """Return every prefix of this name, the grid's name first: for ffn.3.17 these are ffn and ffn.3."""
         return tuple(
             ExpertUid(self.block, self.coordinates[:depth]) for depth in range(len(self.coordinates))
         )
 
     def child(self, coordinate: int) -> ExpertUid:
-        """One level deeper. UsageError when that is too deep or no coordinate."""
+        """Return the name one level deeper. Raises UsageError when that is too deep, or `coordinate` is out
+        of range.
+        """
         if len(self.coordinates) >= DEPTH_MAX or not 0 <= coordinate <= COORDINATE_MAX:
             raise UsageError(
-                f"below {self} there is no {coordinate}: at most {DEPTH_MAX} coordinates, each from 0 to {COORDINATE_MAX}"
+                f"below {self} there is no {coordinate}: "
+                f"at most {DEPTH_MAX} coordinates, each from 0 to {COORDINATE_MAX}"
             )
         return ExpertUid(self.block, (*self.coordinates, coordinate))
 
@@ -78,15 +85,15 @@ class ExpertUid(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertGrid:
-    """A pattern: a grid's name, and for each dimension the coordinates that are meant."""
+    """A pattern of names: a grid's name, and for each dimension a range of coordinates."""
 
     block: str
     dimensions: tuple[range, ...]
 
     @classmethod
     def parse(cls, text: str) -> ExpertGrid:
-        """Read `ffn.[0:4].[0:32]`; a plain number stands for itself, so that an expert's name is a pattern of
-        one. UsageError.
+        """Parse a pattern such as `ffn.[0:4].[0:32]`. A plain number stands for itself, so an expert's name
+        is a pattern for one expert. Raises UsageError.
         """
         block, *parts = _split(text)
         if not parts:
@@ -95,17 +102,17 @@ class ExpertGrid:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """How many coordinates each dimension has."""
+        """Return the number of coordinates in each dimension."""
         return tuple(len(dimension) for dimension in self.dimensions)
 
     @property
     def count(self) -> int:
-        """How many names the pattern stands for; there may be far more than anyone writes out."""
+        """Return the number of names that the pattern stands for; it may be far too large to list them."""
         return math.prod(self.shape)
 
     @property
     def root(self) -> ExpertUid:
-        """The prefix of all."""
+        """Return the prefix that all names of the pattern share: the grid's name."""
         return ExpertUid(self.block, ())
 
     def __contains__(self, uid: ExpertUid) -> bool:
@@ -113,18 +120,19 @@ class ExpertGrid:
             uid.block == self.block
             and len(uid.coordinates) == len(self.dimensions)
             and all(
-                place in dimension for place, dimension in zip(uid.coordinates, self.dimensions, strict=True)
+                coordinate in dimension
+                for coordinate, dimension in zip(uid.coordinates, self.dimensions, strict=True)
             )
         )
 
     def names(self) -> Iterator[ExpertUid]:
-        """Every name, in order. UsageError when there are more than NAMES_MAX."""
+        """Return every name, in order. Raises UsageError when there are more than NAMES_MAX."""
         if self.count > NAMES_MAX:
             raise UsageError(f"{self} stands for {self.count:,} experts; at most {NAMES_MAX:,} can be listed")
         return (ExpertUid(self.block, coordinates) for coordinates in itertools.product(*self.dimensions))
 
     def __str__(self) -> str:
-        return ".".join((self.block, *(_written(dimension) for dimension in self.dimensions)))
+        return ".".join((self.block, *(_dimension_text(dimension) for dimension in self.dimensions)))
 
 
 def _split(text: str) -> list[str]:
@@ -153,5 +161,5 @@ def _dimension(part: str, text: str) -> range:
     return range(first, end)
 
 
-def _written(dimension: range) -> str:
+def _dimension_text(dimension: range) -> str:
     return str(dimension.start) if len(dimension) == 1 else f"[{dimension.start}:{dimension.stop}]"

@@ -1,10 +1,10 @@
-"""What an expert takes and gives: trees of tensors, each with a dtype and the shape behind its first
-dimension, which is the batch.
+"""Schemas of experts: the trees of tensors that an expert takes and returns, each tensor with a dtype and the
+shape behind its first dimension, the batch.
 
-A tree is a tensor, or a tuple, list or dictionary (with text as keys) of trees. On the wire there are only
-the flat lists of its tensors, dictionaries in the order of their keys. The schema is made from sample inputs
-by calling the module once; its digest goes with every request, so that two peers that mean different things
-by one name find out before anything is computed.
+A tree is a tensor, or a tuple, list or dictionary (with text as keys) of trees. Only the flat list of a
+tree's tensors is sent, dictionaries in the order of their keys. A schema is made by calling the module once
+with sample inputs. Its digest is sent with every request, so that two peers that mean different things by one
+name notice before anything is computed.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One tensor: (batch, *shape) of this dtype."""
+    """One tensor of a tree: (batch, *shape) of this dtype."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def is_floating(self) -> bool:
-        """Only such tensors have gradients."""
+        """Return whether the tensor has floating-point elements. Only such tensors have gradients."""
         return self.dtype.is_floating_point
 
     @property
     def elements(self) -> int:
-        """Of one sample."""
+        """Return the number of elements of one sample."""
         return math.prod(self.shape)
 
     @property
     def sample_bytes(self) -> int:
-        """Of one sample, uncompressed."""
+        """Return the bytes of one sample, uncompressed."""
         return self.elements * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -79,8 +79,8 @@ Tree: TypeAlias = "Leaf | tuple[Tree, ...] | list[Tree] | dict[str, Tree]"
 
 @dataclass(frozen=True)
 class ExpertSchema:
-    """`inputs` is a tuple of trees, the positional arguments; `outputs` one tree, whatever the module
-    returns.
+    """The inputs and outputs of an expert. `inputs` is a tuple of trees, the positional arguments; `outputs`
+    is one tree, the module's return value.
     """
 
     inputs: Tree
@@ -90,36 +90,41 @@ class ExpertSchema:
         for count, leaf in enumerate((*leaves(self.inputs), *leaves(self.outputs)), 1):
             if count > LEAVES_MAX or leaf.elements > ELEMENTS_PER_SAMPLE_MAX or len(leaf.shape) > _RANK_MAX:
                 raise UsageError(
-                    f"an expert has at most {LEAVES_MAX} tensors in and out, of at most {_RANK_MAX} dimensions behind the batch and "
-                    f"{ELEMENTS_PER_SAMPLE_MAX:,} elements a sample"
+                    f"an expert has at most {LEAVES_MAX} tensors in and out, "
+                    f"of at most {_RANK_MAX} dimensions behind the batch "
+                    f"and {ELEMENTS_PER_SAMPLE_MAX:,} elements a sample"
                 )
         if not isinstance(self.inputs, tuple) or not self.input_leaves or not self.output_leaves:
             raise UsageError("an expert takes at least one tensor, and returns at least one")
 
     @functools.cached_property
     def input_leaves(self) -> tuple[Leaf, ...]:
-        """The tensors of the inputs, flat."""
+        """Return the tensors of the inputs, flat."""
         return tuple(leaves(self.inputs))
 
     @functools.cached_property
     def output_leaves(self) -> tuple[Leaf, ...]:
-        """The tensors of the outputs, flat."""
+        """Return the tensors of the outputs, flat."""
         return tuple(leaves(self.outputs))
 
     @functools.cached_property
     def gradient_leaves(self) -> tuple[Leaf, ...]:
-        """What a backward pass takes beside the inputs: the floating outputs, in order."""
+        """Return the tensors that a backward pass takes beside the inputs: the floating-point outputs, in
+        order.
+        """
         return tuple(leaf for leaf in self.output_leaves if leaf.is_floating)
 
     @functools.cached_property
     def input_gradient_leaves(self) -> tuple[Leaf, ...]:
-        """What a backward pass gives: the floating inputs, in order."""
+        """Return the tensors that a backward pass returns: the floating-point inputs, in order."""
         return tuple(leaf for leaf in self.input_leaves if leaf.is_floating)
 
     @functools.cached_property
     def packed(self) -> bytes:
-        """As it travels."""
-        packed: bytes = msgpack.packb([_written(self.inputs), _written(self.outputs)])
+        """Return the schema in its wire format, msgpack. Raises UsageError when it is longer than
+        SCHEMA_BYTES_MAX.
+        """
+        packed: bytes = msgpack.packb([_to_wire(self.inputs), _to_wire(self.outputs)])
         if len(packed) > SCHEMA_BYTES_MAX:
             raise UsageError(
                 f"the schema of an expert has at most {SCHEMA_BYTES_MAX} bytes, not {len(packed)}"
@@ -128,24 +133,24 @@ class ExpertSchema:
 
     @functools.cached_property
     def digest(self) -> bytes:
-        """16 bytes of SHA-256."""
+        """Return the first 16 bytes of the SHA-256 of the packed schema."""
         return hashlib.sha256(_CONTEXT + self.packed).digest()[:_DIGEST_BYTES]
 
     @classmethod
     def unpack(cls, packed: bytes) -> ExpertSchema:
-        """Read what a peer says its schema is. PeerError when it is none."""
+        """Parse a schema that a peer sent. Raises PeerError when it is not one."""
         if len(packed) > SCHEMA_BYTES_MAX:
             raise PeerError(f"a schema has at most {SCHEMA_BYTES_MAX} bytes, not {len(packed)}")
         try:
             inputs, outputs = msgpack.unpackb(packed)
-            return cls(_read(inputs, 0), _read(outputs, 0))
+            return cls(_from_wire(inputs, 0), _from_wire(outputs, 0))
         except (ValueError, TypeError, KeyError, RecursionError, msgpack.UnpackException) as error:
             raise PeerError(f"that is no schema of an expert: {error}") from None
 
     @classmethod
-    def of(cls, inputs: Sequence[Any], outputs: Any) -> ExpertSchema:
-        """Of sample arguments and what a module made of them. UsageError when it is not trees of tensors with
-        one batch size.
+    def from_samples(cls, inputs: Sequence[Any], outputs: Any) -> ExpertSchema:
+        """Make a schema from sample arguments and the module's result for them. Raises UsageError when these
+        are not trees of tensors with one batch size.
         """
         input_tree, input_tensors = flatten(tuple(inputs))
         output_tree, output_tensors = flatten(outputs)
@@ -157,30 +162,33 @@ class ExpertSchema:
         return schema
 
     def check_inputs(self, tensors: Sequence[torch.Tensor]) -> int:
-        """The batch size of flat inputs. UsageError says which tensor does not fit and how."""
+        """Return the batch size of flat inputs. Raises UsageError, which says which tensor does not fit and
+        how.
+        """
         return check(self.input_leaves, tensors, "input")
 
     def __str__(self) -> str:
-        return f"{_shown(self.inputs)} -> {_shown(self.outputs)}"
+        return f"{_to_text(self.inputs)} -> {_to_text(self.outputs)}"
 
 
 def leaves(tree: Tree) -> Iterator[Leaf]:
-    """The tensors of a tree, in the order in which they are flattened."""
+    """Yield the tensors of a tree, in the order in which they are flattened."""
     if isinstance(tree, Leaf):
         yield tree
     else:
-        for part in _parts(tree):
+        for part in _children(tree):
             yield from leaves(part)
 
 
 def flatten(value: Any, depth: int = 0) -> tuple[Tree, list[torch.Tensor]]:
-    """The tree of a nested value, and its tensors. UsageError when it holds anything but tensors with a first
-    dimension.
+    """Return the tree of a nested value, and its tensors. Raises UsageError when the value holds anything but
+    tensors with a first dimension.
     """
     if isinstance(value, torch.Tensor):
         if value.ndim == 0 or value.dtype not in _NAMES:
             raise UsageError(
-                f"an expert's tensors have the batch as their first dimension, and a dtype of {', '.join(_DTYPES)}: not {value!r:.80}"
+                "an expert's tensors have the batch as their first dimension, "
+                f"and a dtype of {', '.join(_DTYPES)}: not {value!r:.80}"
             )
         return Leaf(value.dtype, tuple(value.shape[1:])), [value]
     if depth > NESTING_MAX:
@@ -204,17 +212,18 @@ def flatten(value: Any, depth: int = 0) -> tuple[Tree, list[torch.Tensor]]:
             tensors += more
         return (tuple(parts) if isinstance(value, tuple) else parts), tensors
     raise UsageError(
-        f"an expert takes and returns tensors, and tuples, lists and dictionaries of them: not {type(value).__name__}"
+        "an expert takes and returns tensors, and tuples, lists and dictionaries of them: "
+        f"not {type(value).__name__}"
     )
 
 
 def unflatten(tree: Tree, tensors: Sequence[torch.Tensor]) -> Any:
-    """The nested value again; as many tensors as the tree has."""
-    return _rebuilt(tree, iter(tensors))
+    """Rebuild the nested value from its flat tensors, of which there must be as many as the tree has."""
+    return _rebuild(tree, iter(tensors))
 
 
 def same_structure(one: Tree, other: Tree) -> bool:
-    """The same nesting, whatever the tensors are."""
+    """Return whether two trees have the same nesting, whatever their tensors are."""
     if isinstance(one, Leaf) or isinstance(other, Leaf):
         return isinstance(one, Leaf) and isinstance(other, Leaf)
     if isinstance(one, dict) or isinstance(other, dict):
@@ -222,13 +231,13 @@ def same_structure(one: Tree, other: Tree) -> bool:
             isinstance(one, dict)
             and isinstance(other, dict)
             and one.keys() == other.keys()
-            and all(map(same_structure, _parts(one), _parts(other)))
+            and all(map(same_structure, _children(one), _children(other)))
         )
     return type(one) is type(other) and len(one) == len(other) and all(map(same_structure, one, other))
 
 
 def batch_of(tensors: Sequence[torch.Tensor]) -> int:
-    """The batch size that all of them have. UsageError when they differ."""
+    """Return the batch size that all tensors have. Raises UsageError when they differ."""
     sizes = {tensor.shape[0] for tensor in tensors}
     if len(sizes) != 1:
         raise UsageError(f"all tensors have the same first dimension, the batch; these have {sorted(sizes)}")
@@ -236,7 +245,9 @@ def batch_of(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def check(expected: Sequence[Leaf], tensors: Sequence[torch.Tensor], what: str) -> int:
-    """The batch size of tensors that should be as expected. UsageError names the first that is not."""
+    """Return the batch size of tensors that should have the expected dtypes and shapes. Raises UsageError,
+    which names the first tensor that does not.
+    """
     if len(tensors) != len(expected):
         raise UsageError(f"the expert has {len(expected)} {what} tensors, not {len(tensors)}")
     for number, (leaf, tensor) in enumerate(zip(expected, tensors, strict=True)):
@@ -246,40 +257,40 @@ def check(expected: Sequence[Leaf], tensors: Sequence[torch.Tensor], what: str) 
     return batch_of(tensors)
 
 
-def _parts(tree: tuple[Tree, ...] | list[Tree] | dict[str, Tree]) -> Iterator[Tree]:
+def _children(tree: tuple[Tree, ...] | list[Tree] | dict[str, Tree]) -> Iterator[Tree]:
     return (tree[key] for key in sorted(tree)) if isinstance(tree, dict) else iter(tree)
 
 
-def _rebuilt(tree: Tree, tensors: Iterator[torch.Tensor]) -> Any:
+def _rebuild(tree: Tree, tensors: Iterator[torch.Tensor]) -> Any:
     if isinstance(tree, Leaf):
         return next(tensors)
     if isinstance(tree, dict):
-        return {key: _rebuilt(tree[key], tensors) for key in sorted(tree)}
-    parts = [_rebuilt(part, tensors) for part in tree]
+        return {key: _rebuild(tree[key], tensors) for key in sorted(tree)}
+    parts = [_rebuild(part, tensors) for part in tree]
     return tuple(parts) if isinstance(tree, tuple) else parts
 
 
-def _written(tree: Tree) -> Any:
+def _to_wire(tree: Tree) -> Any:
     if isinstance(tree, Leaf):
         return [_NAMES[tree.dtype], list(tree.shape)]
     if isinstance(tree, dict):
-        return {key: _written(tree[key]) for key in sorted(tree)}
-    return ["tuple" if isinstance(tree, tuple) else "list", *map(_written, tree)]
+        return {key: _to_wire(tree[key]) for key in sorted(tree)}
+    return ["tuple" if isinstance(tree, tuple) else "list", *map(_to_wire, tree)]
 
 
-def _read(written: Any, depth: int) -> Tree:
+def _from_wire(packed: Any, depth: int) -> Tree:
     if depth > NESTING_MAX + 1:
         raise ValueError("nested too deep")
-    if isinstance(written, dict):
-        if not all(isinstance(key, str) and len(key) <= _KEY_CHARACTERS_MAX for key in written):
+    if isinstance(packed, dict):
+        if not all(isinstance(key, str) and len(key) <= _KEY_CHARACTERS_MAX for key in packed):
             raise ValueError("a key is not a short text")
-        return {key: _read(written[key], depth + 1) for key in sorted(written)}
-    if not isinstance(written, list) or not written or not isinstance(written[0], str):
+        return {key: _from_wire(packed[key], depth + 1) for key in sorted(packed)}
+    if not isinstance(packed, list) or not packed or not isinstance(packed[0], str):
         raise ValueError("neither a tensor nor a collection")
-    if written[0] in ("tuple", "list"):
-        parts = [_read(part, depth + 1) for part in written[1:]]
-        return tuple(parts) if written[0] == "tuple" else parts
-    name, shape = written
+    if packed[0] in ("tuple", "list"):
+        parts = [_from_wire(part, depth + 1) for part in packed[1:]]
+        return tuple(parts) if packed[0] == "tuple" else parts
+    name, shape = packed
     if not isinstance(shape, list) or not all(
         type(size) is int and 0 <= size <= ELEMENTS_PER_SAMPLE_MAX for size in shape
     ):
@@ -287,10 +298,10 @@ def _read(written: Any, depth: int) -> Tree:
     return Leaf(_DTYPES[name], tuple(shape))
 
 
-def _shown(tree: Tree) -> str:
+def _to_text(tree: Tree) -> str:
     if isinstance(tree, Leaf):
         return str(tree)
     if isinstance(tree, dict):
-        return "{" + ", ".join(f"{key}: {_shown(tree[key])}" for key in sorted(tree)) + "}"
-    inner = ", ".join(map(_shown, tree))
+        return "{" + ", ".join(f"{key}: {_to_text(tree[key])}" for key in sorted(tree)) + "}"
+    inner = ", ".join(map(_to_text, tree))
     return f"({inner})" if isinstance(tree, tuple) else f"[{inner}]"

@@ -1,9 +1,9 @@
-"""Lists of tensors as bytes: each as its elements are, or through a codec of `swarm.compression`; read in
-place where that is possible.
+"""Lists of tensors as bytes. Each tensor is sent as its elements are, or through a codec of
+`swarm.compression`, and is read in place where that is possible.
 
-Shape and dtype do not travel: they follow from the expert's schema and the batch size. What a peer sends is
-checked completely before anything is computed with it: the number of tensors, their sizes in bytes, the
-codecs, and that every floating element is finite.
+Shape and dtype are not sent: they follow from the expert's schema and the batch size. Everything that a peer
+sends is checked before anything is computed with it: the number of tensors, their sizes in bytes, the codecs,
+and that every floating-point element is finite.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from swarm.compression import Buffer, Codec, find_wire_id, view_bytes, view_tens
 from swarm.compression.plain import PlainCodec
 from swarm.core.errors import PeerError
 
-ALIGNMENT = 16  # of every tensor in a payload: vector loads and NumPy want aligned elements
-CHUNK_BYTES = 1 << 20  # of a stream's messages
+ALIGNMENT = 16  # of every tensor in a payload: vector loads and NumPy need aligned elements
+CHUNK_BYTES = 1 << 20  # the size of a stream's messages
 _PADDING = bytes(ALIGNMENT)
 _FINITE = {dtype: PlainCodec("", 1, dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPayload:
-    """One tensor of a payload. `codec` 0: its elements as they are. `absent`: zeros, or a gradient that there
-    is none of; no bytes.
+    """One encoded tensor of a payload. `codec` 0 means its elements as they are. `absent` means zeros, or a
+    gradient that does not exist; it has no bytes.
     """
 
     codec: int
@@ -43,13 +43,13 @@ class TensorPayload:
 
     @property
     def padding_bytes(self) -> int:
-        """Behind it, before the next."""
+        """Return the number of padding bytes between this tensor and the next."""
         return -self.size_bytes % ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a peer says about one tensor of its payload."""
+    """A peer's announcement of one tensor of its payload."""
 
     codec: int
     version: int
@@ -59,16 +59,16 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One tensor as a peer has sent it, checked and not yet decoded."""
+    """One tensor as a peer sent it, checked and not decoded yet."""
 
     leaf: Leaf
     batch: int
     codec: Codec | None  # None: its elements as they are
     raw: torch.Tensor  # flat uint8, on the host
 
-    def decoded(self, raw: torch.Tensor) -> torch.Tensor:
-        """The tensor, (batch, *shape), on the device of `raw`: `self.raw` or a copy of it. It may be a view
-        of `raw`.
+    def decode(self, raw: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, (batch, *shape), on the device of `raw`, which is `self.raw` or a copy of it.
+        The result may be a view of `raw`.
         """
         shape, numel = (self.batch, *self.leaf.shape), self.batch * self.leaf.elements
         if self.codec is not None:
@@ -83,28 +83,28 @@ ABSENT = TensorPayload(0, 0, b"", absent=True)
 
 
 def encode(tensors: Sequence[torch.Tensor | None], codec: Codec | None) -> list[TensorPayload]:
-    """Tensors of any device as they travel; floating ones through `codec` (None: as they are). The result may
-    be views of the tensors: use it before they change. Encoding on the host takes the calling thread.
+    """Encode tensors of any device; floating-point ones through `codec` (None: as they are). The result may
+    be views of the tensors, so use it before they change. Encoding runs in the calling thread, on the host.
     """
-    return [ABSENT if tensor is None else _encoded(tensor.detach(), codec) for tensor in tensors]
+    return [ABSENT if tensor is None else _encode(tensor.detach(), codec) for tensor in tensors]
 
 
-def payload_bytes(pieces: Sequence[TensorPayload]) -> int:
-    """All of them with their padding."""
-    return sum(piece.size_bytes + piece.padding_bytes for piece in pieces)
+def payload_bytes(payloads: Sequence[TensorPayload]) -> int:
+    """Return the size of all payloads with their padding."""
+    return sum(piece.size_bytes + piece.padding_bytes for piece in payloads)
 
 
-def joined(pieces: Sequence[TensorPayload]) -> bytes:
-    """One payload, copied once."""
+def join_payloads(payloads: Sequence[TensorPayload]) -> bytes:
+    """Return all payloads as one, copied once."""
     parts: list[Buffer] = []
-    for piece in pieces:
+    for piece in payloads:
         parts += (piece.payload, _PADDING[: piece.padding_bytes])
     return b"".join(parts)
 
 
-def chunks(pieces: Sequence[TensorPayload]) -> Iterator[bytes]:
-    """The same payload in messages of at most CHUNK_BYTES, copied once as well."""
-    for piece in pieces:
+def chunks(payloads: Sequence[TensorPayload]) -> Iterator[bytes]:
+    """Yield the same bytes as `join_payloads`, in messages of at most CHUNK_BYTES; also copied once."""
+    for piece in payloads:
         view = memoryview(piece.payload).cast("B")
         for start in range(0, len(view), CHUNK_BYTES):
             part = view[start : start + CHUNK_BYTES]
@@ -118,7 +118,7 @@ def chunks(pieces: Sequence[TensorPayload]) -> Iterator[bytes]:
 
 
 def expected_bytes(leaves: Sequence[Leaf], batch: int, codec: Codec | None) -> int:
-    """What a payload of such tensors takes."""
+    """Return the size of a payload of such tensors."""
     total = 0
     for leaf in leaves:
         size = batch * leaf.sample_bytes
@@ -131,9 +131,10 @@ def expected_bytes(leaves: Sequence[Leaf], batch: int, codec: Codec | None) -> i
 def check_headers(
     headers: Sequence[Header], leaves: Sequence[Leaf], batch: int, *, absent_from: int, what: str = "tensor"
 ) -> int:
-    """How many payload bytes follow. PeerError says which header is wrong: tells before the payload is there.
+    """Return the number of payload bytes that must follow these headers. Raises PeerError, which says which
+    header is wrong; it is known before the payload is received.
 
-    From number `absent_from` on tensors may be absent.
+    Tensors may be absent from number `absent_from` on.
     """
     if len(headers) != len(leaves):
         raise PeerError(f"{len(leaves)} tensors are expected, not {len(headers)}")
@@ -148,14 +149,18 @@ def check_headers(
             codec = find_wire_id(header.codec, header.version)
             if codec is None:
                 raise PeerError(
-                    f"{what} {number} came in codec {header.codec}, version {header.version}, which this peer does not have"
+                    f"{what} {number} came in codec {header.codec}, version {header.version}, "
+                    "which this peer does not have"
                 )
             if not leaf.is_floating:
-                raise PeerError(f"{what} {number} is {leaf}: only floating tensors travel in a codec")
+                raise PeerError(
+                    f"{what} {number} is {leaf}: only floating-point tensors are sent through a codec"
+                )
             wanted = codec.encoded_bytes(batch * leaf.elements)
         if header.size_bytes != wanted:
             raise PeerError(
-                f"{what} {number}, {leaf} with a batch of {batch}, has {wanted} bytes, not {header.size_bytes}"
+                f"{what} {number}, {leaf} with a batch of {batch}, has {wanted} bytes, "
+                f"not {header.size_bytes}"
             )
         total += wanted + -wanted % ALIGNMENT
     return total
@@ -169,14 +174,14 @@ def decode(
     *,
     what: str = "tensor",
 ) -> list[torch.Tensor | None]:
-    """Tensors on the host, views of the payload where it has the elements as they are. `headers` have passed
-    `check_headers`.
+    """Decode a payload into tensors on the host; these are views of the payload where it has the elements as
+    they are. `headers` must have passed `check_headers`.
 
-    PeerError when the payload has another size, or an element is not what its dtype or codec allows, or NaN
-    or infinity.
+    Raises PeerError when the payload has another size, an element is not allowed by its dtype or codec, or is
+    NaN or infinity.
     """
     return [
-        None if one is None else one.decoded(one.raw)
+        None if one is None else one.decode(one.raw)
         for one in check_payload(headers, leaves, batch, payload, what=what)
     ]
 
@@ -189,8 +194,8 @@ def check_payload(
     *,
     what: str = "tensor",
 ) -> list[Encoded | None]:
-    """The same checks as `decode`, and the same errors; what has passed them can be decoded later and on
-    another device.
+    """Check a payload as `decode` does, with the same errors, without decoding it. The result can be decoded
+    later and on another device.
     """
     raw = payload if isinstance(payload, torch.Tensor) else view_bytes(payload)
     found: list[Encoded | None] = []
@@ -202,15 +207,15 @@ def check_payload(
         if header.absent:
             found.append(None)
             continue
-        found.append(_checked(header, leaf, batch, raw[start:end], f"{what} {number}"))
+        found.append(_check_tensor(header, leaf, batch, raw[start:end], f"{what} {number}"))
         start = end + -end % ALIGNMENT
     if start != raw.numel():
         raise PeerError(f"the payload has {raw.numel()} bytes, not {start}")
     return found
 
 
-def finite(tensor: torch.Tensor) -> bool:
-    """No NaN and no infinity; any device."""
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor, on any device, has no NaN and no infinity."""
     if not tensor.dtype.is_floating_point:
         return True
     check = _FINITE.get(tensor.dtype)
@@ -219,9 +224,9 @@ def finite(tensor: torch.Tensor) -> bool:
     return check.is_finite(tensor.detach().reshape(-1).view(torch.uint8)) if tensor.numel() else True
 
 
-def encoded_on_device(tensor: torch.Tensor, codec: Codec | None) -> tuple[Header, torch.Tensor]:
-    """The bytes of one tensor as `encode` makes them, flat uint8 on its device: the calls are queued, and
-    nothing waits for the device.
+def encode_on_device(tensor: torch.Tensor, codec: Codec | None) -> tuple[Header, torch.Tensor]:
+    """Encode one tensor as `encode` does, to flat uint8 on its own device. The operations are queued; nothing
+    waits for the device.
     """
     if codec is not None and tensor.is_floating_point():
         flat = tensor.to(torch.float32).reshape(-1)
@@ -233,9 +238,9 @@ def encoded_on_device(tensor: torch.Tensor, codec: Codec | None) -> tuple[Header
 
 
 def finite_flags(tensors: Sequence[torch.Tensor | None]) -> tuple[list[int], torch.Tensor]:
-    """Which of several tensors on one device have no NaN and no infinity: the numbers of those that could
-    have, and in their order a flag each, flat uint8 on the device. The calls are queued, and nothing waits
-    for the device.
+    """Check several tensors on one device for NaN and infinity. Return the numbers of the floating-point
+    ones, and in their order one flag each (1: finite), flat uint8 on the device. The operations are queued;
+    nothing waits for the device.
     """
     by_dtype: dict[torch.dtype, tuple[list[int], list[torch.Tensor]]] = {}
     for number, tensor in enumerate(tensors):
@@ -245,8 +250,7 @@ def finite_flags(tensors: Sequence[torch.Tensor | None]) -> tuple[list[int], tor
             alike.append(tensor)
     if not by_dtype:
         return [], torch.empty(0, dtype=torch.uint8, device="cpu")
-    # the largest magnitude of each tensor, in which NaN and infinity show: one call for all tensors of a
-    # dtype
+    # the maximum norm is NaN or infinite where an element is: one call for all tensors of a dtype
     flags = [
         torch.isfinite(torch.stack(torch._foreach_norm(alike, float("inf"))))
         for _, alike in by_dtype.values()
@@ -256,7 +260,7 @@ def finite_flags(tensors: Sequence[torch.Tensor | None]) -> tuple[list[int], tor
     )
 
 
-def _encoded(tensor: torch.Tensor, codec: Codec | None) -> TensorPayload:
+def _encode(tensor: torch.Tensor, codec: Codec | None) -> TensorPayload:
     if codec is not None and tensor.is_floating_point():
         flat = tensor.to(torch.float32).reshape(-1)
         scratch = torch.empty(codec.encoded_bytes(flat.numel()), dtype=torch.uint8, device="cpu")
@@ -265,10 +269,10 @@ def _encoded(tensor: torch.Tensor, codec: Codec | None) -> TensorPayload:
     return TensorPayload(0, 0, view_tensor(flat) if flat.numel() else b"")
 
 
-def _checked(header: Header, leaf: Leaf, batch: int, raw: torch.Tensor, what: str) -> Encoded:
+def _check_tensor(header: Header, leaf: Leaf, batch: int, raw: torch.Tensor, what: str) -> Encoded:
     if header.codec:
         codec = find_wire_id(header.codec, header.version)
-        assert codec is not None  # check_headers
+        assert codec is not None  # `check_headers` has found it
         flaw = codec.flaw(raw, batch * leaf.elements)
         if flaw:
             raise PeerError(f"{what}: {flaw}")
@@ -278,7 +282,7 @@ def _checked(header: Header, leaf: Leaf, batch: int, raw: torch.Tensor, what: st
     if leaf.dtype == torch.bool and int(np.maximum.reduce(raw.numpy())) > 1:
         raise PeerError(f"{what}: a bool is 0 or 1")
     values = raw.view(leaf.dtype)
-    if not finite(values):
+    if not is_finite(values):
         place = int((~torch.isfinite(values)).nonzero()[0])
         raise PeerError(
             f"{what}: element {place} (sample {place // max(math.prod(leaf.shape), 1)}) is NaN or infinity"

@@ -1,3 +1,3 @@
-"""The server of experts: requests checked, batched, computed, applied once; experts saved, and averaged with
-their replicas.
+"""The server of experts: it checks, batches and computes requests, applies backward passes once, saves
+experts, and averages them with their replicas.
 """

@@ -1,5 +1,5 @@
-"""Experts on disk: a folder with a file per expert, each replaced atomically: a server killed at any time
-resumes from whole ones.
+"""Checkpoints of experts: a folder with one file per expert, each replaced atomically. A server killed at any
+time resumes from complete files.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from swarm.core.errors import UsageError
 _SUFFIX = ".expert.pt"
 
 
-def kept_names(folder: Path) -> list[ExpertUid]:
-    """The experts that a folder has checkpoints of."""
+def saved_names(folder: Path) -> list[ExpertUid]:
+    """Return the names of the experts that a folder has checkpoints of."""
     names = []
     for path in sorted(folder.expanduser().glob(f"[!.]*{_SUFFIX}")):
         with contextlib.suppress(UsageError):
@@ -29,25 +29,27 @@ def kept_names(folder: Path) -> list[ExpertUid]:
 
 
 class ExpertCheckpoints:
-    """The checkpoints of one server. `save` writes what has changed since it was last saved or loaded."""
+    """The checkpoints of one server. `save` writes experts that have changed since they were last saved or
+    loaded.
+    """
 
     def __init__(self, folder: Path, experts: Mapping[ExpertUid, Expert]) -> None:
         self.folder, self._experts = folder, dict(experts)
-        self._saved: dict[ExpertUid, tuple[int, int]] = {}  # version and samples
+        self._saved: dict[ExpertUid, tuple[int, int]] = {}  # version and samples when last saved
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob(f".*{_SUFFIX}.*"):  # of a server that was killed while it wrote
-                left.unlink(missing_ok=True)
+            for leftover in folder.glob(f".*{_SUFFIX}.*"):  # of a server that was killed while writing
+                leftover.unlink(missing_ok=True)
         except OSError as error:
             raise UsageError(f"cannot keep checkpoints in {folder}: {error}") from error
 
     def path(self, uid: ExpertUid) -> Path:
-        """Where an expert is kept."""
+        """Return the path of an expert's checkpoint."""
         return self.folder / f"{uid}{_SUFFIX}"
 
     def load(self) -> list[ExpertUid]:
-        """Resume every expert that has a checkpoint; which ones that were. UsageError when one cannot be
-        used.
+        """Restore every expert that has a checkpoint, and return their names. Raises UsageError when a
+        checkpoint cannot be used.
         """
         resumed = []
         for uid, expert in self._experts.items():
@@ -58,11 +60,13 @@ class ExpertCheckpoints:
                 state = torch.load(path, map_location="cpu", weights_only=True)
             except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
                 raise UsageError(
-                    f"the checkpoint {path} cannot be read: {error}. Move it away to start that expert afresh"
+                    f"the checkpoint {path} cannot be read: {error}. "
+                    "Move it away to start that expert from its initial parameters"
                 ) from error
             if not isinstance(state, dict):
                 raise UsageError(
-                    f"{path} is no checkpoint of an expert. Move it away to start that expert afresh"
+                    f"{path} is no checkpoint of an expert. "
+                    "Move it away to start that expert from its initial parameters"
                 )
             with expert.lock:
                 try:
@@ -74,11 +78,11 @@ class ExpertCheckpoints:
         return resumed
 
     def save(self, failed: Collection[torch.device] = ()) -> int:
-        """Write what has changed; how many experts that were. Those on a `failed` device are left out:
-        nothing of it can be trusted.
+        """Write the experts that have changed, and return their number. Experts on a `failed` device are left
+        out: nothing on it can be trusted.
 
-        OSError when the disk does not take it, DeviceFailed when a device cannot be read: the files of before
-        are whole.
+        Raises OSError when the disk does not take it, and DeviceFailed when a device cannot be read; the
+        earlier files stay complete.
         """
         written = 0
         for uid, expert in self._experts.items():

@@ -1,10 +1,10 @@
-"""The computing thread of a device: takes batches from the queues, one at a time, and hands results back to
-the network loop.
+"""The computing thread of a device: it takes batches from the queues, one at a time, and hands results back
+to the network loop.
 
 For experts on a CUDA device three threads share the work, each with a batch of its own: one takes the next
 batch and begins to copy its tensors to the device, one computes, and one waits until results are on the host
-and hands them on. So copies in, computation and copies out of successive batches run at the same time. For
-experts on the host there is one thread, and nothing is copied.
+and delivers them. Copies in, computation and copies out of successive batches therefore run at the same time.
+For experts on the host there is one thread, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ import torch
 from moe.server.devices import DeviceFailed, using
 from moe.server.jobs import Counts, Job, Outcome, samples_of
 from moe.server.links import Link
-from moe.server.logic.batching import Batcher, BatchingConfig, Queued
+from moe.server.logic.batching import Batcher, BatchingConfig, QueuedRequest
 from moe.server.passes import BatchPass
-from moe.server.transfers import Answers, DeviceTransfer, HostTransfer, Staged, Transfer
+from moe.server.transfers import Answers, DeviceTransfer, HostTransfer, StagedJobs, Transfer
 from swarm.core.ids import PeerId
 
 _log = logging.getLogger(__name__)
 
-BACKWARD_COST = 3.0  # of a backward pass that computes forward again, in forward passes
-_BATCHES_UNDER_WAY_MAX = 3  # on a device with a link: one is copied in, one is computed, one is copied out
-_RATE_SHARE = 0.1  # of the newest batch in the moving averages
+BACKWARD_COST = 3.0  # of a backward pass, in forward passes: it computes forward again
+_BATCHES_UNDER_WAY_MAX = 3  # on a device with a link: copied in, computed, copied out
+_RATE_SHARE = 0.1  # weight of the newest batch in the moving averages
 
 
 @dataclass(slots=True)
-class _Pace:
+class _Throughput:
     """Moving averages over batches."""
 
     s_per_cost: float = 0.0
@@ -52,22 +52,22 @@ class _Pace:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """One batch from the queues to its callers."""
+    """One batch on its way from the queues to its callers."""
 
     jobs: list[Job]
     queue: Hashable
     cost: float
-    is_repeated: bool = False  # its job was in a batch before
-    staged: Staged | None = None
+    is_repeated: bool = False  # its job failed in an earlier batch
+    staged: StagedJobs | None = None
     answers: list[Answers] = field(default_factory=list)
-    has_stepped: bool = False  # computing a job of it again would make another step
+    has_stepped: bool = False  # computing one of its jobs again would make another step
 
 
 class ComputeThread:
-    """Requests for the experts of one device in, results out.
+    """Computes the requests for the experts of one device.
 
-    `deliver` gets the results of a whole batch, and `report` the failure after which nothing more is
-    computed; both on a thread of this object. `link` is the way to the device (`moe.server.links.link_of`);
+    `deliver` receives the results of a whole batch, and `report` the failure after which nothing more is
+    computed; both are called on a thread of this object. `link` is the connection to the device (`link_of`);
     None computes on one thread.
     """
 
@@ -83,28 +83,28 @@ class ComputeThread:
         self._deliver, self._report = deliver, report
         self._device, self._link = device, link
         self._transfer: Transfer = HostTransfer() if link is None else DeviceTransfer(link)
-        self._jobs: dict[int, Job] = {}  # that wait
-        self._again: deque[Job] = deque()  # that failed in a batch, and are computed by themselves
+        self._jobs: dict[int, Job] = {}  # waiting, by number
+        self._retries: deque[Job] = deque()  # failed in a batch, and are computed by themselves
         self._lock = threading.Lock()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._asleep = False
         self._stopping = False
         self._failure: DeviceFailed | None = None
         self._reported = False
-        # taken, and not delivered yet, in the order in which they were taken
+        # taken and not delivered yet, in the order in which they were taken
         self._under_way: deque[_Batch] = deque()
-        self._begun_s = 0.0  # when the oldest of them was taken, or the one before it delivered
-        self._pace = _Pace()
+        self._begun_s = 0.0  # when the oldest was taken, or the one before it delivered
+        self._throughput = _Throughput()
         self.counts: dict[str, Counts] = {}
         self._threads = self._start()
 
     def offer(self, job: Job) -> str:
-        """Queue it; a reason when there is no room. Any thread."""
+        """Queue a job. Return the reason when there is no room, else "". Any thread may call it."""
         cost = job.batch * (BACKWARD_COST if job.is_backward else 1.0)
-        kept = job.keep and job.expert.keeps
-        # what keeps activations is a batch of its own
+        kept = job.keep and job.expert.keeps_activations
+        # a request that keeps activations is a batch of its own
         kind: object = (*job.kind, job.number) if kept else job.kind
-        queued = Queued(job.number, kind, job.caller, job.batch, job.size_bytes, cost)
+        queued = QueuedRequest(job.number, kind, job.caller, job.batch, job.size_bytes, cost)
         with self._lock:
             refusal = (
                 self._batcher.offer(queued, time.monotonic()) if not self._stopping else self._why_stopping()
@@ -118,55 +118,59 @@ class ComputeThread:
         return ""
 
     def refusal(self, caller: PeerId, size_bytes: int) -> str:
-        """What `offer` would say."""
+        """Return what `offer` would return."""
         with self._lock:
             return self._batcher.refusal(caller, size_bytes)
 
     def withdraw(self, number: int) -> bool:
-        """False when it is being computed, or was."""
+        """Remove a job from the queue. Return False when it is being computed, or was."""
         with self._lock:
             self._jobs.pop(number, None)
             return self._batcher.withdraw(number)
 
     @property
-    def decodes(self) -> bool:
-        """Whether jobs bring their tensors as they came (`moe.protocol.tensors.Encoded`), for the device to
+    def decodes_on_device(self) -> bool:
+        """Return whether jobs bring their tensors encoded (`moe.protocol.tensors.Encoded`), for the device to
         decode.
         """
         return self._link is not None
 
     @property
     def queued(self) -> int:
-        """Requests that wait."""
+        """Return the number of requests that wait."""
         return self._batcher.queued
 
     @property
     def unfinished(self) -> int:
-        """Requests that wait or are being computed."""
+        """Return the number of requests that wait or are being computed."""
         with self._lock:
-            return self._batcher.queued + len(self._again) + sum(len(batch.jobs) for batch in self._under_way)
+            return (
+                self._batcher.queued + len(self._retries) + sum(len(batch.jobs) for batch in self._under_way)
+            )
 
     @property
     def wait_s(self) -> float:
-        """How long a request that comes now would wait, as far as the pace until now tells."""
+        """Return how long a request that comes now would wait, estimated from the recent throughput."""
         with self._lock:
-            expected_s = sum(batch.cost for batch in self._under_way) * self._pace.s_per_cost
+            expected_s = sum(batch.cost for batch in self._under_way) * self._throughput.s_per_cost
             running_s = max(self._begun_s + expected_s - time.monotonic(), 0.0) if self._under_way else 0.0
-            return running_s + self._batcher.queued_cost * self._pace.s_per_cost
+            return running_s + self._batcher.queued_cost * self._throughput.s_per_cost
 
     @property
     def samples_per_s(self) -> float:
-        """Of the last batches, while they were computed; 0: there was none yet."""
-        return self._pace.samples_per_s
+        """Return the recent throughput while batches were computed; 0 when there was no batch yet."""
+        return self._throughput.samples_per_s
 
     def halt(self) -> None:
-        """Take nothing more; batches in progress are finished, what waits is dropped."""
+        """Take no more batches; those in progress are finished, waiting requests are dropped."""
         with self._lock:
             self._stopping = True
         self._wake.put(None)
 
     def stop(self, timeout_s: float) -> bool:
-        """`halt`, and wait for batches in progress; False when that took too long."""
+        """Call `halt` and wait for batches in progress. Return False when that took longer than
+        `timeout_s`.
+        """
         self.halt()
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
@@ -178,17 +182,17 @@ class ComputeThread:
     def _start(self) -> list[threading.Thread]:
         work: list[tuple[str, Callable[[], None]]] = [("swarm-experts", self._run)]
         if self._link is not None:
-            room = threading.Semaphore(_BATCHES_UNDER_WAY_MAX)
+            slots = threading.Semaphore(_BATCHES_UNDER_WAY_MAX)
             staged: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
             computed: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
 
             def take() -> _Batch | None:
-                room.acquire()
+                slots.acquire()
                 return self._take()
 
             def finish(batch: _Batch) -> None:
                 self._finish(batch)
-                room.release()
+                slots.release()
 
             work = [
                 ("swarm-experts-in", lambda: self._work(take, self._stage, staged.put)),
@@ -201,7 +205,7 @@ class ComputeThread:
         return threads
 
     def _run(self) -> None:
-        """All work on one thread."""
+        """Do all work on one thread."""
         with using(self._device):
             while (batch := self._take()) is not None:
                 self._compute(batch)
@@ -211,15 +215,15 @@ class ComputeThread:
         self,
         take: Callable[[], _Batch | None],
         work: Callable[[_Batch], None],
-        hand_on: Callable[[_Batch | None], None],
+        pass_on: Callable[[_Batch | None], None],
     ) -> None:
-        """One stage of three: every batch that comes, until None does."""
+        """Run one of three stages: process every batch that comes, until None comes."""
         assert self._link is not None
         with self._link.using():
             while (batch := take()) is not None:
                 work(batch)
-                hand_on(batch)
-            hand_on(None)
+                pass_on(batch)
+            pass_on(None)
 
     def _take(self) -> _Batch | None:
         """Wait for the next batch; None when this object stops."""
@@ -228,7 +232,7 @@ class ComputeThread:
                 if self._stopping:
                     return None
                 now_s = time.monotonic()
-                batch = self._next(now_s)
+                batch = self._next_batch(now_s)
                 if batch is not None:
                     if not self._under_way:
                         self._begun_s = now_s
@@ -239,10 +243,10 @@ class ComputeThread:
             with contextlib.suppress(queue.Empty):
                 self._wake.get(timeout=None if due_s is None else max(due_s - now_s, 0.0))
 
-    def _next(self, now_s: float) -> _Batch | None:
-        """With the lock held."""
-        if self._again:
-            job = self._again.popleft()
+    def _next_batch(self, now_s: float) -> _Batch | None:
+        """Return the next batch, if one is due. The lock must be held."""
+        if self._retries:
+            job = self._retries.popleft()
             return _Batch([job], job.kind, 0.0, is_repeated=True)
         taken = self._batcher.take(now_s)
         if not taken:
@@ -260,7 +264,7 @@ class ComputeThread:
             batch.staged = self._transfer.stage(batch.jobs)
         except DeviceFailed as failure:
             self._fail(failure)
-        # the computing thread tries it again, with less at once if memory ran out
+        # the computing thread tries again, with fewer samples at once if memory ran out
         except (RuntimeError, MemoryError) as error:
             _log.debug("inputs of %s were not copied ahead: %s", batch.jobs[0].uid, error)
 
@@ -294,10 +298,10 @@ class ComputeThread:
             )
 
     def _finish(self, batch: _Batch) -> None:
-        """Wait for results, and deliver them; what failed among others, and only now is known to have, is
-        computed again by itself.
+        """Wait for results and deliver them. A job that failed in a batch, and is only now known to have
+        failed, is computed again by itself.
         """
-        done, again = list[tuple[Job, Outcome]](), list[Job]()
+        done, retries = list[tuple[Job, Outcome]](), list[Job]()
         for answers in batch.answers:
             try:
                 found = list(zip(answers.jobs, answers.outcomes(), strict=True))
@@ -305,7 +309,7 @@ class ComputeThread:
                 self._fail(failure)
                 break
             repeatable = not answers.has_arrived and len(answers.jobs) > 1 and not batch.has_stepped
-            again += [job for job, outcome in found if outcome.failure and repeatable]
+            retries += [job for job, outcome in found if outcome.failure and repeatable]
             done += [(job, outcome) for job, outcome in found if not outcome.failure or not repeatable]
         if self._failure is not None:
             known = {job.number for job, _ in done}
@@ -315,9 +319,9 @@ class ComputeThread:
                 for job in batch.jobs
                 if job.number not in known
             ]
-        elif again:
-            self._repeat(again)
-        self._note(batch, done)
+        elif retries:
+            self._repeat(retries)
+        self._record(batch, done)
         self._deliver(done)
         if self._failure is not None and not self._reported:
             self._reported = True
@@ -325,14 +329,14 @@ class ComputeThread:
 
     def _repeat(self, jobs: list[Job]) -> None:
         with self._lock:
-            self._again += jobs
+            self._retries += jobs
             wake, self._asleep = self._asleep, False
         if wake:
             self._wake.put(None)
 
     def _fail(self, failure: DeviceFailed) -> None:
-        """Compute nothing more. Batches under way are answered with the failure, what waits is for who hears
-        the report.
+        """Compute nothing more. Batches under way are answered with the failure; waiting requests are left to
+        the receiver of the report.
         """
         with self._lock:
             self._failure = self._failure or failure
@@ -352,8 +356,10 @@ class ComputeThread:
             count.forward_samples += samples
             count.forward_batches += 1
 
-    def _note(self, batch: _Batch, done: list[tuple[Job, Outcome]]) -> None:
-        """A batch is over. Its time began when the one before it was over, if it had been taken by then."""
+    def _record(self, batch: _Batch, done: list[tuple[Job, Outcome]]) -> None:
+        """Record a finished batch. Its computing time began when the one before it was finished, if it had
+        been taken by then.
+        """
         count = self.counts.setdefault(batch.jobs[0].uid, Counts())
         for job, outcome in done:
             if outcome.failure:
@@ -362,7 +368,7 @@ class ComputeThread:
         with self._lock:
             now_s = time.monotonic()
             seconds, self._begun_s = now_s - self._begun_s, now_s
-            self._under_way.popleft()  # batches keep their order
+            self._under_way.popleft()  # batches finish in order
             if batch.cost:
-                self._pace.note(seconds, batch.cost, samples_of(batch.jobs))
+                self._throughput.note(seconds, batch.cost, samples_of(batch.jobs))
             count.busy_s += seconds

@@ -1,9 +1,10 @@
-"""The device of an expert: made current while its expert is worked with, and told apart when it can no longer
-be used.
+"""The device of an expert: it is made current while the expert is used, and a failure that makes it unusable
+is recognised.
 
-Whatever is done with an expert runs on the default stream of its device, in any thread. So forward and
-backward passes, checkpoints and averaging with replicas follow each other on the device in the order in which
-they held the expert's lock, and nobody has to wait for the device before letting go of that lock.
+Everything that is done with an expert runs on the default stream of its device, in any thread. Forward and
+backward passes, checkpoints and averaging with replicas therefore follow each other on the device in the
+order in which they held the expert's lock, and nothing has to wait for the device before it releases that
+lock.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ class DeviceFailed(Exception):
 
 
 class using:
-    """Make `device` and its default stream current in this thread, where it is a CUDA device; DeviceFailed
-    when the device is lost.
+    """Make `device` and its default stream current in this thread, if it is a CUDA device. Raises
+    DeviceFailed when the device is lost.
 
-    A class, and not a generator with `contextlib.contextmanager`, since every batch on the host enters it and
+    This is a class, not a generator with `contextlib.contextmanager`: every batch on the host enters it, and
     a generator takes longer.
     """
 
     __slots__ = ("_cuda", "_device", "_stack")
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        """`cuda` is the module, or what stands for it in tests."""
+        """Prepare the context. `cuda` is the torch module, or its stand-in in tests."""
         self._device, self._cuda = device, cuda
         self._stack: ExitStack | None = None
 

@@ -1,4 +1,4 @@
-"""`swarm.ExpertServer`: hosts experts in the background of this process, for whoever calls them."""
+"""`swarm.ExpertServer`: hosts experts in the background of this process, for any caller."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moe.protocol.declarations import Declarations, DeclaringConfig, ServerLoad
+from moe.protocol.declarations import Declarations, ServerLoad
 from moe.protocol.names import ExpertUid
 from moe.server.checkpoints import ExpertCheckpoints
 from moe.server.compute import ComputeThread
@@ -25,7 +25,7 @@ from moe.server.jobs import Counts, Job, Outcome
 from moe.server.links import link_of
 from moe.server.logic.batching import BatchingConfig
 from moe.server.replicating import Replicating, ReplicatingConfig
-from moe.server.requests import Hosted
+from moe.server.requests import HostedExpert
 from swarm.core.device import is_device_failure
 from swarm.core.errors import DeadlineExceeded, UsageError
 
@@ -37,57 +37,59 @@ __all__ = ["Expert", "ExpertServer", "ExpertServerConfig", "ExpertStatistics", "
 _log = logging.getLogger(__name__)
 
 EXPERTS_MAX = 4096
-_DECLARE_S = 1.0  # the constructor waits this long at most until others can find the experts
-# when the node closes first, which gives its services a second for all of their goodbyes
+_DECLARE_S = 1.0  # how long the constructor waits until others can find the experts
+_DRAIN_S = 1.0  # time for waiting requests when the server closes
+# when the node closes first: it gives its services one second in all
 _DRAIN_WITH_NODE_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertServerConfig:
-    """Settings that rarely need a change; `batching.batch_samples_max` is the server's `max_batch_size`."""
+    """Settings that rarely need a change. `batching.batch_samples_max` is replaced by the server's
+    `max_batch_size`.
+    """
 
     batching: BatchingConfig = field(default_factory=BatchingConfig)
-    declaring: DeclaringConfig = field(default_factory=DeclaringConfig)
     replicating: ReplicatingConfig = field(default_factory=ReplicatingConfig)
-    checkpoints: Path | None = None  # a folder; experts resume from it and are saved to it
-    checkpoint_s: float = 60.0  # between saves of what has changed
-    drain_s: float = 1.0  # for requests that wait when the server closes
+    checkpoints: Path | None = None  # folder from which experts resume and to which they are saved
+    checkpoint_s: float = 60.0  # time between saves of changed experts
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertStatistics:
-    """One expert since the server started."""
+    """Statistics of one expert since the server started."""
 
     version: int
     counts: Counts
-    refusals: dict[str, int]  # by what they were answered with
+    refusals: dict[str, int]  # by status of the reply
 
 
 @dataclass(frozen=True, slots=True)
 class ServerStatistics:
-    """The server as it is now."""
+    """The present state of the server."""
 
-    queued: int  # over all devices
-    # of a request that comes now, expected; the mean over the experts, which may be on several devices
+    queued: int  # requests, over all devices
+    # expected wait of a new request; the mean over the experts, which may be on several devices
     wait_s: float
-    samples_per_s: float  # while it computes; the sum over all devices
+    samples_per_s: float  # throughput while computing; the sum over all devices
     experts: dict[str, ExpertStatistics]
 
 
 class ExpertServer:
-    """Hosts experts: `{"ffn.0": swarm.Expert(...)}`. It answers as soon as it is made, in the background; a
-    context manager.
+    """Hosts experts: `{"ffn.0": swarm.Expert(...)}`. It answers in the background as soon as it is created.
+    It is a context manager.
 
     Requests of many callers are batched per expert, up to `max_batch_size` samples (also the largest
-    request). Experts may be on several devices, each of which computes by itself. The experts are declared in
-    the DHT and declarations renewed; `close` finishes what is being computed, saves checkpoints and takes the
-    declarations back. UsageError: a name is none, or hosted on this node already, or a checkpoint does not
-    fit. `resumed`: experts that came from one.
+    request). Experts may be on several devices, each of which computes independently. The experts are
+    declared in the DHT and their declarations renewed; `close` finishes what is being computed, saves
+    checkpoints and withdraws the declarations. `resumed` lists the experts that were restored from a
+    checkpoint. Raises UsageError when a name is invalid, or hosted on this node already, or a checkpoint does
+    not fit.
 
     `ended` is set when the server has ended: it was closed, or a device failed in a way that only a new
-    process recovers from (an index out of range on a GPU is one). Then `failed` says so in a sentence, all
-    experts have been withdrawn, and what is on that device is not saved any more. `failed` is None while
-    there is no such failure.
+    process recovers from (an index out of range on a GPU is one). In the latter case `failed` describes the
+    failure in a sentence, all experts have been withdrawn, and nothing on that device is saved any more.
+    `failed` is None while there is no such failure.
     """
 
     def __init__(
@@ -126,7 +128,7 @@ class ExpertServer:
             for device in dict.fromkeys(expert.device for expert in self.experts.values())
         }
         self._hosted = [
-            Hosted(
+            HostedExpert(
                 uid=uid, expert=expert, compute=self._compute[expert.device], batch_size_max=max_batch_size
             )
             for uid, expert in self.experts.items()
@@ -138,7 +140,7 @@ class ExpertServer:
             raise
 
     def statistics(self) -> ServerStatistics:
-        """Counts and load; any thread."""
+        """Return counts and load. Any thread may call it."""
         load = self._load()
         return ServerStatistics(
             queued=sum(compute.queued for compute in self._compute.values()),
@@ -155,15 +157,15 @@ class ExpertServer:
         )
 
     def _load(self) -> ServerLoad:
-        """Of all devices: the wait is the mean over experts, since callers of a server know of one number for
-        all of them.
+        """Return the load of all devices. The wait is the mean over experts, since a declaration has one
+        number for the whole server.
         """
         waits_s = {compute: compute.wait_s for compute in self._compute.values()}
         wait_s = sum(waits_s[one.compute] for one in self._hosted) / len(self._hosted)
         return ServerLoad(wait_s, sum(compute.samples_per_s for compute in self._compute.values()))
 
     def save(self) -> int:
-        """Write checkpoints of what has changed, now; how many experts that were."""
+        """Write checkpoints of experts that have changed. Return the number of experts written."""
         if self._checkpoints is None:
             return 0
         with self._saving:
@@ -176,17 +178,17 @@ class ExpertServer:
             return 0
 
     def close(self) -> None:
-        """Take the declarations back, finish what is being computed, save. Idempotent; ends with the node at
-        the latest.
+        """Withdraw the declarations, finish what is being computed, and save. May be called again; the server
+        is closed with the node at the latest.
         """
-        if not self.node.network.ours:
+        if not self.node.network.is_own_process:
             return
         if not self.node.closed:
             try:
-                self.node.network.run(self._close_on_loop(self.config.drain_s), self.config.drain_s + 2.0)
+                self.node.network.run(self._close_on_loop(_DRAIN_S), _DRAIN_S + 2.0)
             except DeadlineExceeded:
                 _log.warning("the server of experts did not end in time")
-            self.ended.wait(self.config.drain_s + 2.0)  # a failed device may be ending it already
+            self.ended.wait(_DRAIN_S + 2.0)  # a failed device may be closing the server already
             try:
                 self._replicating.close()
             except RuntimeError as error:
@@ -218,7 +220,6 @@ class ExpertServer:
             lambda: node.contact,
             {uid: expert.schema.digest for uid, expert in self.experts.items()},
             self._load,
-            self.config.declaring,
         )
         try:
             self._service.open(self._hosted)
@@ -231,7 +232,7 @@ class ExpertServer:
             spawn("averaging with replicas of experts", self._replicating.run, restart=True),
         ]
         if self._checkpoints is not None:
-            self._tasks.append(spawn("checkpoints of experts", self._save_now_and_then, restart=True))
+            self._tasks.append(spawn("checkpoints of experts", self._save_periodically, restart=True))
         node.at_close(self._close_with_node)
         try:
             async with asyncio.timeout(_DECLARE_S):
@@ -252,23 +253,25 @@ class ExpertServer:
         withdrawing = self.node.supervisor.spawn("withdrawing experts", self._declarations.withdraw)
         self._service.close(self._hosted)
         if self.failed is not None:
-            self._service.dropped(
+            self._service.drop_waiting(
                 [one for one in self._hosted if one.expert.device in self._failed_devices], self.failed
             )
-        await self._service.drained(self._hosted, drain_s)
+        await self._service.drain(self._hosted, drain_s)
         for compute in self._compute.values():
             compute.halt()
-        self._service.dropped(self._hosted, self.failed or "its server is leaving")
+        self._service.drop_waiting(self._hosted, self.failed or "its server is leaving")
         await asyncio.wait([withdrawing])
         self.ended.set()
 
-    async def _save_now_and_then(self) -> None:
+    async def _save_periodically(self) -> None:
         while True:
             await asyncio.sleep(self.config.checkpoint_s)
             await asyncio.get_running_loop().run_in_executor(None, self.save)
 
     def _device_failed(self, failure: DeviceFailed) -> None:
-        """From a computing thread, or from who saves: take everything back, for the owner to end the process."""
+        """Withdraw everything, so that the owner can end the process. Called on a computing thread, or by a
+        thread that saves.
+        """
         self._failed_devices.add(failure.device)
         if self.failed is None:
             _log.error("this server of experts ends: %s", failure)
@@ -286,8 +289,8 @@ class ExpertServer:
             compute.stop(timeout_s)
 
     def _deliver(self, done: list[tuple[Job, Outcome]]) -> None:
-        """From the computing thread."""
+        """Hand results to the network loop. Called on a computing thread."""
         try:
-            self._loop.call_soon_threadsafe(self._service.finished, done)
+            self._loop.call_soon_threadsafe(self._service.on_results, done)
         except RuntimeError:
-            return  # the node was closed meanwhile: nobody waits
+            return  # the node was closed meanwhile: no call waits

@@ -1,4 +1,4 @@
-"""Which places of a grid are free: what `--num-experts` chooses from."""
+"""Free places of a grid, from which `--num-experts` chooses."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _DRAWS_PER_PLACE_MAX = 64
 
 
 async def taken_places(directory: Directory, grid: ExpertGrid, *, timeout_s: float) -> set[ExpertUid]:
-    """The experts of a grid that somebody hosts. Reads level by level what is alive, however large the grid
-    is.
+    """Return the experts of a grid that some server hosts. Reads the directory level by level; the cost
+    depends on the live experts, not on the size of the grid.
     """
     prefixes = [grid.root]
     for depth, dimension in enumerate(grid.dimensions):
@@ -35,14 +35,15 @@ async def taken_places(directory: Directory, grid: ExpertGrid, *, timeout_s: flo
 def choose_places(
     grid: ExpertGrid, taken: Collection[ExpertUid], count: int, rng: random.Random
 ) -> list[ExpertUid]:
-    """So many free places, drawn at random, so that servers that start together rarely choose the same.
-    UsageError when there are fewer.
+    """Return `count` free places, drawn at random, so that servers that start together rarely choose the same
+    ones. Raises UsageError when there are fewer.
     """
     if grid.count <= NAMES_MAX:
         free = [uid for uid in grid.names() if uid not in taken]
         if len(free) < count:
             raise UsageError(
-                f"{grid} has {len(free)} free places of {grid.count}, and {count} experts need one: choose a larger grid"
+                f"{grid} has {len(free)} free places of {grid.count}, and {count} experts need one: "
+                "choose a larger grid"
             )
         return sorted(rng.sample(free, count))
     chosen: set[ExpertUid] = set()

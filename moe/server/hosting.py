@@ -1,8 +1,8 @@
-"""The server's end of calls: check a request completely, queue it, answer. One per node; lives on its network
-loop.
+"""The server's end of calls: it checks a request completely, queues it, and answers. A node has one instance,
+on its network loop.
 
-Nothing is queued, and no large payload is read, before what is announced fits the expert's schema and there
-is room. A request that does not fit gets an answer that names its defect.
+Nothing is queued, and no large payload is read, before its announcement fits the expert's schema and there is
+room. A request that does not fit gets an answer that names its defect.
 """
 
 from __future__ import annotations
@@ -26,14 +26,29 @@ from moe.protocol.methods import (
     UIDS_PER_DESCRIBE_MAX,
     read_headers,
     receive_payload,
-    send_pieces,
+    send_payload,
     wire_headers,
 )
-from moe.protocol.tensors import check_headers, check_payload, decode, expected_bytes, joined, payload_bytes
-from moe.server.jobs import Job, Outcome, Received
-from moe.server.logic.applied import Applied, AppliedConfig
-from moe.server.logic.remembered import Remembered, RememberedConfig
-from moe.server.requests import Admitted, Hosted, KeptInputs, PendingJob, Refused, overloaded, refused
+from moe.protocol.tensors import (
+    check_headers,
+    check_payload,
+    decode,
+    expected_bytes,
+    join_payloads,
+    payload_bytes,
+)
+from moe.server.jobs import Job, Outcome, ReceivedTensor
+from moe.server.logic.applied import AppliedRequests
+from moe.server.logic.input_cache import InputCache
+from moe.server.requests import (
+    AdmittedRequest,
+    HostedExpert,
+    KeptInputs,
+    PendingJob,
+    RequestRefused,
+    request_overloaded,
+    request_refused,
+)
 from swarm.compression import Buffer, find_wire_id
 from swarm.core.errors import PeerError
 from swarm.core.ids import PeerId
@@ -52,61 +67,63 @@ if TYPE_CHECKING:
     from swarm.node import Node
 
 _POOLED_BYTES = 256 << 10
-_RECEIVING_BYTES_MAX = 1 << 30  # of all payloads that are being received
+_RECEIVING_BYTES_MAX = 1 << 30  # limit for all payloads being received together
 _RECEIVING_BYTES_PER_CALLER_MAX = 512 << 20
 
 
 class HostingService:
     """Answers calls for every expert that servers on this node have opened."""
 
-    def __init__(
-        self, node: Node, applied: AppliedConfig | None = None, remembered: RememberedConfig | None = None
-    ) -> None:
+    def __init__(self, node: Node) -> None:
         self._node = node
-        self._hosted: dict[str, Hosted] = {}
-        self._applied: Applied[Outcome] = Applied(applied)
-        self._inputs: Remembered[KeptInputs] = Remembered(remembered)  # by caller, and (request id, expert)
-        self._jobs: dict[int, PendingJob] = {}  # by number: queued or computed
-        self._pending: dict[tuple[PeerId, bytes], PendingJob] = {}  # backward passes among them
+        self._hosted: dict[str, HostedExpert] = {}
+        self._applied: AppliedRequests[Outcome] = AppliedRequests()
+        # by caller and (request id, expert)
+        self.input_cache: InputCache[KeptInputs] = InputCache()
+        self._jobs: dict[int, PendingJob] = {}  # by number: queued or being computed
+        # the backward passes among them, by pass id
+        self._pending: dict[tuple[PeerId, bytes], PendingJob] = {}
         self._numbers = itertools.count(1)
-        self._receiving: Counter[PeerId] = Counter()  # bytes
+        self._receiving: Counter[PeerId] = Counter()  # bytes by caller
         node.handlers.direct(DESCRIBE, self._describe)
         node.handlers.unary(CALL, self._call)
         node.handlers.stream(EXCHANGE, self._exchange)
 
-    def open(self, hosted: Sequence[Hosted]) -> None:
-        """Answer for these, too. ValueError names one that is open already."""
+    def open(self, hosted: Sequence[HostedExpert]) -> None:
+        """Answer calls for these experts, too. Raises ValueError, which names one that is open already."""
         taken = [str(one.uid) for one in hosted if str(one.uid) in self._hosted]
         if taken:
             raise ValueError(f"{taken[0]} is hosted on this node already")
         self._hosted.update({str(one.uid): one for one in hosted})
 
-    def close(self, hosted: Sequence[Hosted]) -> None:
-        """Answer no longer; calls under way go on."""
+    def close(self, hosted: Sequence[HostedExpert]) -> None:
+        """Answer no new calls for these experts; calls under way continue."""
         for one in hosted:
             self._hosted.pop(str(one.uid), None)
 
-    def finished(self, done: Sequence[tuple[Job, Outcome]]) -> None:
-        """Results of a computing thread; on the loop."""
+    def on_results(self, done: Sequence[tuple[Job, Outcome]]) -> None:
+        """Take the results of a computing thread. Called on the loop."""
         for job, outcome in done:
             pending = self._jobs.pop(job.number, None)
             if job.is_backward:
-                self._pending.pop(job.name, None)
-                self._inputs.drop(job.caller, (job.name[1], job.uid))
+                self._pending.pop(job.pass_id, None)
+                self.input_cache.drop(job.caller, (job.pass_id[1], job.uid))
                 if not outcome.failure:
-                    self._applied.note(*job.name, outcome, payload_bytes(outcome.pieces))
+                    self._applied.note(*job.pass_id, outcome, payload_bytes(outcome.payloads))
             if pending is not None and not pending.future.done():
                 pending.future.set_result(outcome)
 
-    async def drained(self, hosted: Sequence[Hosted], timeout_s: float) -> None:
-        """Wait for what is queued and computed."""
+    async def drain(self, hosted: Sequence[HostedExpert], timeout_s: float) -> None:
+        """Wait for requests of these experts that are queued or being computed."""
         threads = {id(one.compute) for one in hosted}
         futures = [pending.future for pending in self._jobs.values() if id(pending.compute) in threads]
         if futures:
             await asyncio.wait(futures, timeout=timeout_s)
 
-    def dropped(self, hosted: Sequence[Hosted], reason: str) -> None:
-        """A computing thread was stopped, with requests waiting; on the loop."""
+    def drop_waiting(self, hosted: Sequence[HostedExpert], reason: str) -> None:
+        """Refuse waiting requests of these experts, since their computing thread was stopped. Called on the
+        loop.
+        """
         threads = {id(one.compute) for one in hosted}
         self._pending = {
             name: pending for name, pending in self._pending.items() if id(pending.compute) not in threads
@@ -115,7 +132,7 @@ class HostingService:
             if id(pending.compute) in threads:
                 del self._jobs[number]
                 if pending.waiting and not pending.future.done():
-                    pending.future.set_exception(Refused(expert_pb2.EXPERT_MISSING, reason))
+                    pending.future.set_exception(RequestRefused(expert_pb2.EXPERT_MISSING, reason))
 
     # --- handlers
 
@@ -145,10 +162,10 @@ class HostingService:
         try:
             admitted = self._admit(caller, request, INLINE_BYTES_MAX)
             outcome = await self._outcome(admitted, request.payload)
-        except Refused as refusal:
+        except RequestRefused as refusal:
             return self._refusal(request, refusal)
         reply = self._reply(admitted, outcome)
-        reply.payload = joined(outcome.pieces)
+        reply.payload = join_payloads(outcome.payloads)
         return reply
 
     async def _exchange(self, stream: Stream) -> None:
@@ -162,7 +179,7 @@ class HostingService:
         try:
             admitted = self._admit(stream.peer_id, request, PAYLOAD_BYTES_MAX)
             if request.payload_bytes != admitted.size_bytes:
-                raise refused(
+                raise request_refused(
                     f"{admitted.size_bytes} bytes of tensors should follow, not {request.payload_bytes}"
                 )
             self._receiving[admitted.caller] += admitted.size_bytes
@@ -173,55 +190,58 @@ class HostingService:
                 if not self._receiving[admitted.caller]:
                     del self._receiving[admitted.caller]
             outcome = await self._outcome(admitted, payload)
-        except Refused as refusal:
+        except RequestRefused as refusal:
             await stream.send(self._refusal(request, refusal).SerializeToString())
             return
         reply = self._reply(admitted, outcome)
-        reply.payload_bytes = payload_bytes(outcome.pieces)
+        reply.payload_bytes = payload_bytes(outcome.payloads)
         await stream.send(reply.SerializeToString())
-        await send_pieces(stream, outcome.pieces)
+        await send_payload(stream, outcome.payloads)
 
     # --- checks
 
-    def _admit(self, caller: PeerId, request: ExpertRequest, bytes_max: int) -> Admitted:
-        """All that can be said before the payload is read."""
+    def _admit(self, caller: PeerId, request: ExpertRequest, bytes_max: int) -> AdmittedRequest:
+        """Check everything that is known before the payload is read. Raises RequestRefused."""
         hosted = self._hosted.get(request.uid)
         if hosted is None:
-            raise Refused(expert_pb2.EXPERT_MISSING, f"{request.uid[:100]!r} is not hosted here")
+            raise RequestRefused(expert_pb2.EXPERT_MISSING, f"{request.uid[:100]!r} is not hosted here")
         schema, batch = hosted.expert.schema, request.batch
         if request.schema_digest != schema.digest:
-            raise refused(f"it was made for another schema than this expert's, which is {schema}")
+            raise request_refused(f"it was made for another schema than this expert's, which is {schema}")
         if not 1 <= batch <= hosted.batch_size_max:
-            raise refused(f"a request has 1 to {hosted.batch_size_max} samples, not {batch}")
+            raise request_refused(f"a request has 1 to {hosted.batch_size_max} samples, not {batch}")
         backward = request.kind == expert_pb2.EXPERT_BACKWARD
         if (backward or request.keep) and len(request.request_id) != REQUEST_ID_BYTES:
-            raise refused(f"a request id has {REQUEST_ID_BYTES} bytes, not {len(request.request_id)}")
+            raise request_refused(f"a request id has {REQUEST_ID_BYTES} bytes, not {len(request.request_id)}")
         codec = None
         if request.reply_codec:
             codec = find_wire_id(request.reply_codec, request.reply_codec_version)
             if codec is None:
-                raise refused(
-                    f"codec {request.reply_codec}, version {request.reply_codec_version}, for the answer is not known here"
+                raise request_refused(
+                    f"codec {request.reply_codec}, version {request.reply_codec_version}, "
+                    "for the answer is not known here"
                 )
         repeated = backward and self._is_repeated(caller, request)
-        kept = self._kept(caller, request) if backward and request.inputs_kept and not repeated else None
+        kept = (
+            self._kept_inputs(caller, request) if backward and request.inputs_kept and not repeated else None
+        )
         inputs = () if backward and request.inputs_kept else schema.input_leaves
         leaves = (*inputs, *(schema.gradient_leaves if backward else ()))
         headers = read_headers(request.tensors)
         try:
             size = check_headers(headers, leaves, batch, absent_from=len(inputs))
         except PeerError as error:
-            raise refused(str(error)) from None
+            raise request_refused(str(error)) from None
         answered = schema.input_gradient_leaves if backward else schema.output_leaves
         if max(size, expected_bytes(answered, batch, codec)) > bytes_max:
-            raise refused(f"such a call carries at most {bytes_max} bytes of tensors each way")
+            raise request_refused(f"such a call carries at most {bytes_max} bytes of tensors each way")
         if not repeated:
             busy = hosted.compute.refusal(caller, size)
             if not busy and bytes_max > INLINE_BYTES_MAX:
                 busy = self._receiving_refusal(caller, size)
             if busy:
-                raise overloaded(hosted, busy)
-        return Admitted(
+                raise request_overloaded(hosted, busy)
+        return AdmittedRequest(
             hosted=hosted,
             caller=caller,
             request=request,
@@ -234,7 +254,7 @@ class HostingService:
         )
 
     def _receiving_refusal(self, caller: PeerId, size_bytes: int) -> str:
-        """Why no payload of that size can be received now; "" when it can."""
+        """Return why no payload of that size can be received now; "" when it can."""
         total, own = self._receiving.total(), self._receiving.get(caller, 0)
         if total + size_bytes > _RECEIVING_BYTES_MAX or own + size_bytes > _RECEIVING_BYTES_PER_CALLER_MAX:
             return f"{total >> 20} MiB are being received already, {own >> 20} of them from you"
@@ -244,35 +264,39 @@ class HostingService:
         name = (caller, request.request_id)
         return name in self._pending or self._applied.is_known(*name)
 
-    def _kept(self, caller: PeerId, request: ExpertRequest) -> KeptInputs:
-        kept = self._inputs.get(caller, (request.request_id, request.uid))
-        if kept is None or not kept.untouched:
-            raise Refused(
+    def _kept_inputs(self, caller: PeerId, request: ExpertRequest) -> KeptInputs:
+        kept = self.input_cache.get(caller, (request.request_id, request.uid))
+        if kept is None or not kept.is_unmodified:
+            raise RequestRefused(
                 expert_pb2.EXPERT_FORGOTTEN, "the inputs of that forward pass are not kept here any more"
             )
         if kept.batch != request.batch:
-            raise refused(f"the forward pass of that id had {kept.batch} samples, not {request.batch}")
+            raise request_refused(
+                f"the forward pass of that id had {kept.batch} samples, not {request.batch}"
+            )
         return kept
 
     # --- computing
 
-    async def _outcome(self, admitted: Admitted, payload: Buffer | torch.Tensor) -> Outcome:
-        """What is answered, be it by an earlier call of the same id. Refused when nothing was computed."""
+    async def _outcome(self, admitted: AdmittedRequest, payload: Buffer | torch.Tensor) -> Outcome:
+        """Return the outcome of a request, possibly that of an earlier call with the same id. Raises
+        RequestRefused when nothing was computed.
+        """
         pending = None
         if admitted.is_backward:
-            applied = self._earlier(admitted)
+            applied = self._earlier_outcome(admitted)
             if applied is not None:
                 return applied
-            pending = self._pending.get(admitted.name)
+            pending = self._pending.get(admitted.pass_id)
         if pending is None:
-            tensors = await self._decoded(admitted, payload)
-            # a twin may have come and gone meanwhile
+            tensors = await self._decode(admitted, payload)
+            # the same request may have come again, and been answered, meanwhile
             if admitted.is_backward and len(payload) > _POOLED_BYTES:
-                applied = self._earlier(admitted)
+                applied = self._earlier_outcome(admitted)
                 if applied is not None:
                     return applied
-                pending = self._pending.get(admitted.name)
-            pending = pending or self._begin(admitted, tensors)
+                pending = self._pending.get(admitted.pass_id)
+            pending = pending or self._enqueue(admitted, tensors)
         pending.waiting += 1
         try:
             outcome = await asyncio.shield(pending.future)
@@ -280,28 +304,30 @@ class HostingService:
             pending.waiting -= 1
             if not pending.waiting and pending.compute.withdraw(pending.number):
                 self._jobs.pop(pending.number, None)
-                self._pending.pop(admitted.name, None)
+                self._pending.pop(admitted.pass_id, None)
             raise
         if outcome.failure:
-            raise Refused(expert_pb2.EXPERT_FAILED, outcome.failure)
+            raise RequestRefused(expert_pb2.EXPERT_FAILED, outcome.failure)
         return outcome
 
-    def _earlier(self, admitted: Admitted) -> Outcome | None:
-        """What a backward pass gave that was applied before; None when it was not."""
-        if not self._applied.is_known(*admitted.name):
+    def _earlier_outcome(self, admitted: AdmittedRequest) -> Outcome | None:
+        """Return the outcome of a backward pass that was applied before; None when it was not."""
+        if not self._applied.is_known(*admitted.pass_id):
             return None
-        answer = self._applied.answer(*admitted.name)
+        answer = self._applied.answer(*admitted.pass_id)
         if answer is None:
-            raise Refused(
+            raise RequestRefused(
                 expert_pb2.EXPERT_APPLIED,
                 "this backward pass was applied before, and what it gave is forgotten",
             )
         return answer
 
-    async def _decoded(self, admitted: Admitted, payload: Buffer | torch.Tensor) -> Sequence[Received | None]:
-        """The payload's tensors, checked; decoded, too, unless the expert's device does that."""
-        read: Callable[..., Sequence[Received | None]] = (
-            check_payload if admitted.hosted.compute.decodes else decode
+    async def _decode(
+        self, admitted: AdmittedRequest, payload: Buffer | torch.Tensor
+    ) -> Sequence[ReceivedTensor | None]:
+        """Return the checked tensors of the payload; decoded, unless the expert's device does that."""
+        read: Callable[..., Sequence[ReceivedTensor | None]] = (
+            check_payload if admitted.hosted.compute.decodes_on_device else decode
         )
         arguments = (admitted.headers, admitted.leaves, admitted.request.batch, payload)
         try:
@@ -309,13 +335,13 @@ class HostingService:
                 return read(*arguments)
             return await asyncio.get_running_loop().run_in_executor(self._node.network.pool, read, *arguments)
         except PeerError as error:
-            raise refused(str(error)) from None
+            raise request_refused(str(error)) from None
 
-    def _begin(self, admitted: Admitted, tensors: Sequence[Received | None]) -> PendingJob:
-        """Queue it. Refused when there is no room."""
+    def _enqueue(self, admitted: AdmittedRequest, tensors: Sequence[ReceivedTensor | None]) -> PendingJob:
+        """Queue a job. Raises RequestRefused when there is no room."""
         hosted, request = admitted.hosted, admitted.request
         if admitted.is_backward and request.inputs_kept:
-            count, inputs = 0, (admitted.kept or self._kept(admitted.caller, request)).tensors
+            count, inputs = 0, (admitted.kept or self._kept_inputs(admitted.caller, request)).tensors
         else:
             count = len(hosted.expert.schema.input_leaves)
             inputs = [tensor for tensor in tensors[:count] if tensor is not None]
@@ -324,7 +350,7 @@ class HostingService:
             uid=request.uid,
             expert=hosted.expert,
             caller=admitted.caller,
-            name=admitted.name,
+            pass_id=admitted.pass_id,
             inputs=inputs,
             gradients=tensors[count:] if admitted.is_backward else None,
             keep=request.keep,
@@ -335,30 +361,30 @@ class HostingService:
         pending = PendingJob(asyncio.get_running_loop().create_future(), hosted.compute, job.number)
         self._jobs[job.number] = pending
         if admitted.is_backward:
-            self._pending[job.name] = pending
+            self._pending[job.pass_id] = pending
         busy = hosted.compute.offer(job)
         if busy:
             del self._jobs[job.number]
-            self._pending.pop(job.name, None)
-            raise overloaded(hosted, busy)
+            self._pending.pop(job.pass_id, None)
+            raise request_overloaded(hosted, busy)
         if request.keep and not admitted.is_backward:
-            kept = KeptInputs.of(inputs, request.batch)
-            self._inputs.put(admitted.caller, (request.request_id, request.uid), kept, kept.size_bytes)
+            kept = KeptInputs.snapshot(inputs, request.batch)
+            self.input_cache.put(admitted.caller, (request.request_id, request.uid), kept, kept.size_bytes)
         return pending
 
-    def _reply(self, admitted: Admitted, outcome: Outcome) -> ExpertReply:
+    def _reply(self, admitted: AdmittedRequest, outcome: Outcome) -> ExpertReply:
         request = admitted.request
         return ExpertReply(
             status=expert_pb2.EXPERT_OK,
             version=outcome.version,
-            tensors=wire_headers(outcome.pieces),
+            tensors=wire_headers(outcome.payloads),
             wait_s=admitted.hosted.compute.wait_s,
             kept=request.keep
-            and self._inputs.get(admitted.caller, (request.request_id, request.uid)) is not None,
+            and self.input_cache.get(admitted.caller, (request.request_id, request.uid)) is not None,
         )
 
-    def _refusal(self, request: ExpertRequest, refused: Refused) -> ExpertReply:
+    def _refusal(self, request: ExpertRequest, refusal: RequestRefused) -> ExpertReply:
         hosted = self._hosted.get(request.uid)
         if hosted is not None:
-            hosted.refusals[ExpertStatus.Name(refused.status)] += 1
-        return ExpertReply(status=refused.status, reason=refused.reason, queued=refused.queued)
+            hosted.refusals[ExpertStatus.Name(refusal.status)] += 1
+        return ExpertReply(status=refusal.status, reason=refusal.reason, queued=refusal.queued)

@@ -1,4 +1,4 @@
-"""Requests on their way through a server: what is to be computed, what came of it, and how many there were."""
+"""Jobs: requests on their way through a server, their outcomes, and counts of them."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ from moe.server.expert import Expert, Gradients, Tensors
 from swarm.compression import Codec
 from swarm.core.ids import PeerId
 
-# on the host; Encoded for experts whose device decodes by itself
-Received: TypeAlias = torch.Tensor | Encoded
-# the inputs of a request and the gradients of its outputs, decoded, where they are used
-Given: TypeAlias = tuple[Tensors, Gradients]
+# a received tensor, on the host; Encoded for experts whose device decodes
+ReceivedTensor: TypeAlias = torch.Tensor | Encoded
+# the decoded inputs of a job and gradients of its outputs, on the device that uses them
+JobTensors: TypeAlias = tuple[Tensors, Gradients]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One request, checked."""
+    """One request that has been checked."""
 
     number: int
     uid: str
     expert: Expert
     caller: PeerId
-    name: tuple[PeerId, bytes]  # of the pass, for activations that are kept
-    inputs: Sequence[Received]
-    gradients: Sequence[Received | None] | None  # None: a forward pass
+    pass_id: tuple[PeerId, bytes]  # (caller, request id), under which activations are kept
+    inputs: Sequence[ReceivedTensor]
+    gradients: Sequence[ReceivedTensor | None] | None  # None: a forward pass
     keep: bool
     batch: int
     size_bytes: int
-    codec: Codec | None  # for the answer
+    codec: Codec | None  # for encoding the results
 
     @property
     def is_backward(self) -> bool:
-        """Whether it is a backward pass."""
+        """Return whether this is a backward pass."""
         return self.gradients is not None
 
     @property
     def kind(self) -> tuple[str, bool]:
-        """What requests of one batch have in common: the expert and the direction."""
+        """Return what requests of one batch have in common: the expert and the direction."""
         return self.uid, self.is_backward
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a job: tensors as they travel, or a reason why there are none."""
+    """The outcome of a job: encoded tensors, or the reason why there are none."""
 
-    pieces: Sequence[TensorPayload]
+    payloads: Sequence[TensorPayload]
     version: int
     failure: str = ""
 
 
 @dataclass(slots=True)
 class Counts:
-    """Of one expert, since the server started."""
+    """Counts of one expert's requests since the server started."""
 
     forward_requests: int = 0
     forward_samples: int = 0
@@ -70,12 +70,12 @@ class Counts:
 
 
 def samples_of(jobs: Sequence[Job]) -> int:
-    """The samples of all of them."""
+    """Return the number of samples of all jobs together."""
     return sum(job.batch for job in jobs)
 
 
 def not_finite(job: Job, version: int) -> Outcome:
-    """The outcome of a job whose results have NaN or infinity: nobody is sent those."""
+    """Return the outcome of a job whose results contain NaN or infinity; such results are not sent."""
     return Outcome(
         (),
         version,

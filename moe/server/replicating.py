@@ -1,11 +1,11 @@
-"""Replicas of one expert, on several servers, are averaged in the background, so that whichever answers is
-nearly the same.
+"""Averaging of replicas: experts that several servers host are averaged in the background, so that all
+replicas give nearly the same answers.
 
-At the same moments of swarm time (a period, shifted by the expert's name) every server looks which of its
-experts others host, too, and averages the parameters with them, weighted by the samples that each has learned
-from since the last time. An expert that has learned nothing yet only receives from those that have: a
-newcomer becomes a replica by its first average. The computing thread goes on meanwhile: what it learns during
-a round is added to the average.
+At the same moments of swarm time (multiples of a period) every server looks for experts of its own that
+others host, too, and averages their parameters with them, weighted by the samples that each replica has
+learned from since the last time. An expert that has learned nothing yet only receives from those that have,
+so a new server becomes a replica by its first average. Computation goes on meanwhile: what an expert learns
+during a round is added to the average.
 """
 
 from __future__ import annotations
@@ -32,42 +32,44 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _NAME_MAX = 50
-_DECLARE_S = 0.2  # many averagers may be opened one after the other
-# experts of a server that are averaged in one period; the others have their turn in the next
-_TOGETHER_MAX = 64
+_DECLARE_S = 0.2  # short, since many averagers may be opened one after the other
+# experts of a server that are averaged in one period: always the first of those that others host, too
+_EXPERTS_PER_PERIOD_MAX = 64
+_ROUND_TIMEOUT_S = 20.0  # of a round; at most half the period is used
+_GROUP_SIZE = 8
+_CODEC = "float16"
+_READ_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicatingConfig:
     """How often replicas are averaged."""
 
-    period_s: float = 60.0  # the same on all servers; 0: never
-    timeout_s: float = 20.0  # of a round, at most half the period
-    group_size: int = 8
-    codec: str = "float16"
-    read_timeout_s: float = 5.0
+    period_s: float = 60.0  # must be the same on all servers; 0: never
 
 
 @dataclass(slots=True)
-class _Averaged:
+class _ReplicaAverager:
     averager: Averager
-    samples: int = 0  # of the expert when it was last averaged
+    samples: int = 0  # the expert's samples when it was last averaged
 
 
 class Replicating:
-    """Of one server. Lives on the network loop; the rounds' blocking ends are in a thread of their own."""
+    """Averages one server's experts with their replicas. Lives on the network loop; blocking calls run in a
+    thread of its own.
+    """
 
     def __init__(self, node: Node, experts: Mapping[ExpertUid, Expert], config: ReplicatingConfig) -> None:
         self._node, self._config = node, config
         self._experts = {uid: expert for uid, expert in experts.items() if not expert.frozen}
         self._directory = Directory(node.dht.service)
         self._calls = node.service(ExpertCalls.from_node)
-        self._averaged: dict[ExpertUid, _Averaged] = {}
+        self._averagers: dict[ExpertUid, _ReplicaAverager] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="swarm-replicas")
-        self.rounds = 0  # that succeeded
+        self.rounds = 0  # number of successful rounds
 
     async def run(self) -> None:
-        """For as long as the server does."""
+        """Average once per period, for as long as the server runs."""
         if not self._config.period_s or not self._experts:
             return
         while True:
@@ -79,8 +81,8 @@ class Replicating:
                 _log.info("replicas of this server's experts were not averaged: %s", error)
 
     async def average(self) -> None:
-        """Once, all experts of this server that others host, too."""
-        found = await self._directory.replicas(list(self._experts), timeout_s=self._config.read_timeout_s)
+        """Average once all experts of this server that others host, too."""
+        found = await self._directory.replicas(list(self._experts), timeout_s=_READ_TIMEOUT_S)
         shared = {}
         for uid, replicas in found.items():
             others = [
@@ -90,71 +92,69 @@ class Replicating:
             ]
             if others:
                 shared[uid] = others
-            elif uid in self._averaged:
-                await self._on_thread(self._averaged.pop(uid).averager.close)
-        chosen = dict(list(shared.items())[:_TOGETHER_MAX])
+            elif uid in self._averagers:
+                await self._run_on_thread(self._averagers.pop(uid).averager.close)
+        selected = dict(list(shared.items())[:_EXPERTS_PER_PERIOD_MAX])
         async with asyncio.TaskGroup() as tasks:
-            weights = {uid: tasks.create_task(self._weight(uid, others)) for uid, others in chosen.items()}
-        if chosen:
-            await self._on_thread(self._rounds, {uid: task.result() for uid, task in weights.items()})
+            weights = {uid: tasks.create_task(self._weight(uid, others)) for uid, others in selected.items()}
+        if selected:
+            await self._run_on_thread(self._run_rounds, {uid: task.result() for uid, task in weights.items()})
 
     def close(self) -> None:
-        """Leave the groups. Not for the network thread. A node that closes ends its averagers by itself."""
+        """Leave the groups. Must not be called on the network thread. A node that closes ends its averagers
+        by itself.
+        """
         self._thread.shutdown(wait=False, cancel_futures=True)
-        for averaged in list(self._averaged.values()):
-            averaged.averager.close()
+        for entry in list(self._averagers.values()):
+            entry.averager.close()
 
     async def _weight(self, uid: ExpertUid, others: list[ExpertReplica]) -> float:
-        """Samples since the last average, and one, so that nobody counts for nothing; 0 for a newcomer among
-        those who have learned.
+        """Return the samples learned since the last average plus one, so that no replica has weight 0; or 0
+        for a new expert when some replica has learned.
         """
-        expert, averaged = self._experts[uid], self._averaged.get(uid)
+        expert, entry = self._experts[uid], self._averagers.get(uid)
         if expert.version == 0:
             for replica in others:
                 try:
-                    described = (
-                        await self._calls.describe(replica, [uid], timeout_s=self._config.read_timeout_s)
-                    )[0]
+                    described = (await self._calls.describe(replica, [uid], timeout_s=_READ_TIMEOUT_S))[0]
                 except SwarmError:
                     continue
                 if described is not None and described.version > 0:
                     return 0.0
-        return 1.0 + max(expert.samples - (averaged.samples if averaged else 0), 0)
+        return 1.0 + max(expert.samples - (entry.samples if entry else 0), 0)
 
-    async def _on_thread(self, function: object, *arguments: object) -> None:
+    async def _run_on_thread(self, function: object, *arguments: object) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)  # type: ignore[arg-type]
 
-    def _rounds(self, weights: Mapping[ExpertUid, float]) -> None:
-        """On the thread: all rounds at once, then their results."""
-        timeout_s = min(self._config.timeout_s, self._config.period_s / 2)
+    def _run_rounds(self, weights: Mapping[ExpertUid, float]) -> None:
+        """Start all rounds at once, then wait for their results. Runs on the averaging thread."""
+        timeout_s = min(_ROUND_TIMEOUT_S, self._config.period_s / 2)
         pending = {}
         for uid, weight in weights.items():
             expert = self._experts[uid]
             try:
-                averaged = self._averaged.get(uid) or self._opened(uid)
+                entry = self._averagers.get(uid) or self._open_averager(uid)
                 with expert.lock:
-                    version, averaged_samples = expert.version, expert.samples
-                    step = averaged.averager.step(
-                        weight, timeout_s, gather=version, wait=False, apply="delta"
-                    )
-                pending[uid] = (averaged, averaged_samples, step)
+                    version, samples = expert.version, expert.samples
+                    step = entry.averager.step(weight, timeout_s, gather=version, wait=False, apply="delta")
+                pending[uid] = (entry, samples, step)
             except UsageError as error:
                 _log.info("%s is not averaged with its replicas: %s", uid, error)
-        for uid, (averaged, samples, step) in pending.items():
+        for uid, (entry, samples, step) in pending.items():
             expert = self._experts[uid]
             if not step.wait(timeout_s + 1.0):
                 step.cancel()
                 continue
-            with expert.lock:  # the difference is added: what was learned meanwhile stays
+            with expert.lock:  # the difference is added, so steps made meanwhile are kept
                 result = step.result()
                 if not result.failed:
-                    expert.replaced(_version(result, expert.version))
-                    averaged.samples = samples
+                    expert.parameters_replaced(_next_version(result, expert.version))
+                    entry.samples = samples
                     self.rounds += 1
             if result.failed:
                 _log.info("%s was not averaged with its replicas: %s", uid, result.reason)
 
-    def _opened(self, uid: ExpertUid) -> _Averaged:
+    def _open_averager(self, uid: ExpertUid) -> _ReplicaAverager:
         expert = self._experts[uid]
         name = (
             str(uid)
@@ -165,16 +165,16 @@ class Replicating:
             self._node,
             expert.averaged_tensors(),
             name=f"expert-{name}",
-            target_group_size=self._config.group_size,
-            codec=self._config.codec,
+            target_group_size=_GROUP_SIZE,
+            codec=_CODEC,
             config=AveragerConfig(declare_s=_DECLARE_S),
         )
-        averaged = self._averaged[uid] = _Averaged(averager)
-        return averaged
+        entry = self._averagers[uid] = _ReplicaAverager(averager)
+        return entry
 
 
-def _version(result: RoundResult, own: int) -> int:
-    """Later than that of any who took part."""
+def _next_version(result: RoundResult, own: int) -> int:
+    """Return a version above that of every replica that took part."""
     versions = [
         value for value in result.gathered.values() if isinstance(value, int) and 0 <= value < 1 << 62
     ]

@@ -1,5 +1,5 @@
-"""What a server knows of a request on its way: whose it is, what it announced, who waits for it, and how it
-is refused.
+"""A server's records of requests: the caller, the announced tensors, the calls that wait for a result, and
+refusals.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from moe.protocol.schema import Leaf
 from moe.protocol.tensors import Encoded, Header
 from moe.server.compute import ComputeThread
 from moe.server.expert import Expert
-from moe.server.jobs import Outcome, Received
+from moe.server.jobs import Outcome, ReceivedTensor
 from swarm.compression import Codec
 from swarm.core.ids import PeerId
 from swarm.wire import expert_pb2
 from swarm.wire.expert_pb2 import ExpertRequest, ExpertStatus
 
 
-class Refused(Exception):
-    """A request that is answered with a reason."""
+class RequestRefused(Exception):
+    """The request is answered with a reason instead of a result."""
 
     def __init__(self, status: ExpertStatus, reason: str, queued: int = 0) -> None:
         super().__init__(reason)
@@ -30,8 +30,8 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Hosted:
-    """An expert, where it is computed, and the backward passes that it has seen."""
+class HostedExpert:
+    """An expert, the thread that computes it, and its limits."""
 
     uid: ExpertUid
     expert: Expert
@@ -42,7 +42,7 @@ class Hosted:
 
 @dataclass(slots=True)
 class PendingJob:
-    """A job, and how many calls wait for it."""
+    """A job, and the number of calls that wait for it."""
 
     future: asyncio.Future[Outcome]
     compute: ComputeThread
@@ -52,55 +52,55 @@ class PendingJob:
 
 @dataclass(frozen=True, slots=True)
 class KeptInputs:
-    """Of a forward pass."""
+    """The inputs of a forward pass, kept for the backward pass."""
 
-    tensors: list[Received]
+    tensors: list[ReceivedTensor]
     batch: int
-    versions: list[int]  # of the tensors: a module may write into what it is given
+    versions: list[int]  # of the tensors: a module may write into its inputs
 
     @classmethod
-    def of(cls, tensors: list[Received], batch: int) -> KeptInputs:
-        """As they are now."""
+    def snapshot(cls, tensors: list[ReceivedTensor], batch: int) -> KeptInputs:
+        """Record the tensors with their present versions."""
         return cls(tensors, batch, _versions(tensors))
 
     @property
-    def untouched(self) -> bool:
-        """Still what was sent."""
+    def is_unmodified(self) -> bool:
+        """Return whether no module has written into the tensors since they were received."""
         return self.versions == _versions(self.tensors)
 
     @property
     def size_bytes(self) -> int:
-        """What they take on the host."""
+        """Return the memory that the tensors take on the host."""
         return sum((one.raw if isinstance(one, Encoded) else one).nbytes for one in self.tensors)
 
 
-def _versions(tensors: list[Received]) -> list[int]:
+def _versions(tensors: list[ReceivedTensor]) -> list[int]:
     return [(one.raw if isinstance(one, Encoded) else one)._version for one in tensors]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Admitted:
-    """A request whose announcements are right."""
+class AdmittedRequest:
+    """A request whose announcement has been checked."""
 
-    hosted: Hosted
+    hosted: HostedExpert
     caller: PeerId
     request: ExpertRequest
     headers: list[Header]
-    leaves: Sequence[Leaf]  # of what the payload holds
+    leaves: Sequence[Leaf]  # of the payload's tensors
     size_bytes: int
     codec: Codec | None
     is_backward: bool
-    kept: KeptInputs | None  # of a backward pass that came without
+    kept: KeptInputs | None  # for a backward pass that was sent without inputs
 
     @property
-    def name(self) -> tuple[PeerId, bytes]:
-        """Of the pass, whoever computes it."""
+    def pass_id(self) -> tuple[PeerId, bytes]:
+        """Return the identity of the pass: the caller and its request id."""
         return self.caller, self.request.request_id
 
 
-def refused(reason: str) -> Refused:
-    return Refused(expert_pb2.EXPERT_REFUSED, reason)
+def request_refused(reason: str) -> RequestRefused:
+    return RequestRefused(expert_pb2.EXPERT_REFUSED, reason)
 
 
-def overloaded(hosted: Hosted, reason: str) -> Refused:
-    return Refused(expert_pb2.EXPERT_OVERLOADED, f"overloaded, {reason}", hosted.compute.queued)
+def request_overloaded(hosted: HostedExpert, reason: str) -> RequestRefused:
+    return RequestRefused(expert_pb2.EXPERT_OVERLOADED, f"overloaded, {reason}", hosted.compute.queued)

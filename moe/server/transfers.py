@@ -1,5 +1,5 @@
-"""How requests get to the device of their expert, and results from it: at once on the host, and beside the
-computation on a CUDA device.
+"""Transfers: the way of requests to the device of their expert, and of results back. On the host this is
+immediate; for a CUDA device it runs beside the computation.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from moe.protocol.tensors import (
     Header,
     TensorPayload,
     encode,
-    encoded_on_device,
-    finite,
+    encode_on_device,
     finite_flags,
+    is_finite,
 )
 from moe.server.expert import Gradients
-from moe.server.jobs import Given, Job, Outcome, not_finite
-from moe.server.links import Arrival, Departure, Link
+from moe.server.jobs import Job, JobTensors, Outcome, not_finite
+from moe.server.links import CopyToDevice, CopyToHost, Link
 
 
-class Staged(Protocol):
+class StagedJobs(Protocol):
     """The tensors of several jobs on their way to the device."""
 
-    def use(self) -> list[Given]:
-        """The tensors, by job, for the calls that follow on this thread. To be called once."""
+    def use(self) -> list[JobTensors]:
+        """Return the tensors, by job, for the calls that follow on this thread. May be called once."""
         ...
 
 
@@ -43,38 +43,40 @@ class Answers(Protocol):
 
     @property
     def has_arrived(self) -> bool:
-        """Whether `outcomes` returns at once."""
+        """Return whether `outcomes` returns at once."""
         ...
 
     def outcomes(self) -> list[Outcome]:
-        """What came of each job, when its result is on the host."""
+        """Return the outcome of each job. Waits until the results are on the host."""
         ...
 
 
 class Transfer(Protocol):
     """The way of requests to one device and of results back."""
 
-    def stage(self, jobs: Sequence[Job]) -> Staged:
-        """Begin to bring the jobs' tensors to the device."""
+    def stage(self, jobs: Sequence[Job]) -> StagedJobs:
+        """Begin to copy the jobs' tensors to the device."""
         ...
 
     def answer(self, jobs: Sequence[Job], results: Sequence[Gradients], version: int) -> Answers:
-        """Check the results, by job, for NaN and infinity, encode them, and begin to bring them to the host."""
+        """Check the results, by job, for NaN and infinity, encode them, and begin to copy them to the
+        host.
+        """
         ...
 
-    def relieve(self) -> None:
-        """Give memory that no tensor uses back to the device."""
+    def release_memory(self) -> None:
+        """Return memory that no tensor uses to the device."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
-    """Outcomes that are there. `is_final`: computing a failed job by itself would not help. Satisfies
-    `Answers`.
+class ReadyAnswers:
+    """Outcomes that are there already. `is_final` means that computing a failed job by itself would not help.
+    Satisfies `Answers`.
     """
 
     jobs: Sequence[Job]
-    found: list[Outcome]
+    results: list[Outcome]
     is_final: bool = False
 
     @property
@@ -82,31 +84,31 @@ class Arrived:
         return True
 
     def outcomes(self) -> list[Outcome]:
-        return self.found
+        return self.results
 
 
 class HostTransfer:
-    """For the host, and for devices without streams that we know of: everything in the order in which it is
-    asked. Satisfies `Transfer`.
+    """The transfer for the host, and for devices without known streams: everything runs in order. Satisfies
+    `Transfer`.
     """
 
-    def stage(self, jobs: Sequence[Job]) -> Staged:
-        return _Here(jobs)
+    def stage(self, jobs: Sequence[Job]) -> StagedJobs:
+        return _HostStagedJobs(jobs)
 
     def answer(self, jobs: Sequence[Job], results: Sequence[Gradients], version: int) -> Answers:
-        return Arrived(
-            jobs, [_encoded_here(job, tensors, version) for job, tensors in zip(jobs, results, strict=True)]
+        return ReadyAnswers(
+            jobs, [_encode_on_host(job, tensors, version) for job, tensors in zip(jobs, results, strict=True)]
         )
 
-    def relieve(self) -> None:
+    def release_memory(self) -> None:
         return
 
 
 @dataclass(frozen=True, slots=True)
-class _Here:
+class _HostStagedJobs:
     jobs: Sequence[Job]
 
-    def use(self) -> list[Given]:
+    def use(self) -> list[JobTensors]:
         return [
             (
                 [cast(torch.Tensor, tensor) for tensor in job.inputs],
@@ -116,22 +118,24 @@ class _Here:
         ]
 
 
-def _encoded_here(job: Job, tensors: Gradients, version: int) -> Outcome:
-    if not all(tensor is None or finite(tensor) for tensor in tensors):
+def _encode_on_host(job: Job, tensors: Gradients, version: int) -> Outcome:
+    if not all(tensor is None or is_finite(tensor) for tensor in tensors):
         return not_finite(job, version)
     return Outcome(encode(tensors, job.codec), version)
 
 
 class DeviceTransfer:
-    """For a CUDA device: what travels is decoded and encoded there, and copied beside the computation.
-    Satisfies `Transfer`.
+    """The transfer for a CUDA device: tensors are decoded and encoded there, and copied beside the
+    computation. Satisfies `Transfer`.
     """
 
     def __init__(self, link: Link) -> None:
         self._link = link
 
-    def stage(self, jobs: Sequence[Job]) -> Staged:
-        """One copy for all tensors of all jobs, each as it came: a codec's bytes are fewer than the tensor's."""
+    def stage(self, jobs: Sequence[Job]) -> StagedJobs:
+        """Begin one copy for all tensors of all jobs, each still encoded: a codec's bytes are fewer than the
+        tensor's.
+        """
         tensors = [
             tensor
             for job in jobs
@@ -142,44 +146,44 @@ class DeviceTransfer:
             [one.raw.numel() + -one.raw.numel() % ALIGNMENT for one in tensors], dtype=np.int64
         ).tolist()
         with self._link.using():
-            room = self._link.host_memory(ends[-1] if ends else 0)
-            array = room.numpy()
+            staging_buffer = self._link.host_memory(ends[-1] if ends else 0)
+            array = staging_buffer.numpy()
             for one, start in zip(tensors, [0, *ends], strict=False):
                 array[start : start + one.raw.numel()] = one.raw.numpy()
-            return _OnItsWay(self._link, jobs, self._link.send(room))
+            return _DeviceStagedJobs(self._link, jobs, self._link.send(staging_buffer))
 
     def answer(self, jobs: Sequence[Job], results: Sequence[Gradients], version: int) -> Answers:
-        """One copy for the bytes of all results and their flags of being finite."""
+        """Begin one copy for the encoded bytes of all results and their flags of being finite."""
         with self._link.using():
             flat = [None if tensor is None else tensor.detach() for tensors in results for tensor in tensors]
             codecs = [job.codec for job, tensors in zip(jobs, results, strict=True) for _ in tensors]
-            pieces = [
-                None if one is None else encoded_on_device(one, codec)
+            payloads = [
+                None if one is None else encode_on_device(one, codec)
                 for one, codec in zip(flat, codecs, strict=True)
             ]
             numbers, flags = finite_flags(flat)
-            parts = [*(piece[1] for piece in pieces if piece is not None), *([flags] if numbers else [])]
-            departure = self._link.fetch(parts[0] if len(parts) == 1 else torch.cat(parts)) if parts else None
-        headers = [None if piece is None else piece[0] for piece in pieces]
-        return _Leaving(
-            self._link, jobs, [len(tensors) for tensors in results], version, headers, numbers, departure
+            parts = [*(piece[1] for piece in payloads if piece is not None), *([flags] if numbers else [])]
+            copy = self._link.fetch(parts[0] if len(parts) == 1 else torch.cat(parts)) if parts else None
+        headers = [None if piece is None else piece[0] for piece in payloads]
+        return _DeviceAnswers(
+            self._link, jobs, [len(tensors) for tensors in results], version, headers, numbers, copy
         )
 
-    def relieve(self) -> None:
+    def release_memory(self) -> None:
         self._link.empty_cache()
 
 
-class _OnItsWay:
-    def __init__(self, link: Link, jobs: Sequence[Job], arrival: Arrival) -> None:
+class _DeviceStagedJobs:
+    def __init__(self, link: Link, jobs: Sequence[Job], copy: CopyToDevice) -> None:
         self._link, self._jobs = link, jobs
-        self._arrival: Arrival | None = arrival
+        self._copy: CopyToDevice | None = copy
 
-    def use(self) -> list[Given]:
-        assert self._arrival is not None
-        arrival, self._arrival = self._arrival, None  # its memory is that of the tensors, and freed with them
+    def use(self) -> list[JobTensors]:
+        assert self._copy is not None
+        copy, self._copy = self._copy, None  # the tensors are views of it: freed with them
         with self._link.using():
-            raw, start = arrival.use(), 0
-            given: list[Given] = []
+            raw, start = copy.use(), 0
+            given: list[JobTensors] = []
             for job in self._jobs:
                 decoded: list[torch.Tensor | None] = []
                 for one in (*job.inputs, *(job.gradients or ())):
@@ -187,7 +191,7 @@ class _OnItsWay:
                         decoded.append(one)
                         continue
                     size = one.raw.numel()
-                    decoded.append(one.decoded(raw[start : start + size]))
+                    decoded.append(one.decode(raw[start : start + size]))
                     start += size + -size % ALIGNMENT
                 count = len(job.inputs)
                 given.append(([tensor for tensor in decoded[:count] if tensor is not None], decoded[count:]))
@@ -195,14 +199,14 @@ class _OnItsWay:
 
 
 @dataclass(slots=True)
-class _Leaving:
+class _DeviceAnswers:
     link: Link
     jobs: Sequence[Job]
-    counts: list[int]  # tensors of each job
+    counts: list[int]  # number of tensors of each job
     version: int
-    headers: list[Header | None]  # of the tensors of all jobs
-    numbers: list[int]  # of the tensors that have a flag, in the order of flags
-    departure: Departure | None  # None: there is nothing to copy
+    headers: list[Header | None]  # one for each tensor of all jobs
+    numbers: list[int]  # numbers of the tensors that have a flag, in the order of flags
+    copy: CopyToHost | None  # None: there is nothing to copy
     is_final: bool = False
 
     @property
@@ -211,29 +215,31 @@ class _Leaving:
 
     def outcomes(self) -> list[Outcome]:
         with self.link.using():
-            host = self.departure.wait().numpy() if self.departure is not None else np.empty(0, np.uint8)
-        self.departure = None  # the device's memory is free again
+            host = self.copy.wait().numpy() if self.copy is not None else np.empty(0, np.uint8)
+        self.copy = None  # frees the device's memory
         size = sum(header.size_bytes for header in self.headers if header is not None)
-        spoilt = {number for number, flag in zip(self.numbers, host[size:], strict=True) if not flag}
-        pieces, start = list[TensorPayload](), 0
+        non_finite = {number for number, flag in zip(self.numbers, host[size:], strict=True) if not flag}
+        payloads, start = list[TensorPayload](), 0
         for header in self.headers:
             if header is None:
-                pieces.append(ABSENT)
+                payloads.append(ABSENT)
                 continue
             end = start + header.size_bytes
-            # a copy: what callers may ask for again must not keep pinned memory
-            pieces.append(
+            # copied: answers that are kept for repetitions must not hold pinned memory
+            payloads.append(
                 TensorPayload(
                     header.codec, header.version, host[start:end].copy().data if end > start else b""
                 )
             )
             start = end
-        found, first = list[Outcome](), 0
+        results, first = list[Outcome](), 0
         for job, count in zip(self.jobs, self.counts, strict=True):
             own = range(first, first + count)
-            bad = any(number in spoilt for number in own)
-            found.append(
-                not_finite(job, self.version) if bad else Outcome(pieces[first : first + count], self.version)
+            bad = any(number in non_finite for number in own)
+            results.append(
+                not_finite(job, self.version)
+                if bad
+                else Outcome(payloads[first : first + count], self.version)
             )
             first += count
-        return found
+        return results

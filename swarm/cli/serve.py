@@ -209,9 +209,9 @@ def _names(choices: ServeChoices, grids: list[ExpertGrid], node: Node) -> list[E
 
 
 def _checkpointed(folder: Path | None, grid: ExpertGrid) -> list[ExpertUid]:
-    from moe.server.checkpoints import kept_names
+    from moe.server.checkpoints import saved_names
 
-    return [uid for uid in kept_names(folder) if uid in grid] if folder is not None else []
+    return [uid for uid in saved_names(folder) if uid in grid] if folder is not None else []
 
 
 def _opened(choices: ServeChoices, node: Node, names: list[ExpertUid], factory: _Factory) -> ExpertServer:

@@ -1,4 +1,6 @@
-"""Exponential back-off: how long to wait after a failure before the next try. Pure; time and chance are parameters."""
+"""Exponential back-off: how long to wait after a failure before the next try. Pure; time and chance are
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ class Uniform(Protocol):
 
 
 def backoff_s(failures: int, first_s: float, max_s: float, growth: float = 2.0) -> float:
-    """Return the pause in seconds after the `failures`th failure in a row: `first_s` after the first, `growth` times
-    as long after each further one, at most `max_s`; 0.0 after none.
+    """Return the pause in seconds after the `failures`th failure in a row: `first_s` after the first,
+    `growth` times as long after each further one, at most `max_s`; 0.0 after none.
     """
     if failures <= 0:
         return 0.0
@@ -27,8 +29,8 @@ def backoff_s(failures: int, first_s: float, max_s: float, growth: float = 2.0) 
 class Backoff:
     """Counts failures in a row and says how long to pause after each.
 
-    `rng`: spreads each pause by 20 % to either side, so that peers that failed together do not try again together;
-    None: no jitter.
+    `rng`: spreads each pause by 20 % to either side, so that peers that failed together do not try again
+    together; None: no jitter.
     """
 
     def __init__(self, first_s: float, max_s: float, rng: Uniform | None = None) -> None:

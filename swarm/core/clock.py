@@ -12,14 +12,14 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """What services read time from; `swarm.testing` has a virtual one."""
+    """The clocks that services read; `swarm.testing` has a virtual one."""
 
     def monotonic_s(self) -> float:
-        """Seconds on a clock that never jumps; only differences mean something."""
+        """Return seconds on a clock that never jumps; only differences are meaningful."""
         ...
 
     def swarm_s(self) -> float:
-        """Unix seconds in the swarm's time."""
+        """Return Unix seconds in the swarm's time."""
         ...
 
 

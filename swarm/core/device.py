@@ -1,5 +1,4 @@
-"""Compute devices: names checked against what this machine has, and the errors that a device raises told
-apart.
+"""Compute devices: check names against the devices of this machine, and classify the errors of a device.
 
 Importing this module does not import torch: a command parses its options before it knows whether it needs
 torch at all.
@@ -35,8 +34,8 @@ def resolve_device(name: str, option: str = "--device") -> torch.device:
     """Return the torch device that `name` means on this machine; a CUDA device always has its index.
 
     `auto` is the current CUDA device where there is one, else the CPU; MPS is used only when it is asked for
-    by name. UsageError says what is missing when the device is not there; `option` is what the message says
-    the name was given by.
+    by name. `option` is the name of the setting in error messages. Raises UsageError that says what is
+    missing when the device is not there.
     """
     import torch
 
@@ -85,7 +84,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     if isinstance(error, torch.cuda.OutOfMemoryError | MemoryError):
         return True
-    # the CPU's and the MPS allocator raise a plain RuntimeError
+    # The allocators of the CPU and of MPS raise a plain RuntimeError.
     return isinstance(error, RuntimeError) and (
         "can't allocate memory" in str(error) or "out of memory" in str(error).lower()
     )

@@ -1,5 +1,5 @@
-"""The errors that users of swarm see. Each says whose fault it is; its text says what was tried and what to
-do next.
+"""The errors that users of swarm see. Each class says whose fault it is; the text says what was tried and
+what to do next.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ class SwarmError(Exception):
 
 
 class UsageError(SwarmError, ValueError):
-    """The caller's fault: a wrong argument, a file that cannot be read, a call on a closed node."""
+    """The caller made a mistake: a wrong argument, a file that cannot be read, a call on a closed node."""
 
 
 class PeerError(SwarmError):
@@ -18,7 +18,7 @@ class PeerError(SwarmError):
 
 
 class NetworkError(SwarmError, ConnectionError):
-    """The network's fault: nobody answers, the connection broke, every address failed."""
+    """The network failed: no peer answers, the connection broke, or every address failed."""
 
 
 class DeadlineExceeded(NetworkError, TimeoutError):

@@ -2,7 +2,7 @@
 
 The file holds libp2p's protobuf `PrivateKey` (libp2p specification, "Peer Ids and Keys"): type Ed25519 and
 the 64 bytes of private and public key, so that any libp2p implementation can read it. py-libp2p writes the 32
-private bytes alone, old versions of others 96 bytes: both are read too.
+private bytes alone, old versions of other implementations 96 bytes: both can be read, too.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from swarm.core.ids import PeerId
 _SEED_BYTES = 32
 _SIGNATURE_BYTES = 64
 _FILE_BYTES_MAX = 1024
-# protobuf: field 1 (type) varint 1 (Ed25519), field 2 (data) of a one-byte length
+# Protobuf: field 1 (type) varint 1 (Ed25519), field 2 (data) of a one-byte length.
 _ENCODED_PREFIX = bytes.fromhex("080112")
 
 
 class Identity:
-    """An Ed25519 key pair. `close()` frees the file's lock; an identity without a file has nothing to free."""
+    """An Ed25519 key pair. `close()` releases the file's lock; an identity without a file has none."""
 
     def __init__(self, key: Ed25519PrivateKey, *, path: Path | None = None, lock: int | None = None) -> None:
         self._key = key
@@ -38,15 +38,15 @@ class Identity:
 
     @classmethod
     def generate(cls) -> Identity:
-        """A fresh identity that lives in memory only."""
+        """Generate a new identity that lives in memory only."""
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], create: bool = True) -> Identity:
-        """Read the identity file and lock it; make one (mode 0600) when there is none and `create` is set.
+        """Read the identity file and lock it; create it (mode 0600) when there is none and `create` is set.
 
-        UsageError when the file cannot be read, is no Ed25519 identity, is readable by others, or is in use
-        by another process.
+        Raises UsageError when the file cannot be read, is no Ed25519 identity, is readable by others, or is
+        in use by another process.
         """
         file = Path(path).expanduser()
         lock: int | None = None
@@ -55,7 +55,8 @@ class Identity:
                 file.parent.mkdir(parents=True, exist_ok=True)
             elif not file.exists():
                 raise UsageError(
-                    f"there is no identity file {file}: make one with `swarm identity --create`, or leave the path out"
+                    f"there is no identity file {file}: make one with `swarm identity --create`, or leave "
+                    "the path out"
                 )
             lock = _take_lock(file)
             raw = _read_or_create(file)
@@ -70,8 +71,8 @@ class Identity:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Identity:
-        """Read the identity file without locking it: to sign as its owner, not to be a peer under this name.
-        UsageError as in `load`.
+        """Read the identity file without locking it: to sign as its owner, not to run a peer with it. Raises
+        UsageError as `load` does.
         """
         file = Path(path).expanduser()
         if not file.exists():
@@ -83,19 +84,19 @@ class Identity:
 
     @property
     def private_key(self) -> Ed25519PrivateKey:
-        """For issuing certificates; nothing else needs it."""
+        """Return the private key, which is needed to issue certificates only."""
         return self._key
 
     def sign(self, message: bytes) -> bytes:
-        """64 bytes, Ed25519."""
+        """Return the Ed25519 signature of a message, 64 bytes."""
         return self._key.sign(message)
 
     def encode(self) -> bytes:
-        """libp2p's protobuf `PrivateKey`."""
+        """Return the identity as libp2p's protobuf `PrivateKey`."""
         return _encode(self._key)
 
     def close(self) -> None:
-        """Let another process use the file. Idempotent."""
+        """Release the file for other processes. Idempotent."""
         lock, self._lock = self._lock, None
         _free_lock(lock)
 
@@ -104,10 +105,10 @@ class Identity:
 
 
 def verify(peer_id: PeerId, message: bytes, signature: bytes) -> bool:
-    """Did this peer sign this message? By libsodium: half the time of OpenSSL's, and stricter, as it refuses
-    keys of small order.
+    """Return whether this peer signed this message. libsodium takes half the time of OpenSSL, and is
+    stricter: it refuses keys of small order.
     """
-    # libsodium takes both in one piece, so that bytes could move from one into the other
+    # libsodium takes signature and message in one piece, so bytes could move from one into the other.
     if len(signature) != _SIGNATURE_BYTES:
         return False
     try:
@@ -125,8 +126,8 @@ def _encode(key: Ed25519PrivateKey) -> bytes:
 
 
 def _decode(raw: bytes, file: Path) -> bytes:
-    """The 32 private bytes. The layout is fixed for Ed25519, so a whole protobuf parser would only accept
-    more than what is meant.
+    """Return the 32 private bytes. The layout is fixed for Ed25519; a full protobuf parser would accept more
+    than is meant.
     """
     prefix, rest = raw[: len(_ENCODED_PREFIX)], raw[len(_ENCODED_PREFIX) :]
     if (
@@ -162,7 +163,9 @@ def _read_or_create(file: Path) -> bytes:
 
 
 def write_private(file: Path, raw: bytes) -> None:
-    """Write a file of mode 0600, whole or not at all, even when the machine loses power half-way."""
+    """Write a file of mode 0600 atomically and durably: completely or not at all, even when the machine loses
+    power meanwhile.
+    """
     temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:
@@ -177,8 +180,8 @@ def write_private(file: Path, raw: bytes) -> None:
 
 
 def _take_lock(file: Path) -> int:
-    """Lock `<file>.lock`, not the file itself, which may be replaced. The system frees the lock when the
-    process dies, however it dies.
+    """Lock `<file>.lock`, not the file itself, which may be replaced. The system releases the lock when the
+    process ends for any reason.
     """
     lock_file = file.with_name(f"{file.name}.lock")
     descriptor = os.open(lock_file, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
@@ -198,7 +201,7 @@ def _take_lock(file: Path) -> int:
 
 
 def _lock_exclusively(descriptor: int) -> None:
-    """OSError when somebody else holds it."""
+    """Lock the file without waiting. Raises OSError when another process holds the lock."""
     try:
         import fcntl
     except ImportError:  # Windows

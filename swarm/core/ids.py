@@ -1,10 +1,9 @@
-"""Names: who a peer is (`PeerId`), where it listens (`Address`, `Contact`), what a DHT entry is called
-(`Key`).
+"""Identifiers: peers (`PeerId`), their addresses (`Address`, `Contact`), and DHT entries (`Key`).
 
 A `PeerId` is libp2p's, for Ed25519 only: the identity multihash of the protobuf-encoded public key (libp2p
-specification, "Peer Ids and Keys"), so that the public key can be read out of it. It is computed here,
-without importing libp2p: that import costs a trainer 0.4 s and 85 MB (docs/decisions/0002). A test holds it
-equal to libp2p's own.
+specification, "Peer Ids and Keys"), so that the public key can be read out of it. It is computed here because
+importing libp2p costs a trainer 0.4 s and 85 MB (docs/decisions/0002). A test checks that it equals libp2p's
+own.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ import base58
 
 from swarm.core.errors import UsageError
 
-# multihash: identity (0x00), 36 bytes; protobuf PublicKey: field 1 (type) = Ed25519 (1), field 2 (data) = 32
-# bytes
+# Multihash: identity (0x00), 36 bytes; protobuf PublicKey: field 1 (type) = Ed25519 (1), field 2 (data) = 32
+# bytes.
 _PEER_ID_PREFIX = bytes.fromhex("002408011220")
 _PUBLIC_KEY_BYTES = 32
 _HOST_NAME = re.compile(
@@ -31,11 +30,11 @@ _HOST_NAME = re.compile(
 _KEY_BYTES_MAX = 256
 _RUN_ID = re.compile(r"[a-z2-7]{20}")
 _RUN_NAME_CHARACTERS_MAX = 100
-_TARGET_SCHEMES = {"ip4": "ipv4", "ip6": "ipv6", "dns": "dns"}  # how gRPC calls them
+_TARGET_SCHEMES = {"ip4": "ipv4", "ip6": "ipv6", "dns": "dns"}  # gRPC's names for them
 
 
-# The same few peers are named in every message and log line. The caches are bounded, and so is what a
-# stranger can put into them.
+# The same few peers are named in every message and log line. The caches are bounded, also against input from
+# strangers.
 @functools.lru_cache(maxsize=16384)
 def _place(public_key: bytes) -> int:
     return int.from_bytes(hashlib.sha256(_PEER_ID_PREFIX + public_key).digest(), "big")
@@ -58,8 +57,7 @@ class _PublicKey(NamedTuple):
 class PeerId(_PublicKey):
     """A peer's name: its Ed25519 public key, written as a libp2p PeerID (`12D3Koo…`).
 
-    A tuple, so that it is hashed and compared without a line of Python: PeerIDs are what every table is keyed
-    by.
+    It is a tuple, so that hashing and comparison run in C: most tables are keyed by PeerIDs.
     """
 
     __slots__ = ()
@@ -71,14 +69,16 @@ class PeerId(_PublicKey):
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> PeerId:
-        """Read the 38 bytes of the multihash form; UsageError when they are anything but an Ed25519 PeerID."""
+        """Decode the 38 bytes of the multihash form. Raises UsageError when they are not an Ed25519
+        PeerID.
+        """
         if len(raw) != len(_PEER_ID_PREFIX) + _PUBLIC_KEY_BYTES or not raw.startswith(_PEER_ID_PREFIX):
             raise UsageError("not an Ed25519 PeerID (38 bytes that begin with 002408011220)")
         return _peer_id(bytes(raw[len(_PEER_ID_PREFIX) :]))
 
     @classmethod
     def parse(cls, text: str) -> PeerId:
-        """Read the base58 form; UsageError when it is anything but an Ed25519 PeerID."""
+        """Decode the base58 form. Raises UsageError when it is not an Ed25519 PeerID."""
         if not 40 <= len(text) <= 64:
             raise UsageError(f"{text[:64]!r} is not a PeerID: one looks like 12D3KooW… and has 52 characters")
         try:
@@ -91,12 +91,12 @@ class PeerId(_PublicKey):
 
     @property
     def dht_id(self) -> int:
-        """Its place in the DHT's key space: SHA-256 of the multihash form, 256 bits."""
+        """Return the peer's position in the DHT's key space: SHA-256 of the multihash form, 256 bits."""
         return _place(self.public_key)
 
     @property
     def short(self) -> str:
-        """The last eight characters: enough to tell peers apart in a log line."""
+        """Return the last eight characters, which tell peers apart in a log line."""
         return str(self)[-8:]
 
     def __str__(self) -> str:
@@ -108,12 +108,12 @@ class PeerId(_PublicKey):
 
 @functools.lru_cache(maxsize=16384)
 def _peer_id(public_key: bytes) -> PeerId:
-    return PeerId(public_key)  # one object per peer: dictionaries find it without comparing
+    return PeerId(public_key)  # one object per peer: dictionary lookups need no comparison
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Address:
-    """Where a peer's gRPC port is reached: a host (IPv4, IPv6 or name) and a TCP port."""
+    """The address of a peer's gRPC port: a host (IPv4, IPv6 or name) and a TCP port."""
 
     host: str
     port: int
@@ -132,18 +132,20 @@ class Address:
 
     @property
     def multiaddr(self) -> str:
-        """`/ip4/…/tcp/…/tls/http`, without the peer."""
+        """Return the multiaddr `/ip4/…/tcp/…/tls/http`, without the peer."""
         return f"/{self._kind()}/{self.host}/tcp/{self.port}/tls/http"
 
     @property
     def target(self) -> str:
-        """The form that gRPC dials."""
+        """Return the form that gRPC dials."""
         host = f"[{self.host}]" if self._kind() == "ip6" else self.host
         return f"{_TARGET_SCHEMES[self._kind()]}:{host}:{self.port}"
 
     @classmethod
     def parse(cls, multiaddr: str) -> Address:
-        """Read `/ip4|ip6|dns|dns4|dns6/HOST/tcp/PORT[/tls/http]`; UsageError names what is wrong."""
+        """Parse `/ip4|ip6|dns|dns4|dns6/HOST/tcp/PORT[/tls/http]`. Raises UsageError that names what is
+        wrong.
+        """
         parts = multiaddr.rstrip("/").split("/")
         if (
             len(parts) not in (5, 7)
@@ -164,7 +166,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Contact:
-    """A peer and where it can be reached: about 100 bytes on the wire. No addresses: it cannot be dialed (a
+    """A peer and its addresses: about 100 bytes on the wire. A peer without addresses cannot be dialed (a
     client peer).
     """
 
@@ -173,14 +175,14 @@ class Contact:
 
     @classmethod
     def parse(cls, text: str) -> Contact:
-        """Read a multiaddr that ends in `/p2p/<PeerID>`; UsageError names what is wrong."""
-        where, separator, who = text.strip().partition("/p2p/")
+        """Parse a multiaddr that ends in `/p2p/<PeerID>`. Raises UsageError that names what is wrong."""
+        address, separator, peer_id = text.strip().partition("/p2p/")
         if not separator:
             example = "/ip4/203.0.113.7/tcp/4000/tls/http/p2p/12D3KooW…"
             raise UsageError(
                 f"{text[:200]!r} names no peer: an address ends in /p2p/<PeerID>, like {example}"
             )
-        return cls(PeerId.parse(who), (Address.parse(where),))
+        return cls(PeerId.parse(peer_id), (Address.parse(address),))
 
     @property
     def multiaddrs(self) -> list[str]:
@@ -189,8 +191,8 @@ class Contact:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Key:
-    """What a DHT entry is called. Its namespace decides who may write; both parts travel in the clear, so
-    that validators can see them.
+    """The name of a DHT entry. Its namespace decides which peers may write; both parts are sent in the clear,
+    so that validators can see them.
     """
 
     namespace: str
@@ -210,13 +212,13 @@ class Key:
 
     @classmethod
     def parse(cls, text: str) -> Key:
-        """`namespace/name`; without a slash the namespace is `public`."""
+        """Parse `namespace/name`; without a slash the namespace is `public`."""
         namespace, separator, name = text.partition("/")
         return cls(namespace, name) if separator else cls("public", text)
 
     @property
     def dht_id(self) -> int:
-        """Its place in the DHT's key space: SHA-256 of `namespace/name`, 256 bits."""
+        """Return the key's position in the DHT's key space: SHA-256 of `namespace/name`, 256 bits."""
         return _place_of_key(self.namespace, self.name)
 
     def __str__(self) -> str:
@@ -224,8 +226,8 @@ class Key:
 
 
 def open_run_id(run: str) -> str:
-    """A run's id as it is (20 lower-case base32 characters), or the id of the open run of that name, which
-    nobody owns.
+    """Return a run's id unchanged (20 lower-case base32 characters), or the id of the open run of that name,
+    which has no owner.
     """
     if not isinstance(run, str) or not 1 <= len(run) <= _RUN_NAME_CHARACTERS_MAX:
         raise UsageError(

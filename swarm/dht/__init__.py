@@ -1,3 +1,5 @@
-"""The swarm's shared state: Kademlia over signed, expiring records. `service` is the way in; the rest are its
-parts, most of them pure.
+"""Shared state of the swarm: a Kademlia DHT that holds signed, expiring records.
+
+`handle` is the interface for users (`node.dht`), `service` contains everything that awaits, and `logic`
+contains the protocol as state machines and pure functions.
 """

@@ -1,6 +1,6 @@
-"""`node.dht`: the DHT's operations for any thread but the network's.
+"""The interface of the DHT for users, `node.dht`: blocking calls that any thread but the network's may make.
 
-A key may be given as text: `namespace/name`, or a name in `public`.
+A key may be given as text: `namespace/name`, or a name in the namespace `public`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ T = TypeVar("T")
 
 
 class Dht:
-    """Each method is `DhtService`'s of the same name, and blocks until its result is there."""
+    """Blocking version of `DhtService`: each method runs the method of the same name on the network thread
+    and returns its result.
+    """
 
     def __init__(self, service: DhtService, network: NetworkThread) -> None:
         self.service = service
@@ -28,8 +30,8 @@ class Dht:
 
     @property
     def clock_problem(self) -> str | None:
-        """What is wrong with this machine's clock, by how much, and what to do; None when nothing is known to
-        be.
+        """Return by how much this machine's clock is wrong and what to do about it, as a sentence; None when
+        no problem is known.
         """
         return self.service.clock_problem
 
@@ -47,8 +49,8 @@ class Dht:
         ttl_s: float,
         timeout_s: float = 30.0,
     ) -> list[StoreResult]:
-        """Store many entries together, `{key: value}` or `StoreItem`s; a result for each, in their order. See
-        `DhtService.store_many`.
+        """Store many entries together, given as `{key: value}` or as `StoreItem`s, and return one result per
+        entry in their order. See `DhtService.store_many`.
         """
         listed = (
             [StoreItem(key=key, value=value) for key, value in items.items()]
@@ -65,17 +67,17 @@ class Dht:
         timeout_s: float = 10.0,
         max_age_s: float | None = None,
     ) -> Entry | dict[str, Entry] | None:
-        """What is stored under a key: see `DhtService.get`."""
-        who = PeerId.parse(writer) if isinstance(writer, str) else writer
+        """Return what is stored under a key: see `DhtService.get`."""
+        writer_id = PeerId.parse(writer) if isinstance(writer, str) else writer
         reading = self.service.get(
-            _key(key), writer=who, latest=latest, max_age_s=max_age_s, timeout_s=timeout_s
+            _key(key), writer=writer_id, latest=latest, max_age_s=max_age_s, timeout_s=timeout_s
         )
         return self._run(reading, timeout_s)
 
     def get_all(
         self, key: str | Key, latest: bool = False, timeout_s: float = 10.0, max_age_s: float | None = None
     ) -> list[Entry]:
-        """Every writer's live entries: see `DhtService.get_all`."""
+        """Return every writer's live entries under a key: see `DhtService.get_all`."""
         return self._run(
             self.service.get_all(_key(key), latest=latest, max_age_s=max_age_s, timeout_s=timeout_s),
             timeout_s,
@@ -101,7 +103,7 @@ class Dht:
         return self._run(self.service.delete(_key(key), subkey=subkey, timeout_s=timeout_s), timeout_s)
 
     def register(self, namespace: str, rules: NamespaceRules) -> None:
-        """Hold this peer, as replica, reader and writer, to rules for a namespace: see
+        """Enforce rules for a namespace on this peer, as replica, reader and writer: see
         `swarm.dht.logic.namespaces`.
         """
 
@@ -111,7 +113,7 @@ class Dht:
         self._run(register(), 1.0)
 
     def _run(self, operation: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        # The operation ends by its own timeout; the margin is for a loop that is busy.
+        # The operation ends by its own timeout; the margin covers a busy event loop.
         return self._network.run(operation, timeout_s + 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Records that are stored again and again for as long as their writer lives."""
+"""Records that are renewed for as long as their writer lives."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _log = logging.getLogger(__name__)
 
 
 class RecordKeeper:
-    """Renews a writer's records every `renew_s`, and after a failure with a back-off from `retry_s` up to that.
+    """Renew a writer's records every `renew_s`, and after a failure with a back-off that starts at `retry_s`
+    and grows to `renew_s`.
 
-    `store` writes the records once and returns whether other peers took them; `what` names them in the log.
+    `store` writes the records once and returns whether other peers hold them; `what` names them in the log.
     """
 
     def __init__(
@@ -24,16 +25,15 @@ class RecordKeeper:
         self._store, self._what, self._renew_s, self._retry_s = store, what, renew_s, retry_s
         self._backoff = Backoff(retry_s, renew_s)
         self._due = asyncio.Event()
-        self.attempted = (
-            asyncio.Event()
-        )  # set once the records have been stored, or the first attempt has failed
+        # Set once the records have been stored, or the first attempt has failed.
+        self.attempted = asyncio.Event()
 
     def renew_soon(self) -> None:
-        """Store the records again without waiting for their turn; at most once every `retry_s`."""
+        """Store the records again as soon as possible, at most once every `retry_s`."""
         self._due.set()
 
     async def run(self) -> None:
-        """Renew until cancelled."""
+        """Renew the records until cancelled."""
         while True:
             self._due.clear()
             try:

@@ -1,1 +1,1 @@
-"""What a trainer tells about itself, for those who watch the run: the record, and who publishes it."""
+"""The metrics that a trainer publishes for monitors: the record and its publisher."""

@@ -1,8 +1,8 @@
-"""One peer's metrics: a small signed record in the DHT, renewed now and then, which anybody may read and
-nobody has to believe.
+"""The metrics of one peer: a small signed record in the DHT, renewed periodically. Anyone may read it, and
+its content is not verified.
 
-A run's records are spread over a few keys, so that no replica carries a whole large run. What is in a record
-is its writer's word: `swarm.monitor.logic.model` holds the words of all against one another.
+A run's records are spread over a few keys, so that no replica carries a whole large run. A record contains
+unverified claims of its writer: `swarm.monitor.logic.model` compares the claims of all writers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from swarm.core.ids import Key, PeerId
 from swarm.dht.logic.records import encode_value
 from swarm.dht.logic.run_rules import METRICS, METRICS_BYTES_MAX
 
-SHARDS = 16  # keys of one run: a literal of the protocol
+SHARDS = 16  # keys of one run: a constant of the protocol
 NAME_CHARACTERS_MAX = 40
 OWN_MAX = 16
 ROUNDS_MAX = 4
@@ -30,14 +30,14 @@ _MARK_BYTES = 8  # of a digest or a group's id: 64 bits tell honest ones apart
 _OWN_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_./-]{0,31}")
 _OWN_VALUE_MAX = 1e300
 
-Blame = tuple[tuple[str, str], ...]  # (PeerID, why)
+Blame = tuple[tuple[str, str], ...]  # (PeerID, reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundTold:
-    """How one round ended for the writer."""
+class RoundReport:
+    """The result of a round as its writer reports it."""
 
-    kind: str  # "epoch": what the mode averages; "state"
+    kind: str  # "epoch" for a mode's average, "state" for a state transfer
     epoch: int
     at_s: float  # swarm time of its end
     seconds: float
@@ -47,8 +47,8 @@ class RoundTold:
     digest: str = ""  # hex, of the averaged bytes
     reason: str = ""  # one word; "": it did not fail
     detail: str = ""
-    left: Blame = ()  # who dropped out
-    accused: Blame = ()  # who lied, by the writer's own audit
+    left: Blame = ()  # members that dropped out
+    accused: Blame = ()  # members that the writer's own audit found lying
 
     def encode(self) -> dict[str, Any]:
         value: dict[str, Any] = {
@@ -72,8 +72,8 @@ class RoundTold:
         return value
 
     @classmethod
-    def decode(cls, value: Mapping[str, Any]) -> RoundTold:
-        """Of a value that has passed the schema."""
+    def decode(cls, value: Mapping[str, Any]) -> RoundReport:
+        """Decode a value that has passed the schema."""
         return cls(
             kind=_clean(value["k"]),
             epoch=value["e"],
@@ -92,35 +92,37 @@ class RoundTold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
-    """What one peer tells about itself. Times are the swarm's, Unix seconds."""
+    """The metrics that one peer publishes. Times are swarm time in Unix seconds."""
 
     at_s: float
     since_s: float  # when it began to take part
-    every_s: float  # how often it renews this: a reader calls it stale after some of these
+    every_s: float  # renewal interval: a reader calls the record stale after several of these
     epoch: int
     samples_per_s: float
-    # for so long it has not trained, though it takes part: paused, or stuck; None: it trains
+    # Seconds since it last trained, though it takes part: it is paused, or stuck; None: it trains.
     idle_s: float | None = None
     name: str = ""
     device: str = ""
-    reach: str = ""  # "direct": it takes calls; "relayed"; "none"
+    reach: str = ""  # "direct": it can be called; "relayed"; "none"
     agent: str = ""
-    samples: int = 0  # that went into committed rounds
-    loss: float | None = None  # of training
+    samples: int = 0  # samples contributed to committed rounds
+    loss: float | None = None  # training loss
     validation_loss: float | None = None
-    given_epoch: int | None = None  # the last epoch that it contributed to
-    given_at_s: float | None = None
+    contributed_epoch: int | None = None  # the last epoch that it contributed to
+    contributed_at_s: float | None = None
     bytes_up: int = 0  # in rounds and state transfer, since it began
     bytes_down: int = 0
     drift: float | None = None  # relative distance of its parameters from the last canonical state's average
     rounds_done: int = 0
     rounds_failed: int = 0
-    own: Mapping[str, float] = field(default_factory=dict)  # what the user reports
-    broken: tuple[str, ...] = ()  # names of what was reported as not a finite number
-    rounds: tuple[RoundTold, ...] = ()  # the latest, the newest last
+    own: Mapping[str, float] = field(default_factory=dict)  # metrics that the user reports
+    broken: tuple[str, ...] = ()  # names of user metrics whose value was not a finite number
+    rounds: tuple[RoundReport, ...] = ()  # the latest rounds, the newest last
 
     def encode(self) -> dict[str, Any]:
-        """As a value of the DHT; what is unknown is left out, and of the rounds what does not fit."""
+        """Encode as a value of the DHT. Unknown fields are omitted, and so are the oldest rounds if they do
+        not fit.
+        """
         value: dict[str, Any] = {
             "at": self.at_s,
             "since": self.since_s,
@@ -141,12 +143,12 @@ class Metrics:
             "agent": self.agent[:40] or None,
             "loss": self.loss,
             "validation": self.validation_loss,
-            "given_epoch": self.given_epoch,
-            "given_at": self.given_at_s,
+            "given_epoch": self.contributed_epoch,
+            "given_at": self.contributed_at_s,
             "drift": self.drift,
             "own": dict(self.own) or None,
             "broken": list(self.broken) or None,
-            "rounds": [told.encode() for told in self.rounds[-ROUNDS_MAX:]] or None,
+            "rounds": [report.encode() for report in self.rounds[-ROUNDS_MAX:]] or None,
         }
         value |= {name: item for name, item in optional.items() if item is not None}
         while value.get("rounds") and len(encode_value(value)) > METRICS_BYTES_MAX:
@@ -155,7 +157,7 @@ class Metrics:
 
     @classmethod
     def decode(cls, value: Any) -> Metrics:
-        """PeerError says what is wrong with what a peer wrote."""
+        """Decode a peer's value. Raises PeerError that says what is wrong with it."""
         refusal = METRICS.refusal(value)
         if refusal:
             raise PeerError(f"metrics of a peer: the value {refusal}")
@@ -173,8 +175,8 @@ class Metrics:
             samples=value.get("samples", 0),
             loss=value.get("loss"),
             validation_loss=value.get("validation"),
-            given_epoch=value.get("given_epoch"),
-            given_at_s=value.get("given_at"),
+            contributed_epoch=value.get("given_epoch"),
+            contributed_at_s=value.get("given_at"),
             bytes_up=value.get("up", 0),
             bytes_down=value.get("down", 0),
             drift=value.get("drift"),
@@ -186,25 +188,24 @@ class Metrics:
                 if _OWN_NAME.fullmatch(name)
             },
             broken=tuple(name for name in value.get("broken", ()) if _OWN_NAME.fullmatch(name)),
-            rounds=tuple(RoundTold.decode(told) for told in value.get("rounds", ())),
+            rounds=tuple(RoundReport.decode(report) for report in value.get("rounds", ())),
         )
 
 
 def metrics_key(run_id: str, peer: PeerId) -> Key:
-    """Where a peer's metrics are."""
+    """Return the key of a peer's metrics."""
     return Key(f"run.{run_id}", f"metrics.{peer.dht_id % SHARDS}")
 
 
 def metrics_keys(run_id: str) -> list[Key]:
-    """Where all of a run's metrics are."""
+    """Return all keys with metrics of a run."""
     return [Key(f"run.{run_id}", f"metrics.{shard}") for shard in range(SHARDS)]
 
 
 def check_own(name: str, value: Any, known: Sequence[str]) -> float | None:
-    """A metric of the user's own as a number; None when it is not finite, which is no mistake of the caller's
-    but news.
+    """Return a user's metric as a number; None when it is not finite, which is reported and not an error.
 
-    UsageError for what is no number, a name that cannot be one, and more names than a record takes.
+    Raises UsageError for a value that is no number, an invalid name, and more names than a record takes.
     """
     if not _OWN_NAME.fullmatch(name):
         raise UsageError(
@@ -233,5 +234,5 @@ def _blame(value: Sequence[Sequence[str]]) -> Blame:
 
 
 def _clean(text: str) -> str:
-    """Without what could steer a terminal or turn a line around: a stranger wrote it."""
+    """Remove control and direction characters, with which a stranger's text could manipulate a terminal."""
     return "".join(c for c in text if unicodedata.category(c) not in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp"))

@@ -1,5 +1,5 @@
-"""Publishing a peer's metrics: now and then, the less often the larger the run is, and withdrawn when the
-peer leaves.
+"""Publish a peer's metrics periodically, less often in larger runs, and withdraw them when the peer
+leaves.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from swarm.core.clock import Clock
 from swarm.core.errors import SwarmError, UsageError
@@ -27,32 +27,31 @@ _GOODBYE_S = 0.4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsConfig:
-    """What a trainer tells about itself, and how often."""
+    """What a trainer publishes, and how often."""
 
-    publish: bool = True  # False: nobody sees this peer in a monitor but by its progress
-    every_s: float = 2.0  # in a small run. Less is livelier, and costs every peer more calls
-    every_s_per_peer: float = 0.25  # added for every peer that is known to take part beyond `small_peers`
-    every_s_max: float = 15.0  # in a large one
-    small_peers: int = 8
-    ttl_periods: float = 4.0  # a record lives for so many periods: a peer that died is seen for so long
+    # False: monitors see only this peer's progress.
+    publish: bool = True
+    # Interval in a small run, up to `small_peers` participants. Less is livelier, and costs every peer more
+    # calls.
+    every_s: float = 2.0
+    small_peers: ClassVar[int] = 8
+    # Added to the interval for every known participant beyond `small_peers`, up to `every_s_max`.
+    every_s_per_peer: ClassVar[float] = 0.25
+    every_s_max: float = 15.0
+    # Lifetime of a record in intervals: a peer that died stays visible for this long.
+    ttl_periods: ClassVar[float] = 4.0
 
     def __post_init__(self) -> None:
-        if (
-            not 0.1 <= self.every_s <= self.every_s_max <= 600
-            or self.every_s_per_peer < 0
-            or self.ttl_periods < 2
-        ):
-            raise UsageError(
-                "a MetricsConfig needs 0.1 <= every_s <= every_s_max <= 600, every_s_per_peer >= 0 and ttl_periods >= 2"
-            )
+        if not 0.1 <= self.every_s <= self.every_s_max <= 600:
+            raise UsageError("a MetricsConfig needs 0.1 <= every_s <= every_s_max <= 600")
 
     def period_s(self, peers: int) -> float:
-        """How often to publish in a run of so many peers, as far as this one knows."""
+        """Return the publishing interval in a run with this many known peers."""
         return min(self.every_s + self.every_s_per_peer * max(0, peers - self.small_peers), self.every_s_max)
 
 
 class Records(Protocol):
-    """What a reporter needs of the DHT; `DhtService` has it."""
+    """The operations of the DHT that a reporter needs; implemented by `DhtService`."""
 
     async def store(
         self, key: Key, value: Value, *, ttl_s: float, subkey: str | None = None, timeout_s: float = 10.0
@@ -64,8 +63,8 @@ class Records(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Reporter:
-    """One per optimizer, on the network thread. `source`: the metrics of this moment; `peers`: how many take
-    part.
+    """Publish the metrics of one optimizer, on the network thread. `source` returns the current metrics;
+    `peers` the number of participants.
     """
 
     dht: Records
@@ -76,7 +75,7 @@ class Reporter:
     peers: Callable[[], int]
     config: MetricsConfig = field(default_factory=MetricsConfig)
     rng: random.Random = field(default_factory=random.Random)
-    stored: int = 0  # records that somebody keeps, since this began
+    stored: int = 0  # publications that at least one replica stored
     _closed: bool = False
 
     async def run(self) -> None:
@@ -87,7 +86,7 @@ class Reporter:
             await asyncio.sleep(every_s * self.rng.uniform(0.9, 1.1))
 
     async def close(self) -> None:
-        """Withdraw the record: who watches sees that this peer left, and did not die."""
+        """Withdraw the record, so that monitors see that this peer left and did not die."""
         self._closed = True
         if self.stored:
             with contextlib.suppress(SwarmError):  # it expires by itself

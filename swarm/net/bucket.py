@@ -1,8 +1,8 @@
-"""A bandwidth cap as arithmetic: when may so many bytes pass? Pure; times are seconds, passed in.
+"""A bandwidth cap: compute when a number of bytes may pass. Pure; times are seconds, passed in.
 
-Bytes pass one after the other at the cap, whoever they belong to: a message has passed when all that was
-asked for before it has, and the time for its own bytes is over. What was not used is lost, but for a short
-while, so that the gap between two messages costs nothing.
+All bytes pass in order at the capped rate: a message has passed when all earlier ones have, and the time for
+its own bytes is over. Unused capacity is lost, except for the last `BURST_S`, so that the gap between two
+messages costs nothing.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ BURST_S = 0.05  # of unused time that still counts: in any t seconds at most (t 
 
 @dataclass(slots=True)
 class Bucket:
-    """One direction of one peer."""
+    """The cap on one direction of one peer."""
 
     bytes_per_s: float
-    _free_s: float = -math.inf  # when all that was asked for has passed
+    _free_s: float = -math.inf  # when everything requested so far has passed
 
     def __post_init__(self) -> None:
         if not 0.0 < self.bytes_per_s < math.inf:
@@ -29,6 +29,6 @@ class Bucket:
             )
 
     def pass_s(self, size_bytes: float, now_s: float) -> float:
-        """How long until so many bytes, asked for now, have passed; 0.0: at once."""
+        """Return how many seconds it takes until `size_bytes`, requested now, have passed; 0.0: at once."""
         self._free_s = max(self._free_s, now_s - BURST_S) + size_bytes / self.bytes_per_s
         return max(self._free_s - now_s, 0.0)

@@ -1,11 +1,11 @@
-"""Small calls on one stream: a unary gRPC call costs both ends together about 0.5 ms of processor time, most
-of it for the call and not for its bytes.
+"""Small calls that share one stream. A unary gRPC call costs both ends together about 0.5 ms of processor
+time, most of it per call and not per byte.
 
-On every control connection the caller keeps one stream open. Calls that are made while a message is on its
-way travel together in the next one, and so do their answers, so that the busier a connection is, the less a
-call costs on it (docs/decisions/0012). Each call keeps what a call of its own would have: a number, a status,
-cancellation, and the limits of `Server`. Large requests, and methods with large replies, have calls of their
-own: on this stream everything behind them would wait.
+On every control connection the caller keeps one stream open. Calls that are made while a message is being
+sent travel together in the next one, and so do their answers: the busier a connection is, the less a call
+costs (docs/decisions/0012). Each call keeps the properties of a separate call: a number, a status,
+cancellation, and the limits of `Server`. Large requests, and methods with large replies, use separate gRPC
+calls, because on this stream they would delay everything behind them.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from swarm.wire.calls_pb2 import AnswerBatch, Call, CallBatch
 CALLS_NAME = "/swarm.Node/Calls"
 SHARED_REQUEST_BYTES_MAX = 64 << 10
 SHARED_REPLY_BYTES_MAX = 4 << 20
-_BATCH_BYTES = 256 << 10  # a message is full when it has as many; one answer alone may have more
+_BATCH_BYTES = 256 << 10  # a message with this many bytes is full; a single answer may be larger
 _BATCH_CALLS_MAX = 256
 _BATCH_CANCELLED_MAX = 1024
 _METHOD_CHARACTERS_MAX = 200
-_TURNS = 2  # of the event loop that a message waits for company; none takes longer than there is work to do
-_UNSENT_MAX = 1024  # answers that wait for a caller that reads slowly, before no more of its calls are read
+_TURNS = 2  # of the event loop that a message waits for further calls, while other calls are in progress
+_UNSENT_MAX = 1024  # queued answers at which the callee stops reading calls from a slow caller
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _UNKNOWN = grpc.StatusCode.UNKNOWN
 _NOT_SERVED = (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
-Outcome = tuple[grpc.StatusCode, str, bytes]  # status, why it failed, the reply
+Outcome = tuple[grpc.StatusCode, str, bytes]  # status, details of a failure, the reply
 
 
-class NotServed(Exception):
-    """The other end does not take shared calls, or no more streams of them: nothing was handled, each call
-    has to go by itself.
+class SharedCallsUnavailable(Exception):
+    """The other end takes no shared calls, or no more streams of them. Nothing was handled: make each call
+    separately.
     """
 
 
-class ClosedHere(Exception):
+class ClosedLocally(Exception):
     """This end closed the stream while the call was in progress."""
 
 
 class CallStream:
-    """The caller's end, for one connection. `run` has to be running for the calls to go; `close` ends it."""
+    """The caller's end of a shared stream. Calls are sent while `run` is running; `close` ends it."""
 
     def __init__(self, channel: aio.Channel) -> None:
         self.ended = False
@@ -61,11 +61,11 @@ class CallStream:
         self._cancelled: deque[int] = deque()
         self._wake = asyncio.Event()
         self._last = 0
-        self._heard = False
+        self._answered = False
 
     async def call(self, method: str, request: bytes, timeout_s: float) -> Outcome:
-        """The outcome, which is DEADLINE_EXCEEDED when none came in `timeout_s`. NotServed, ClosedHere.
-        Cancelled: so is the handler.
+        """Make a call and return its outcome, which is DEADLINE_EXCEEDED when none came in `timeout_s`.
+        Raises NotServed or ClosedHere. Cancelling it cancels the handler.
         """
         loop = asyncio.get_running_loop()
         self._last += 1
@@ -79,12 +79,12 @@ class CallStream:
             return await answer
         finally:
             timer.cancel()
-            if self._waiting.pop(number, None) is not None:  # nobody answered it
+            if self._waiting.pop(number, None) is not None:  # no answer came
                 self._cancelled.append(number)
                 self._wake.set()
 
     async def run(self) -> None:
-        """Sends and receives until the stream ends, however it does."""
+        """Send and receive until the stream ends for any reason."""
         outcome: Outcome | None = (
             grpc.StatusCode.CANCELLED,
             "the peer takes no more calls on this connection",
@@ -113,7 +113,7 @@ class CallStream:
             self.close(outcome)
 
     def close(self, outcome: Outcome | None = None) -> None:
-        """End the stream; calls in progress end with this outcome, or raise ClosedHere when there is none.
+        """End the stream. Calls in progress end with this outcome, or raise ClosedHere when there is none.
         Idempotent.
         """
         if self.ended:
@@ -124,9 +124,9 @@ class CallStream:
             if answer.done():
                 continue
             if outcome is None:
-                answer.set_exception(ClosedHere())
-            elif outcome[0] in _NOT_SERVED and not self._heard:
-                answer.set_exception(NotServed())
+                answer.set_exception(ClosedLocally())
+            elif outcome[0] in _NOT_SERVED and not self._answered:
+                answer.set_exception(SharedCallsUnavailable())
             else:
                 answer.set_result(outcome)
         self._waiting.clear()
@@ -137,19 +137,19 @@ class CallStream:
             raw = await self._call.read()
             if raw is aio.EOF:
                 return
-            self._heard = True
+            self._answered = True
             for answer in AnswerBatch.FromString(raw).answers:
                 waiting = self._waiting.pop(answer.number, None)
                 if waiting is not None and not waiting.done():
                     waiting.set_result((_CODES.get(answer.status, _UNKNOWN), answer.details, answer.reply))
 
     async def _write(self) -> None:
-        """A write that fails ends nothing: the reader is about to learn why."""
+        """Write queued calls. A failed write ends nothing: the reader learns the reason."""
         await self._call.wait_for_connection()
         while True:
             await self._wake.wait()
             if len(self._waiting) > len(self._unsent):
-                await _settled()
+                await _let_others_queue()
             self._wake.clear()
             while self._unsent or self._cancelled:
                 batch = self._next_batch()
@@ -162,7 +162,7 @@ class CallStream:
         batch, size_bytes = CallBatch(), 0
         while self._unsent and size_bytes < _BATCH_BYTES and len(batch.calls) < _BATCH_CALLS_MAX:
             number, method, request = self._unsent.popleft()
-            if number in self._waiting:  # else it was given up before it was sent
+            if number in self._waiting:  # otherwise it was cancelled before it was sent
                 batch.calls.add(number=number, method=method, request=request)
                 size_bytes += len(request)
         while self._cancelled and len(batch.cancelled) < _BATCH_CANCELLED_MAX:
@@ -170,9 +170,9 @@ class CallStream:
         return batch
 
 
-async def _settled() -> None:
-    """Let those who are about to speak do so: a message costs as much as ten calls in one. Where no other
-    call is in progress on the connection nobody is about to, and a lone call is not made to wait.
+async def _let_others_queue() -> None:
+    """Let other tasks queue their calls first: a message costs as much as ten calls in one. Without other
+    calls in progress on the connection a call is sent at once.
     """
     for _ in range(_TURNS):
         await asyncio.sleep(0)
@@ -184,40 +184,43 @@ def _expire(answer: asyncio.Future[Outcome]) -> None:
 
 
 class ServedCalls:
-    """The callee's end. `handle(method, request)` is the RPC boundary: it raises nothing. `at_once` is the
-    same for methods that never wait, and need no task; None: this one may. `enter` and `leave` count calls:
-    one is open until its answer was sent, so that a caller that reads nothing cannot make answers pile up.
+    """The callee's end of a shared stream.
+
+    `handle(method, request)` is the RPC boundary and must not raise. `handle_now` does the same for methods
+    that never wait and need no task; it returns None for methods that may wait. `enter` and `leave` count
+    calls: a call is open until its answer has been sent, so a caller that reads nothing cannot make answers
+    pile up.
     """
 
     def __init__(
         self,
         context: aio.ServicerContext[Any, Any],
         handle: Callable[[str, bytes], Awaitable[Outcome]],
-        at_once: Callable[[str, bytes], Outcome | None],
+        handle_now: Callable[[str, bytes], Outcome | None],
         enter: Callable[[], str | None],
         leave: Callable[[], None],
     ) -> None:
         self._context = context
         self._handle = handle
-        self._at_once = at_once
+        self._handle_now = handle_now
         self._enter = enter
         self._leave = leave
         self._open: dict[int, asyncio.Task[None]] = {}
-        # number, outcome, whether the call was counted in
+        # number, outcome, whether the call was counted by `enter`
         self._unsent: deque[tuple[int, Outcome, bool]] = deque()
         self._wake = asyncio.Event()
-        self._room = asyncio.Event()
+        self._below_limit = asyncio.Event()
         self._stopping = False
         self._finished = asyncio.Event()
 
     def stop(self) -> None:
-        """Take no more calls, and end the stream when the last of those that are open was answered."""
+        """Take no more calls, and end the stream when the last open call was answered."""
         self._stopping = True
         self._wake.set()
 
     async def run(self) -> None:
-        """Until the caller ends the stream. PeerError when it breaks the protocol."""
-        # raised below: what `except*` raises comes in a group on early versions of Python 3.11
+        """Serve until the caller ends the stream. Raises PeerError when it breaks the protocol."""
+        # Raised at the end: on early versions of Python 3.11, `except*` would raise it inside a group.
         broken: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as group:
@@ -229,7 +232,7 @@ class ServedCalls:
         except* PeerError as errors:
             broken = errors.exceptions[0]
         except* aio.BaseError:
-            pass  # the connection broke; the caller sees it too
+            pass  # the connection broke; the caller notices it, too
         finally:
             for *_, counted in self._unsent:
                 if counted:
@@ -255,8 +258,8 @@ class ServedCalls:
                 if task is not None:
                     task.cancel()
             while len(self._unsent) >= _UNSENT_MAX:
-                self._room.clear()
-                await self._room.wait()
+                self._below_limit.clear()
+                await self._below_limit.wait()
 
     def _take(self, call: Call, group: asyncio.TaskGroup) -> None:
         if call.number in self._open:
@@ -265,7 +268,8 @@ class ServedCalls:
             raise PeerError(f"the name of a method has at most {_METHOD_CHARACTERS_MAX} characters")
         if len(call.request) > SHARED_REQUEST_BYTES_MAX:
             raise PeerError(
-                f"a shared call's request has at most {SHARED_REQUEST_BYTES_MAX} bytes, not {len(call.request)}"
+                f"a shared call's request has at most {SHARED_REQUEST_BYTES_MAX} bytes, not "
+                f"{len(call.request)}"
             )
         if self._stopping:
             self._put(call.number, (grpc.StatusCode.CANCELLED, "the peer is closing", b""), counted=False)
@@ -274,7 +278,7 @@ class ServedCalls:
         if refusal is not None:
             self._put(call.number, (grpc.StatusCode.RESOURCE_EXHAUSTED, refusal, b""), counted=False)
             return
-        outcome = self._at_once(call.method, call.request)
+        outcome = self._handle_now(call.method, call.request)
         if outcome is not None:
             self._put(call.number, _checked(call.method, outcome), counted=True)
             return
@@ -287,9 +291,7 @@ class ServedCalls:
         )
 
     def _performed(self, number: int, task: asyncio.Task[None]) -> None:
-        """A task that is cancelled before it has begun runs no line of its coroutine, so its call is counted
-        out here.
-        """
+        """Count a call out whose task was cancelled before it began, because no line of its coroutine ran."""
         del self._open[number]
         if task.cancelled():
             self._leave()
@@ -304,7 +306,7 @@ class ServedCalls:
         while not self._stopping or self._open or self._unsent:
             await self._wake.wait()
             if len(self._open) > len(self._unsent):
-                await _settled()
+                await _let_others_queue()
             self._wake.clear()
             while self._unsent:
                 batch, counted, size_bytes = AnswerBatch(), 0, 0
@@ -318,7 +320,7 @@ class ServedCalls:
                 finally:
                     for _ in range(counted):
                         self._leave()
-                self._room.set()
+                self._below_limit.set()
 
 
 def _checked(method: str, outcome: Outcome) -> Outcome:

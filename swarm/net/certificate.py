@@ -1,9 +1,9 @@
 """Mutual TLS from PeerIDs alone (docs/decisions/0001).
 
-The server's leaf is issued by its identity, and the caller makes the trust anchor itself, out of the public
-key inside the PeerID that it means to reach: nothing has to be fetched or pinned beforehand, and an impostor
-fails in the handshake. The caller's certificate is issued under a courtesy CA whose key is public; who the
-caller is, is said by libp2p's TLS extension (OID 1.3.6.1.4.1.53594.1.1), which binds its identity to the
+The server's leaf certificate is issued by its identity. The caller creates the trust anchor itself, from the
+public key inside the PeerID that it wants to reach: nothing has to be fetched or pinned beforehand, and an
+impostor fails in the handshake. The caller's certificate is issued under a courtesy CA whose private key is
+public; libp2p's TLS extension (OID 1.3.6.1.4.1.53594.1.1) identifies the caller and binds its identity to the
 certificate's own key.
 """
 
@@ -32,32 +32,34 @@ _SIGNED_PREFIX = b"libp2p-tls-handshake:"
 _PUBLIC_KEY_PREFIX = bytes.fromhex("08011220")  # libp2p's protobuf PublicKey: type Ed25519, 32 bytes of data
 _SIGNATURE_BYTES = 64
 _CERTIFICATE_BYTES_MAX = 8192
-# A wrong clock must fail where it can be named, not in the handshake.
+# Valid at any time: a wrong clock is reported by name elsewhere instead of failing in the handshake.
 _VALID_FROM = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 _VALID_UNTIL = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
 _COURTESY_NAME = "swarm courtesy CA: its key is public, it vouches for nobody"
-# public on purpose: it only makes gRPC ask callers for a certificate, and hand it over
+# Public on purpose: it only makes gRPC request and pass on certificates of callers.
 _COURTESY_SECRET = 0x5741524D
 
 
 @dataclass(frozen=True, slots=True)
 class KeyAndCertificate:
-    """Both PEM. The key is ephemeral (P-256): it lives as long as the process."""
+    """A private key and its certificate, both PEM. The key is ephemeral (P-256): it lives as long as the
+    process.
+    """
 
     key_pem: bytes
     certificate_pem: bytes
 
 
 def tls_name(peer_id: PeerId) -> str:
-    """The DNS name in the server's certificate. A hash, since a PeerID tells upper from lower case and DNS
-    names do not.
+    """Return the DNS name in the server's certificate. It is a hash, since PeerIDs are case-sensitive and DNS
+    names are not.
     """
     return f"{hashlib.sha256(peer_id.to_bytes()).hexdigest()[:40]}.peer.invalid"
 
 
 def server_certificate(identity: Identity) -> KeyAndCertificate:
-    """A leaf for a fresh key, issued by the identity itself; it carries the libp2p extension too, for those
-    who look without an anchor.
+    """Issue a leaf certificate for a new key, signed by the identity. It carries the libp2p extension too,
+    for clients without a trust anchor.
     """
     key = ec.generate_private_key(ec.SECP256R1())
     builder = (
@@ -72,8 +74,8 @@ def server_certificate(identity: Identity) -> KeyAndCertificate:
 
 
 def trust_anchor(peer_id: PeerId) -> bytes:
-    """The CA certificate (PEM) under which exactly this peer can issue a leaf. An anchor's own signature is
-    not checked, so any key may sign it.
+    """Return the CA certificate (PEM) under which only this peer can issue a leaf. An anchor's own signature
+    is not checked, so any key may sign it.
     """
     builder = _builder(
         str(peer_id), str(peer_id), Ed25519PublicKey.from_public_bytes(peer_id.public_key)
@@ -82,7 +84,9 @@ def trust_anchor(peer_id: PeerId) -> bytes:
 
 
 def client_certificate(identity: Identity) -> KeyAndCertificate:
-    """What a caller shows: a leaf under the courtesy CA, with the libp2p extension that says whose it is."""
+    """Issue the certificate that a caller presents: a leaf under the courtesy CA, with the libp2p extension
+    that identifies the caller.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
     return _pem(key, courtesy_signed(key.public_key(), signed_key_extension(identity, key.public_key())))
 
@@ -90,7 +94,7 @@ def client_certificate(identity: Identity) -> KeyAndCertificate:
 def courtesy_signed(
     public_key: EllipticCurvePublicKey, extension: x509.UnrecognizedExtension
 ) -> x509.Certificate:
-    """Anybody can do this: the key of the courtesy CA is public."""
+    """Issue a certificate under the courtesy CA. Anybody can do this: the CA's key is public."""
     builder = (
         _builder("caller", _COURTESY_NAME, public_key)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -101,7 +105,9 @@ def courtesy_signed(
 
 @functools.cache
 def courtesy_ca() -> bytes:
-    """PEM; what the server demands that callers' certificates are issued under."""
+    """Return the courtesy CA's certificate (PEM), under which the server requires callers' certificates to be
+    issued.
+    """
     builder = _builder(_COURTESY_NAME, _COURTESY_NAME, _courtesy_key().public_key()).add_extension(
         x509.BasicConstraints(ca=True, path_length=0), critical=True
     )
@@ -111,8 +117,8 @@ def courtesy_ca() -> bytes:
 def signed_key_extension(
     identity: Identity, public_key: EllipticCurvePublicKey
 ) -> x509.UnrecognizedExtension:
-    """libp2p's SignedKey: SEQUENCE { publicKey OCTET STRING, signature OCTET STRING } over the certificate's
-    SubjectPublicKeyInfo.
+    """Return libp2p's SignedKey: SEQUENCE { publicKey OCTET STRING, signature OCTET STRING } over the
+    certificate's SubjectPublicKeyInfo.
     """
     signature = identity.sign(_SIGNED_PREFIX + _public_key_info(public_key))
     content = _octets(_PUBLIC_KEY_PREFIX + identity.peer_id.public_key) + _octets(signature)
@@ -120,11 +126,11 @@ def signed_key_extension(
 
 
 def peer_of(certificate: x509.Certificate) -> PeerId:
-    """Who holds this certificate's key, by its libp2p extension; PeerError when there is none or it was made
-    for another key.
+    """Return the holder of this certificate's key, from its libp2p extension. Raises PeerError when there is
+    none or it was made for another key.
 
-    The certificate's issuer proves nothing and is not looked at. That the other end holds the certificate's
-    key is what the TLS handshake proved.
+    The certificate's issuer proves nothing and is not checked. The TLS handshake has proved that the other
+    end holds the certificate's key.
     """
     try:
         extension = certificate.extensions.get_extension_for_oid(LIBP2P_EXTENSION).value
@@ -141,13 +147,14 @@ def peer_of(certificate: x509.Certificate) -> PeerId:
         peer_id, _SIGNED_PREFIX + _public_key_info(key), signature
     ):
         raise PeerError(
-            f"the certificate's libp2p extension names {peer_id}, but that peer did not sign this certificate's key"
+            f"the certificate's libp2p extension names {peer_id}, but that peer did not sign this "
+            "certificate's key"
         )
     return peer_id
 
 
 class CallerCheck:
-    """Turns callers' certificates into PeerIDs, remembering the last `entries_max`: a signature check per
+    """Map callers' certificates to PeerIDs, caching the last `entries_max`: one signature check per
     connection, not per call.
     """
 
@@ -156,7 +163,7 @@ class CallerCheck:
         self._known: OrderedDict[bytes, PeerId] = OrderedDict()
 
     def __call__(self, certificate_pem: bytes) -> PeerId:
-        """PeerError when the certificate does not prove who its holder is."""
+        """Return the certificate's holder. Raises PeerError when the certificate does not prove one."""
         known = self._known.get(certificate_pem)
         if known is not None:
             self._known.move_to_end(certificate_pem)
@@ -211,13 +218,13 @@ def _public_key_info(public_key: EllipticCurvePublicKey) -> bytes:
 
 
 def _octets(raw: bytes) -> bytes:
-    """A DER OCTET STRING of fewer than 128 bytes."""
+    """Encode a DER OCTET STRING of fewer than 128 bytes."""
     return b"\x04" + bytes([len(raw)]) + raw
 
 
 def _read_signed_key(raw: bytes) -> tuple[bytes, bytes]:
-    """The Ed25519 key (32 bytes) and the signature. For Ed25519 DER leaves one way to write them, so the
-    frame is compared, not parsed.
+    """Return the Ed25519 key (32 bytes) and the signature. DER allows only one encoding of them, so the frame
+    is compared, not parsed.
     """
     key_bytes = len(_PUBLIC_KEY_PREFIX) + 32
     frame = (

@@ -1,8 +1,8 @@
 """The client side of remote calls: pooled, bounded, authenticated connections to peers.
 
-One control connection (lane 0) per peer, and one more TCP connection for every other lane that somebody asks
-for: the streams of one connection share one TCP window, and a long link needs several. A connection that
-broke is dropped, so that the next call dials afresh instead of waiting for gRPC's backoff.
+There is one control connection (lane 0) per peer, and one more TCP connection for every other lane that is
+requested: the streams of one connection share one TCP window, and a long link needs several. A connection
+that broke is dropped, so that the next call dials again instead of waiting for gRPC's backoff.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -25,12 +26,12 @@ from swarm.net.calls import (
     SHARED_REPLY_BYTES_MAX,
     SHARED_REQUEST_BYTES_MAX,
     CallStream,
-    ClosedHere,
-    NotServed,
+    ClosedLocally,
+    SharedCallsUnavailable,
 )
 from swarm.net.certificate import client_certificate
 from swarm.net.dial import Connection, dial
-from swarm.net.outgoing import CallerStream, closed_here, mapped, status_error
+from swarm.net.outgoing import CallerStream, closed_locally, map_errors, status_error
 from swarm.net.rpc import BULK_OPTIONS, Method, ReplyT, RequestT, Stream, StreamMethod
 from swarm.net.throttle import SMALL_BYTES, Bandwidth, Throttle
 from swarm.runtime.supervise import Supervisor
@@ -43,15 +44,16 @@ _STREAMS_END_S_MAX = 0.2
 class ChannelsConfig:
     """Limits of the connection pool."""
 
-    # 150 kB each; the one unused for longest makes room. Too small: peers are dialed again and again
+    # 150 kB each; the one that was unused longest makes room. Too small: peers are dialed again and again.
     connections_max: int = 512
-    idle_s: float = 120.0  # an unused connection is closed after this long
-    dial_timeout_s: float = 10.0  # for connecting, also when the call itself may take longer
+    idle_s: float = 120.0  # an unused connection is closed after this time
+    # Limit for connecting, even if the call itself may take longer.
+    dial_timeout_s: ClassVar[float] = 10.0
 
 
 @dataclass(slots=True)
 class _Link:
-    """The place of one connection in the pool. `lock`: one caller dials, the others wait for it."""
+    """The pool's slot for one connection. `lock`: one caller dials, the others wait for it."""
 
     peer_id: PeerId
     lane: int
@@ -63,19 +65,19 @@ class _Link:
 
 
 @dataclass(slots=True)
-class _Use:
-    """A connection and how many calls are on it; a dropped one is closed by the last of them."""
+class _PooledConnection:
+    """A connection and its number of calls; a dropped one is closed by the last of them."""
 
     connection: Connection
     calls: int = 0
     dropped: bool = False
-    stream: CallStream | None = None  # of shared calls
-    shares: bool = True  # False: the peer takes no shared calls here
+    stream: CallStream | None = None  # stream of shared calls
+    takes_shared_calls: bool = True  # False: the peer takes no shared calls on this connection
 
 
 class Channels:
-    """Calls peers by contact. Lives on one event loop. `on_connected(contact, address, seconds)` is told of
-    every new connection.
+    """Call peers by contact. It belongs to one event loop. `on_connected(contact, address, seconds)` is
+    called for every new connection.
     """
 
     def __init__(
@@ -91,8 +93,8 @@ class Channels:
         self._on_connected = on_connected
         self._throttle = throttle or Throttle(Bandwidth())
         self._links: dict[tuple[PeerId, int], _Link] = {}
-        self._uses: dict[int, _Use] = {}  # by id() of the connection
-        self._good: dict[PeerId, Address] = {}  # the address that worked last
+        self._pooled: dict[int, _PooledConnection] = {}  # by id() of the connection
+        self._last_working: dict[PeerId, Address] = {}  # the address that worked last
         self._closed = False
         self._streams = Supervisor()
         self._dialed: deque[tuple[str, int]] = deque(maxlen=_DIALED_MAX)
@@ -100,64 +102,67 @@ class Channels:
     async def call(
         self, contact: Contact, method: Method[RequestT, ReplyT], request: RequestT, *, timeout_s: float
     ) -> ReplyT:
-        """One unary call; connects first when needed, all within `timeout_s`.
+        """Make a unary call, connecting first when needed, all within `timeout_s`.
 
-        NetworkError: the peer cannot be reached, or the connection broke (the call may or may not have been
-        handled). DeadlineExceeded. PeerError: it refused, and why. UsageError: the request is larger than the
-        method allows.
+        Raises NetworkError when the peer cannot be reached or the connection broke (the call may or may not
+        have been handled), DeadlineExceeded, PeerError when the peer refused and why, and UsageError when the
+        request is larger than the method allows.
         """
         raw = request.SerializeToString()
         if len(raw) > method.request_bytes_max:
             raise UsageError(
-                f"{method.name} takes requests of at most {method.request_bytes_max} bytes; this one has {len(raw)}"
+                f"{method.name} takes requests of at most {method.request_bytes_max} bytes; this one has "
+                f"{len(raw)}"
             )
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
-        link, use = await self._enter(contact, 0, timeout_s)
+        link, pooled = await self._enter(contact, 0, timeout_s)
         try:
             if len(raw) > SMALL_BYTES:
-                await self._throttle.sends(len(raw))
+                await self._throttle.wait_to_send(len(raw))
             remaining_s = max(deadline_s - loop.time(), 0.001)
             if (
-                use.shares
+                pooled.takes_shared_calls
                 and len(raw) <= SHARED_REQUEST_BYTES_MAX
                 and method.reply_bytes_max <= SHARED_REPLY_BYTES_MAX
             ):
                 reply_raw = await self._call_shared(
-                    contact.peer_id, use, method.name, raw, remaining_s, timeout_s
+                    contact.peer_id, pooled, method.name, raw, remaining_s, timeout_s
                 )
             else:
-                reply_raw = await _call_alone(
-                    contact.peer_id, use.connection, method.name, raw, remaining_s, timeout_s
+                reply_raw = await _call_separately(
+                    contact.peer_id, pooled.connection, method.name, raw, remaining_s, timeout_s
                 )
         except NetworkError as error:
-            self._failed(link, use, error)
+            self._failed(link, pooled, error)
             raise
         finally:
-            await self._leave(link, use)
+            await self._leave(link, pooled)
         if len(reply_raw) > method.reply_bytes_max:
             raise PeerError(
-                f"peer {contact.peer_id} answered {method.name} with {len(reply_raw)} bytes; at most {method.reply_bytes_max} are taken"
+                f"peer {contact.peer_id} answered {method.name} with {len(reply_raw)} bytes; at most "
+                f"{method.reply_bytes_max} are taken"
             )
         if len(reply_raw) > SMALL_BYTES:
-            await self._throttle.accepts(len(reply_raw))
+            await self._throttle.wait_to_process(len(reply_raw))
         reply = method.reply()
         try:
             reply.ParseFromString(reply_raw)
         except DecodeError:
             raise PeerError(
-                f"peer {contact.peer_id} answered {method.name} with something that is not a {method.reply.DESCRIPTOR.full_name}"
+                f"peer {contact.peer_id} answered {method.name} with something that is not a "
+                f"{method.reply.DESCRIPTOR.full_name}"
             ) from None
         return reply
 
     def open_stream(
         self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, lane: int = 0
     ) -> AbstractAsyncContextManager[Stream]:
-        """A stream for the length of an `async with`; leaving it before the other end has finished cancels
-        it.
+        """Open a stream for the length of an `async with`; leaving it before the other end has finished
+        cancels it.
 
-        `timeout_s` is for the whole stream, connecting included (None: as long as it takes). `lane` above 0:
-        on a TCP connection of its own.
+        `timeout_s` limits the whole stream, connecting included (None: no limit). A `lane` above 0 uses a TCP
+        connection of its own.
         """
         return self._open_stream(contact, method, timeout_s, lane)
 
@@ -177,7 +182,7 @@ class Channels:
                 stream.cancel()
 
     async def forget(self, peer_id: PeerId) -> None:
-        """Close every connection to this peer; calls on them fail."""
+        """Close every connection to this peer; its calls fail."""
         for key in [key for key in self._links if key[0] == peer_id]:
             await self._close(self._links.pop(key))
 
@@ -191,7 +196,7 @@ class Channels:
         await self._streams.close(_STREAMS_END_S_MAX)
 
     async def close_idle(self) -> None:
-        """Close what was not used for `idle_s`. The node calls it now and then."""
+        """Close connections that were not used for `idle_s`. The node calls this periodically."""
         oldest_s = asyncio.get_running_loop().time() - self._config.idle_s
         for key, link in list(self._links.items()):
             if link.used_s < oldest_s and not link.lock.locked() and not self._busy(link):
@@ -200,70 +205,80 @@ class Channels:
 
     @property
     def endpoints(self) -> frozenset[tuple[str, int]]:
-        """Every (IP, port) that is connected or may be connecting: by them a forked child knows this node's
-        sockets.
+        """Return every (IP, port) that is connected or may be connecting: a forked child recognises this
+        node's sockets by them.
         """
-        return frozenset(self._dialed).union(*(use.connection.endpoints for use in self._uses.values()))
+        return frozenset(self._dialed).union(
+            *(pooled.connection.endpoints for pooled in self._pooled.values())
+        )
 
     def connected(self, peer_id: PeerId) -> bool:
-        """Is there an open control connection?"""
+        """Return whether there is an open control connection."""
         link = self._links.get((peer_id, 0))
         return link is not None and link.connection is not None and _alive(link.connection)
 
     async def _call_shared(
-        self, peer_id: PeerId, use: _Use, name: str, raw: bytes, remaining_s: float, timeout_s: float
+        self,
+        peer_id: PeerId,
+        pooled: _PooledConnection,
+        name: str,
+        raw: bytes,
+        remaining_s: float,
+        timeout_s: float,
     ) -> bytes:
-        """Together with others on the connection's stream of shared calls."""
-        if use.stream is None or use.stream.ended:
-            use.stream = CallStream(use.connection.channel)
-            self._streams.spawn(f"calls of {peer_id.short}", use.stream.run)
+        """Make the call on the connection's stream of shared calls."""
+        if pooled.stream is None or pooled.stream.ended:
+            pooled.stream = CallStream(pooled.connection.channel)
+            self._streams.spawn(f"calls of {peer_id.short}", pooled.stream.run)
         try:
-            code, details, reply = await use.stream.call(name, raw, remaining_s)
-        except ClosedHere:
-            raise closed_here(peer_id, name) from None
-        except NotServed:
-            use.shares = False
-            return await _call_alone(peer_id, use.connection, name, raw, remaining_s, timeout_s)
+            code, details, reply = await pooled.stream.call(name, raw, remaining_s)
+        except ClosedLocally:
+            raise closed_locally(peer_id, name) from None
+        except SharedCallsUnavailable:
+            pooled.takes_shared_calls = False
+            return await _call_separately(peer_id, pooled.connection, name, raw, remaining_s, timeout_s)
         if code is not grpc.StatusCode.OK:
-            raise status_error(peer_id, use.connection, name, code, details, timeout_s)
+            raise status_error(peer_id, pooled.connection, name, code, details, timeout_s)
         return reply
 
     @contextlib.asynccontextmanager
     async def _using(self, contact: Contact, lane: int, timeout_s: float | None) -> AsyncIterator[Connection]:
-        link, use = await self._enter(contact, lane, timeout_s)
+        link, pooled = await self._enter(contact, lane, timeout_s)
         try:
-            yield use.connection
+            yield pooled.connection
         except NetworkError as error:
-            self._failed(link, use, error)
+            self._failed(link, pooled, error)
             raise
         finally:
-            await self._leave(link, use)
+            await self._leave(link, pooled)
 
-    async def _enter(self, contact: Contact, lane: int, timeout_s: float | None) -> tuple[_Link, _Use]:
-        """Every call enters, and leaves: what nobody is in may be closed."""
+    async def _enter(
+        self, contact: Contact, lane: int, timeout_s: float | None
+    ) -> tuple[_Link, _PooledConnection]:
+        """Return a connection and count a call on it. A connection without calls may be closed."""
         link = self._links.get((contact.peer_id, lane))
         if link is None or link.connection is None or self._closed or not _alive(link.connection):
             link = await self._connect(contact, lane, timeout_s)
         assert link.connection is not None
-        use = self._uses[id(link.connection)]
-        use.calls += 1
-        return link, use
+        pooled = self._pooled[id(link.connection)]
+        pooled.calls += 1
+        return link, pooled
 
-    def _failed(self, link: _Link, use: _Use, error: NetworkError) -> None:
-        """A connection that broke is dropped; one whose call was merely too slow is not."""
+    def _failed(self, link: _Link, pooled: _PooledConnection, error: NetworkError) -> None:
+        """Drop a connection that broke; keep one on which only a call was too slow."""
         if (
             not isinstance(error, DeadlineExceeded)
-            and link.connection is use.connection
-            and not _alive(use.connection)
+            and link.connection is pooled.connection
+            and not _alive(pooled.connection)
         ):
             link.connection = None
-            use.dropped = True
+            pooled.dropped = True
 
-    async def _leave(self, link: _Link, use: _Use) -> None:
+    async def _leave(self, link: _Link, pooled: _PooledConnection) -> None:
         link.used_s = asyncio.get_running_loop().time()
-        use.calls -= 1
-        if use.dropped and not use.calls:
-            await self._discard(use.connection)
+        pooled.calls -= 1
+        if pooled.dropped and not pooled.calls:
+            await self._discard(pooled.connection)
 
     async def _connect(self, contact: Contact, lane: int, timeout_s: float | None) -> _Link:
         if self._closed:
@@ -297,10 +312,10 @@ class Channels:
             link.lock.release()
 
     async def _dial(self, link: _Link, contact: Contact, asked_s: float, dial_s: float) -> Connection:
-        """With the link's lock held."""
+        """Dial the peer. The caller holds the link's lock."""
         if link.connection is not None and _alive(link.connection):
             return link.connection
-        # it failed while this caller was waiting for it
+        # It failed while this caller was waiting for it.
         if link.failure is not None and link.failed_s > asked_s:
             raise type(link.failure)(str(link.failure))
         stale, link.connection = link.connection, None
@@ -312,7 +327,7 @@ class Channels:
                 contact,
                 self._certificate,
                 timeout_s=max(dial_s, 0.001),
-                first=self._good.get(contact.peer_id),
+                first=self._last_working.get(contact.peer_id),
                 options=self._throttle.options + (BULK_OPTIONS if link.lane > 0 else ()),
                 on_dial=self._dialed.extend,
             )
@@ -324,8 +339,8 @@ class Channels:
             raise UsageError("this node is closed")
         link.connection, link.failure = connection, None
         link.used_s = loop.time()
-        self._uses[id(connection)] = _Use(connection)
-        self._good[contact.peer_id] = connection.address
+        self._pooled[id(connection)] = _PooledConnection(connection)
+        self._last_working[contact.peer_id] = connection.address
         if self._on_connected is not None:
             self._on_connected(contact, connection.address, connection.seconds)
         return connection
@@ -344,7 +359,7 @@ class Channels:
             await self._close(self._links.pop(min(idle)[1]))
 
     def _busy(self, link: _Link) -> bool:
-        return link.connection is not None and self._uses[id(link.connection)].calls > 0
+        return link.connection is not None and self._pooled[id(link.connection)].calls > 0
 
     async def _close(self, link: _Link) -> None:
         connection, link.connection = link.connection, None
@@ -352,32 +367,32 @@ class Channels:
             await self._discard(connection)
 
     async def _drop(self, connection: Connection) -> None:
-        """Close it once nobody uses it."""
-        use = self._uses.get(id(connection))
-        if use is not None and use.calls:
-            use.dropped = True
+        """Close the connection once it has no calls."""
+        pooled = self._pooled.get(id(connection))
+        if pooled is not None and pooled.calls:
+            pooled.dropped = True
         else:
             await self._discard(connection)
 
     async def _discard(self, connection: Connection) -> None:
-        use = self._uses.pop(id(connection), None)
-        if use is not None and use.stream is not None:
-            use.stream.close()
-        if len(self._good) > 8 * self._config.connections_max:
-            self._good.clear()
+        pooled = self._pooled.pop(id(connection), None)
+        if pooled is not None and pooled.stream is not None:
+            pooled.stream.close()
+        if len(self._last_working) > 8 * self._config.connections_max:
+            self._last_working.clear()
         await connection.channel.close()
 
 
-async def _call_alone(
+async def _call_separately(
     peer_id: PeerId, connection: Connection, name: str, raw: bytes, remaining_s: float, timeout_s: float
 ) -> bytes:
-    with mapped(peer_id, connection, name, timeout_s):
+    with map_errors(peer_id, connection, name, timeout_s):
         reply: bytes = await connection.channel.unary_unary(name)(raw, timeout=remaining_s)
         return reply
 
 
 def _alive(connection: Connection) -> bool:
-    """A channel that fell back from READY has lost its connection; gRPC would dial it again with a backoff of
-    its own.
+    """Return whether a channel still has its connection: one that fell back from READY has lost it, and gRPC
+    would dial again with a backoff of its own.
     """
     return connection.channel.get_state() is grpc.ChannelConnectivity.READY

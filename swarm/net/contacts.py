@@ -1,4 +1,4 @@
-"""Contacts as protobuf messages. A peer's message is checked here; PeerError says what is malformed."""
+"""Contacts as protobuf messages. Messages from peers are checked here: a malformed one raises PeerError."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ _ADDRESSES_MAX = 8
 _ADDRESS_CHARACTERS_MAX = 300
 
 
-# The same few contacts travel in every answer. The caches are bounded, and so is what a stranger can put into
-# them.
+# The same few contacts travel in every answer. The caches are bounded, also against input from strangers.
 @functools.lru_cache(maxsize=2048)
 def contact_to_wire(contact: Contact) -> WireContact:
-    """A message to be copied into another one, not to be changed."""
+    """Encode a contact. The message is cached: copy it into another one, do not change it."""
     addresses = [address.multiaddr for address in contact.addresses[:_ADDRESSES_MAX]]
     return WireContact(peer_id=contact.peer_id.to_bytes(), addresses=addresses)
 
 
 def contact_from_wire(message: WireContact) -> Contact:
-    """PeerError when the PeerID is malformed. An address of a kind that this version does not know is passed
-    over.
+    """Decode a contact. Raises PeerError when the PeerID is malformed. Addresses of kinds that this version
+    does not know are ignored.
     """
     return _contact(
         message.peer_id, tuple(text[:_ADDRESS_CHARACTERS_MAX] for text in message.addresses[:_ADDRESSES_MAX])
@@ -53,7 +52,9 @@ def contacts_from_wire(messages: Iterable[WireContact]) -> list[Contact]:
 
 
 def sender_from_wire(message: WireContact, caller: PeerId) -> Contact:
-    """The contact that a request came with; PeerError when it names another peer than the one that called."""
+    """Return the contact that a request came with. Raises PeerError when it names another peer than the
+    caller.
+    """
     contact = contact_from_wire(message)
     if contact.peer_id != caller:
         raise PeerError(f"the request's sender says it is {contact.peer_id.short}, but {caller.short} called")

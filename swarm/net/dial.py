@@ -1,4 +1,4 @@
-"""Opening a connection: the addresses of a contact raced, the first that proves to be the peer wins."""
+"""Open a connection: race the addresses of a contact; the first one that proves to be the peer wins."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from swarm.core.ids import Address, Contact
 from swarm.net.certificate import KeyAndCertificate, tls_name, trust_anchor
 from swarm.net.rpc import TRANSPORT_OPTIONS
 
-_STAGGER_S = 0.2  # a head start for the address that is dialed first
+_STAGGER_S = 0.2  # head start of the address that is dialed first
 _ADDRESSES_MAX = 8
 _RESOLVED_MAX = 4
 
 _CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
     *TRANSPORT_OPTIONS,
-    # else channels to one peer share one TCP connection, and its backoff after a failure
+    # Otherwise channels to one peer share one TCP connection, and its backoff after a failure.
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),  # an HTTP proxy of the environment is not meant for peers
-    ("grpc.enable_retries", 0),  # who calls decides whether a call may be repeated
+    ("grpc.enable_http_proxy", 0),  # an HTTP proxy set in the environment is not meant for peers
+    ("grpc.enable_retries", 0),  # the caller decides whether a call may be repeated
     ("grpc.service_config_disable_resolution", 1),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -39,8 +39,8 @@ class Connection:
 
     channel: aio.Channel
     address: Address
-    endpoints: frozenset[tuple[str, int]]  # the (IP, port) pairs that were dialed, one of which it is
-    seconds: float  # how long connecting took
+    endpoints: frozenset[tuple[str, int]]  # the dialed (IP, port) pairs, one of which is connected
+    seconds: float  # time that connecting took
 
 
 async def dial(
@@ -52,11 +52,11 @@ async def dial(
     options: tuple[tuple[str, int], ...] = (),
     on_dial: Callable[[list[tuple[str, int]]], None] = lambda endpoints: None,
 ) -> Connection:
-    """Connect to the peer at any of its addresses; `first` is tried before the others. `options`: of gRPC,
-    beside our own. `on_dial` is told every (IP, port) before it is dialed.
+    """Connect to the peer at any of its addresses; `first` is tried before the others. `options` are
+    additional gRPC options. `on_dial` is called with every (IP, port) before it is dialed.
 
-    NetworkError names the peer, each address and why it failed; DeadlineExceeded when some gave no answer at
-    all in `timeout_s`.
+    Raises NetworkError that names the peer, each address and why it failed, or DeadlineExceeded when some
+    address did not answer at all in `timeout_s`.
     """
     if not contact.addresses:
         raise NetworkError(f"peer {contact.peer_id} has no address that can be dialed")
@@ -145,7 +145,7 @@ class _Race:
             await channel.wait_for_state_change(state)
             state = channel.get_state(try_to_connect=True)
         if state is not grpc.ChannelConnectivity.READY:
-            self._failures[address] = await _why(channel)
+            self._failures[address] = await _failure_reason(channel)
             return None
         return Connection(
             channel, address, frozenset(resolved), asyncio.get_running_loop().time() - started_s
@@ -153,8 +153,8 @@ class _Race:
 
 
 async def _resolve(address: Address) -> list[tuple[str, int]]:
-    """IP addresses of one family: the one that the system prefers. Names are resolved here, so that we know
-    which sockets are ours (swarm.runtime.fork).
+    """Return IP addresses of the one family that the system prefers. Names are resolved here, so that the
+    sockets of this node are known (swarm.runtime.fork).
     """
     if not address.target.startswith("dns:"):
         return [(address.host, address.port)]
@@ -169,8 +169,8 @@ def _target(resolved: list[tuple[str, int]]) -> str:
     return "ipv4:" + ",".join(f"{host}:{port}" for host, port in resolved)
 
 
-async def _why(channel: aio.Channel) -> str:
-    """A call on a channel that has just failed to connect fails at once, and tells why."""
+async def _failure_reason(channel: aio.Channel) -> str:
+    """Return why a channel has just failed to connect: a call on it fails at once with the reason."""
     try:
         await channel.unary_unary("/swarm.Node/Why")(b"", timeout=0.5)
     except aio.AioRpcError as error:
@@ -179,7 +179,7 @@ async def _why(channel: aio.Channel) -> str:
 
 
 def explain(details: str) -> str:
-    """gRPC's account of a failed connection, in fewer words."""
+    """Return gRPC's description of a failed connection in fewer words."""
     if any(
         words in details
         for words in (

@@ -1,5 +1,5 @@
-"""Introductions: two peers that connect tell each other where they are reached, and learn how far apart they
-are.
+"""Introductions: two peers that connect exchange their addresses and measure the difference of their
+clocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from swarm.net.rpc import Caller, Handlers, Method
 from swarm.wire import peer_pb2
 
 _AGENT_CHARACTERS_MAX = 100
-_AGAIN_S = 600.0
+_INTERVAL_S = 600.0
 _ASKED_MAX = 4096
 HELLO = Method(
     name="/swarm.Node/Hello",
@@ -30,8 +30,8 @@ HELLO = Method(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Introduction:
-    """What a Hello brought. `clock_ahead_s`: how far the other's raw system clock is ahead of ours, by the
-    round trip's midpoint.
+    """The result of a Hello. `clock_ahead_s`: how far the other's uncorrected clock is ahead of this one,
+    measured at the round trip's midpoint.
     """
 
     contact: Contact
@@ -41,7 +41,7 @@ class Introduction:
 
 
 class Introductions:
-    """Sends and answers Hello; what it learns goes into the peer book, and to `on_introduced`."""
+    """Send and answer Hello; results go into the peer book, and to `on_introduced`."""
 
     def __init__(self, own: Callable[[], Contact], agent: str, caller: Caller, book: PeerBook) -> None:
         self._own = own
@@ -52,24 +52,24 @@ class Introductions:
         self.on_introduced: list[Callable[[Introduction], None]] = []
 
     def register(self, handlers: Handlers) -> None:
-        """Answer Hello."""
+        """Register the handler of Hello."""
         handlers.unary(HELLO, self._answer)
 
-    def due(self, peer_id: PeerId) -> bool:
-        """Was this peer not asked for a while?"""
+    def is_due(self, peer_id: PeerId) -> bool:
+        """Return whether this peer should be asked again."""
         asked_s = self._asked_s.get(peer_id)
-        return asked_s is None or asyncio.get_running_loop().time() - asked_s > _AGAIN_S
+        return asked_s is None or asyncio.get_running_loop().time() - asked_s > _INTERVAL_S
 
     async def introduce(self, contact: Contact, *, timeout_s: float) -> Introduction:
-        """Say hello; NetworkError, DeadlineExceeded or PeerError when that does not work."""
+        """Send a Hello. Raises NetworkError, DeadlineExceeded or PeerError when that fails."""
         self._asked_s[contact.peer_id] = asyncio.get_running_loop().time()
         self._asked_s.move_to_end(contact.peer_id)
         if len(self._asked_s) > _ASKED_MAX:
             self._asked_s.popitem(last=False)
         reply, sent_s, round_trip_s = await self._exchange(contact, timeout_s)
         theirs = sender_from_wire(reply.contact, contact.peer_id)
-        # who just answered at our addresses is reached there, whatever it believes about itself: behind a
-        # router it may not know its public address
+        # The dialed addresses work, even if the peer does not know them: behind a router it may not know its
+        # public address.
         addresses = tuple(dict.fromkeys((*theirs.addresses, *contact.addresses)))[:ADDRESSES_MAX]
         introduction = Introduction(
             contact=Contact(contact.peer_id, addresses),
@@ -77,14 +77,14 @@ class Introductions:
             round_trip_s=round_trip_s,
             clock_ahead_s=reply.unix_s - (sent_s + round_trip_s / 2),
         )
-        self._book.seen(introduction.contact, round_trip_s=round_trip_s, agent=introduction.agent)
+        self._book.record_seen(introduction.contact, round_trip_s=round_trip_s, agent=introduction.agent)
         for listener in self.on_introduced:
             listener(introduction)
         return introduction
 
     async def _exchange(self, contact: Contact, timeout_s: float) -> tuple[peer_pb2.Hello, float, float]:
-        """The answer, when the question was sent, and the round-trip time: without connecting, which a first
-        call would include.
+        """Return the answer, the time when the question was sent, and the round-trip time. The connection is
+        made before, so that it does not count.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
@@ -95,7 +95,7 @@ class Introductions:
         return reply, sent_s, time.perf_counter() - started_s
 
     async def _answer(self, peer_id: PeerId, request: peer_pb2.Hello) -> peer_pb2.Hello:
-        self._book.seen(sender_from_wire(request.contact, peer_id), agent=_readable(request.agent))
+        self._book.record_seen(sender_from_wire(request.contact, peer_id), agent=_readable(request.agent))
         return self._message()
 
     def _message(self) -> peer_pb2.Hello:

@@ -1,8 +1,8 @@
-"""Finding the way into the swarm, and back into it: in the background, for as long as the node lives.
+"""Joining the swarm, and rejoining it: in the background, for as long as the node lives.
 
-Every bootstrap address is tried at once; when none answers, the peers that the book remembers are. After a
-failure again, sooner at first; once inside, now and then, so that a bootstrap that comes back is met again,
-and two halves of a swarm that a network cut has separated become one when it heals.
+Every bootstrap address is tried at once; when none answers, peers remembered in the book are tried. A failed
+attempt is repeated with a back-off. A joined node repeats it occasionally, so that a bootstrap peer that
+comes back is met again, and two halves of a swarm merge after a network partition heals.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import random
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from swarm.core.backoff import Backoff
 from swarm.core.errors import SwarmError
@@ -25,18 +25,21 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoiningConfig:
-    """How persistently a node looks for its swarm."""
+    """Timing of a node's attempts to join."""
 
-    hello_timeout_s: float = 5.0  # for one peer to answer, connecting included
-    retry_first_s: float = 0.5  # after a round in which nobody answered; doubled each time
+    hello_timeout_s: float = 5.0  # limit for one peer to answer, connecting included
+    retry_first_s: float = 0.5  # pause after a round without any answer; doubled each time
     retry_max_s: float = 30.0
-    again_s: float = 60.0  # between rounds once somebody has answered
-    from_book_max: int = 20  # remembered peers that are tried when no bootstrap answers
+    rejoin_interval_s: float = 60.0  # between rounds once a peer has answered
+    # Remembered peers that are tried when no bootstrap peer answers.
+    remembered_max: ClassVar[int] = 20
 
 
 class Joining:
-    """`join(contacts)` is called with every peer once, and again when one answers that did not before.
-    `attempted` is set after the first round, `joined` once somebody has answered.
+    """The background task that joins the swarm.
+
+    `join(contacts)` is called once with every peer, and again when a peer answers that did not answer before.
+    `attempted` is set after the first round, `joined` once a peer has answered.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class Joining:
         self.joined = asyncio.Event()
 
     async def run(self) -> None:
-        """For ever."""
+        """Join, and keep trying, until cancelled."""
         backoff = Backoff(self._config.retry_first_s, self._config.retry_max_s, random)
         while True:
             asked, answered = await self._round()
@@ -67,14 +70,16 @@ class Joining:
             if answered:
                 backoff.reset()
             if answered or not asked:
-                await asyncio.sleep(self._config.again_s * random.uniform(0.8, 1.2))
+                await asyncio.sleep(self._config.rejoin_interval_s * random.uniform(0.8, 1.2))
                 continue
             if not backoff.failures:
-                _logger.warning("nobody answers yet, trying on: %s", "; ".join(self.failures.values()))
+                _logger.warning(
+                    "no peer has answered yet; this node keeps trying: %s", "; ".join(self.failures.values())
+                )
             await asyncio.sleep(backoff.next_s())
 
     async def _round(self) -> tuple[int, int]:
-        """How many peers were asked, and how many answered."""
+        """Return how many peers were asked in one round, and how many answered."""
         self.failures = {}
         asked, answered = len(self._bootstrap), await self._ask(self._bootstrap)
         if not answered:
@@ -83,28 +88,30 @@ class Joining:
                 for peer in self._book.known()
                 if peer.contact.addresses and peer.peer_id not in self.failures
             ]
-            remembered = remembered[: self._config.from_book_max]
+            remembered = remembered[: self._config.remembered_max]
             asked, answered = asked + len(remembered), await self._ask(remembered)
         return asked, answered
 
     async def _ask(self, contacts: Sequence[Contact]) -> int:
-        """Ask all of them at once, and go in through whoever answers without waiting for the others."""
+        """Ask all of them at once, and join through each that answers without waiting for the others. Returns
+        how many answered.
+        """
         answered = 0
         async with asyncio.TaskGroup() as group:
             waiting = {group.create_task(self._hello(contact)) for contact in contacts}
             unknown = [contact for contact in contacts if contact.peer_id not in self._tried]
             self._tried |= {contact.peer_id for contact in unknown}
             if unknown:
-                # at once: an operation on the DHT that begins now waits for this
+                # Set at once: a DHT operation that begins now waits for this.
                 group.create_task(self._join(unknown))
             while waiting:
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 live = [contact for task in done if (contact := task.result()) is not None]
                 answered += len(live)
-                back = [contact for contact in live if contact.peer_id in self._lost]
-                self._lost -= {contact.peer_id for contact in back}
-                if back:
-                    group.create_task(self._join(back))
+                recovered = [contact for contact in live if contact.peer_id in self._lost]
+                self._lost -= {contact.peer_id for contact in recovered}
+                if recovered:
+                    group.create_task(self._join(recovered))
                 if live:
                     self.joined.set()
                     self.attempted.set()
@@ -122,7 +129,7 @@ class Joining:
 
 
 def _by_peer(contacts: Sequence[Contact]) -> list[Contact]:
-    """One contact per peer, with all the addresses that were given for it."""
+    """Return one contact per peer, with all the addresses that were given for it."""
     merged: dict[PeerId, Contact] = {}
     for contact in contacts:
         before = merged[contact.peer_id].addresses if contact.peer_id in merged else ()

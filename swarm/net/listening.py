@@ -1,4 +1,4 @@
-"""Where a node listens, and under which addresses others can reach that."""
+"""The address that a node listens on, and the addresses under which others can reach it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ _ANNOUNCED_MAX = 8
 
 
 def parse_listen(text: str) -> tuple[str, int]:
-    """`host:port`, port 0 for any free one; IPv6 in brackets: `[::]:0`. UsageError says what is wrong."""
+    """Parse `host:port`, with port 0 for any free one and IPv6 in brackets: `[::]:0`. Raises UsageError that
+    says what is wrong.
+    """
     host, separator, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not separator or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
@@ -24,8 +26,8 @@ def parse_listen(text: str) -> tuple[str, int]:
 
 
 def announced(host: str, port: int, override: Sequence[str] = ()) -> tuple[Address, ...]:
-    """The addresses to tell others for a server on `host:port`: `override` when given (`host`, `host:port` or
-    a multiaddr each), else what it listens on.
+    """Return the addresses to announce for a server on `host:port`: `override` when given (`host`,
+    `host:port` or a multiaddr each), else the address it listens on.
 
     A wildcard stands for every address of this machine: public ones first, then those of private networks,
     loopback last.
@@ -34,12 +36,16 @@ def announced(host: str, port: int, override: Sequence[str] = ()) -> tuple[Addre
         return tuple(dict.fromkeys(_parse_announced(text, port) for text in override))[:_ANNOUNCED_MAX]
     if host not in ("0.0.0.0", "::"):
         return (Address(host, port),)
-    return tuple(Address(str(one), port) for one in choose(_interface_hosts(), ipv4_only=host == "0.0.0.0"))
+    return tuple(
+        Address(str(one), port) for one in best_addresses(_interface_hosts(), ipv4_only=host == "0.0.0.0")
+    )
 
 
-def choose(hosts: Iterable[str], *, ipv4_only: bool) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """The addresses worth announcing, best first, at most eight; the loopback address of IPv4 is always among
-    them, for peers on the same machine.
+def best_addresses(
+    hosts: Iterable[str], *, ipv4_only: bool
+) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """Return the addresses worth announcing, best first, at most eight; the IPv4 loopback address is always
+    among them, for peers on the same machine.
     """
     parsed = {ipaddress.ip_address(host.partition("%")[0]) for host in hosts}
     useful = [

@@ -1,4 +1,4 @@
-"""What a caller gets back: its end of a stream, and gRPC's statuses as errors of ours."""
+"""The caller's end of a stream, and the mapping of gRPC's statuses to swarm's errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swarm.core.ids import PeerId
 from swarm.net.dial import Connection, explain
 from swarm.net.rpc import END_OF_STREAM, StreamMethod, check_incoming, check_outgoing
 
-_STATUS_S_MAX = 1.0  # a call whose write failed has ended; its status is on the way
+_STATUS_S_MAX = 1.0  # time to wait for the status of a call whose write failed
 
 
 class CallerStream:
@@ -43,7 +43,7 @@ class CallerStream:
         await self._write(message)
 
     async def receive(self) -> bytes | None:
-        with mapped(self.peer_id, self._connection, self._method.name, self._timeout_s):
+        with map_errors(self.peer_id, self._connection, self._method.name, self._timeout_s):
             message = await self._call.read()
         if message is aio.EOF:
             await self._raise_unless_ok()
@@ -57,7 +57,7 @@ class CallerStream:
         self._finished = True
         await self._write(END_OF_STREAM)
         with (
-            mapped(self.peer_id, self._connection, self._method.name, self._timeout_s),
+            map_errors(self.peer_id, self._connection, self._method.name, self._timeout_s),
             contextlib.suppress(asyncio.InvalidStateError),
         ):
             await self._call.done_writing()
@@ -66,7 +66,7 @@ class CallerStream:
         self._call.cancel()
 
     async def _write(self, message: bytes) -> None:
-        with mapped(self.peer_id, self._connection, self._method.name, self._timeout_s):
+        with map_errors(self.peer_id, self._connection, self._method.name, self._timeout_s):
             if not self._connected:
                 await self._call.wait_for_connection()
                 self._connected = True
@@ -76,8 +76,8 @@ class CallerStream:
                     f"peer {self.peer_id} finished {self._method.name} without taking all that was sent"
                 )
             try:
-                # As `call.write` does; but when a write fails, that one hides the status that says why behind
-                # "Internal error from Core".
+                # Like `call.write`, which however hides the status that explains a failure behind "Internal
+                # error from Core".
                 await self._call._cython_call.send_serialized_message(message)
             except aio.InternalError:
                 await self._raise_after_failed_write()
@@ -107,8 +107,8 @@ class CallerStream:
 
 
 @contextlib.contextmanager
-def mapped(peer_id: PeerId, connection: Connection, name: str, timeout_s: float | None) -> Any:
-    """gRPC's errors become ours."""
+def map_errors(peer_id: PeerId, connection: Connection, name: str, timeout_s: float | None) -> Any:
+    """Convert gRPC's errors inside the `with` block to swarm's errors."""
     try:
         yield
     except aio.AioRpcError as error:
@@ -123,10 +123,10 @@ def mapped(peer_id: PeerId, connection: Connection, name: str, timeout_s: float 
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise closed_here(peer_id, name) from None
+        raise closed_locally(peer_id, name) from None
 
 
-def closed_here(peer_id: PeerId, name: str) -> NetworkError:
+def closed_locally(peer_id: PeerId, name: str) -> NetworkError:
     return NetworkError(f"the connection to peer {peer_id} was closed here while {name} was in progress")
 
 
@@ -138,7 +138,7 @@ def status_error(
     details: str,
     timeout_s: float | None,
 ) -> SwarmError:
-    """The error of ours for a status that a call ended with."""
+    """Return swarm's error for the status that a call ended with."""
     status = grpc.StatusCode
     where = connection.address.multiaddr
     if code is status.DEADLINE_EXCEEDED:

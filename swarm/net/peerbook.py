@@ -1,8 +1,7 @@
-"""What a node knows about other peers: where they are reached, when they were last seen, how far away they
-are. Bounded, with a copy on disk.
+"""The peer book: addresses, last contact and round-trip time of known peers. Bounded, with a copy on disk.
 
-The copy is what lets a peer rejoin when every bootstrap address is dead. What is in it are hints: whoever
-answers at an address proves its PeerID in the handshake, so a wrong entry costs one failed attempt.
+The copy lets a peer rejoin when every bootstrap address is dead. Its entries are hints: a peer proves its
+PeerID in the handshake, so a wrong entry costs one failed attempt.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _ROUND_TRIP_WEIGHT = 0.3  # of a new measurement in the running mean
 
 @dataclass(frozen=True, slots=True)
 class KnownPeer:
-    """One entry. `last_seen_s` is Unix time, None for a peer that is known by hearsay only; `round_trip_s` is
-    a running mean, None when never measured.
+    """An entry of the book. `last_seen_s` is Unix time, None for a peer that was only reported by others;
+    `round_trip_s` is a running mean, None when never measured.
     """
 
     contact: Contact
@@ -44,8 +43,8 @@ class KnownPeer:
 
 
 class PeerBook:
-    """May be used from any thread. Of more than `entries_max` peers, those seen longest ago are forgotten,
-    hearsay first.
+    """A bounded table of known peers, usable from any thread. Beyond `entries_max`, peers that were only
+    reported by others are forgotten first, then those seen longest ago.
     """
 
     def __init__(
@@ -61,16 +60,16 @@ class PeerBook:
         if path is not None:
             self._load(path)
 
-    def learn(self, contact: Contact) -> None:
-        """Somebody says that this peer is reached there. New addresses come after those that are known
-        already.
-        """
+    def add_reported(self, contact: Contact) -> None:
+        """Add addresses that another peer reported. They come after those that are known already."""
         self._update(
             contact.peer_id, lambda old: replace(old, contact=_merged(old.contact.addresses, contact))
         )
 
-    def seen(self, contact: Contact, *, round_trip_s: float | None = None, agent: str = "") -> None:
-        """The peer itself, authenticated, says that it is reached there: this replaces what was known."""
+    def record_seen(self, contact: Contact, *, round_trip_s: float | None = None, agent: str = "") -> None:
+        """Record the addresses that the peer itself, authenticated, announced. They replace the known
+        ones.
+        """
 
         def update(old: KnownPeer) -> KnownPeer:
             mean_s = old.round_trip_s if round_trip_s is None else round_trip_s
@@ -81,8 +80,8 @@ class PeerBook:
 
         self._update(contact.peer_id, update)
 
-    def reached(self, peer_id: PeerId, address: Address) -> None:
-        """A connection to the peer was made at this address: it goes first."""
+    def record_connection(self, peer_id: PeerId, address: Address) -> None:
+        """Record that a connection to the peer was made at this address: it is listed first."""
 
         def update(old: KnownPeer) -> KnownPeer:
             return replace(old, contact=_merged((address,), old.contact), last_seen_s=self._now_s())
@@ -95,19 +94,19 @@ class PeerBook:
             self._changed |= self._peers.pop(peer_id, None) is not None
 
     def contact(self, peer_id: PeerId) -> Contact | None:
-        """Where this peer is reached, as far as is known."""
+        """Return the known addresses of a peer, None when it is not in the book."""
         with self._lock:
             known = self._peers.get(peer_id)
         return known.contact if known is not None else None
 
     def known(self) -> list[KnownPeer]:
-        """Every entry, the peer seen last first, hearsay at the end."""
+        """Return all entries, the peer seen last first, peers that were only reported at the end."""
         with self._lock:
             peers = list(self._peers.values())
         return sorted(peers, key=_freshness, reverse=True)
 
     def save(self) -> None:
-        """Write the copy on disk, if there is one and something changed; blocks. OSError is logged: a full
+        """Write the copy on disk, if there is one and something changed. Blocks. OSError is logged: a full
         disk must not stop a node.
         """
         with self._lock:
@@ -137,7 +136,8 @@ class PeerBook:
             self._changed |= new != self._peers.get(peer_id)
             self._peers[peer_id] = new
             if len(self._peers) > self._entries_max:
-                # the newcomer stays even when it is hearsay, or a full book would learn of nobody any more
+                # The newcomer stays even when it was only reported, or a full book would never learn of new
+                # peers.
                 del self._peers[
                     min(
                         (peer for peer in self._peers.values() if peer.peer_id != peer_id), key=_freshness
@@ -145,7 +145,7 @@ class PeerBook:
                 ]
 
     def _load(self, path: Path) -> None:
-        """A copy that cannot be read is no reason not to start."""
+        """Read the copy on disk. A copy that cannot be read does not prevent the start."""
         try:
             with path.open("rb") as stream:
                 document = json.loads(stream.read(_FILE_BYTES_MAX))
@@ -153,7 +153,7 @@ class PeerBook:
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError) as error:
-            _logger.warning("the peer book %s cannot be read and is made anew: %s", path, error)
+            _logger.warning("the peer book %s cannot be read and is replaced by a new one: %s", path, error)
             return
         for peer in peers[: self._entries_max]:
             if peer.peer_id != self._own:

@@ -1,13 +1,13 @@
 """Remote calls: methods, streams, and the registry of handlers. The client side is `swarm.net.channels`, the
 server `swarm.net.server`.
 
-Two kinds of methods. A `Method` is unary, with protobuf messages both ways. A `StreamMethod` carries raw byte
-messages both ways for as long as both ends like: tensors, about 1 MiB a message. Every handler gets the
-caller's authenticated PeerId (`swarm.net.certificate`).
+There are two kinds of methods. A `Method` is unary, with protobuf messages in both directions. A
+`StreamMethod` carries raw byte messages in both directions for as long as both ends like: tensors, about 1
+MiB per message. Every handler gets the caller's authenticated PeerId (`swarm.net.certificate`).
 
-A handler refuses by raising PeerError or UsageError: the caller gets PeerError with that text. Whatever else
-it raises is logged here, and the caller gets "internal error". A message that is too large or cannot be
-parsed is refused with its sender named, and ends nothing but that call.
+A handler refuses by raising PeerError or UsageError: the caller gets PeerError with that text. Any other
+exception is logged here, and the caller gets "internal error". A message that is too large or cannot be
+parsed is refused, with its sender named, and ends only that call.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from swarm.core.ids import Contact, PeerId
 RequestT = TypeVar("RequestT", bound=Message)
 ReplyT = TypeVar("ReplyT", bound=Message)
 
-MESSAGE_BYTES_MAX = 16 << 20  # what the transport takes at all; methods have their own, lower limits
-# a stream that breaks must not look like one that ended: its caller's end says so with an empty message
+MESSAGE_BYTES_MAX = 16 << 20  # limit of the transport; methods have their own, lower limits
+# Finishing the stream must differ from breaking it: the caller's end sends an empty message.
 END_OF_STREAM = b""
 
-# Reading as much as a message at a time saves a sixth of the processor time of a bulk stream, for 70 kB more
-# per connection and end. Larger HTTP/2 frames, windows and write buffers than gRPC's own brought nothing or
-# cost (docs/decisions/0001).
+# Reading a whole message at a time saves a sixth of the processor time of a bulk stream, for 70 kB more per
+# connection and end. Larger HTTP/2 frames, windows and write buffers than gRPC's defaults gained nothing or
+# cost time (docs/decisions/0001).
 BULK_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.experimental.tcp_read_chunk_size", 1 << 20),
     ("grpc.experimental.tcp_max_read_chunk_size", 4 << 20),
@@ -67,32 +67,32 @@ class StreamMethod:
 
 
 class Stream(Protocol):
-    """One end of a stream; the same on both ends. One sender and one receiver at a time may use it, each in a
-    task of its own.
+    """An end of a stream, with the same interface on both ends. At most one task may send and one may receive
+    at a time.
     """
 
     @property
     def peer_id(self) -> PeerId:
-        """The other end, authenticated."""
+        """The authenticated other end."""
         ...
 
     async def send(self, message: bytes) -> None:
-        """Send one message (not empty); returns when flow control has taken it. NetworkError when the stream
-        broke, PeerError when it was refused.
+        """Send one message (not empty); return when flow control has taken it. Raises NetworkError when the
+        stream broke, PeerError when it was refused.
 
-        Cancelling a `send` or a `receive` ends the stream: a message may have gone half-way.
+        Cancelling a `send` or a `receive` ends the stream, because a message may have been sent in part.
         """
         ...
 
     async def receive(self) -> bytes | None:
-        """The next message; None once the other end has finished. NetworkError when the stream broke,
-        PeerError when it was refused.
+        """Return the next message; None once the other end has finished. Raises NetworkError when the stream
+        broke, PeerError when it was refused.
         """
         ...
 
     async def finish(self) -> None:
-        """The caller's end: no more messages from here; it may go on receiving. A handler finishes by
-        returning, and this does nothing there.
+        """Finish sending on the caller's end; receiving may go on. A handler finishes by returning, and this
+        does nothing there.
         """
         ...
 
@@ -102,22 +102,24 @@ class Stream(Protocol):
 
 
 class Caller(Protocol):
-    """What services that make unary calls need: `Channels`, or a simulated network."""
+    """The interface for unary calls that services need: `Channels`, or a simulated network."""
 
     async def call(
         self, contact: Contact, method: Method[RequestT, ReplyT], request: RequestT, *, timeout_s: float
     ) -> ReplyT:
-        """NetworkError when the peer cannot be reached, DeadlineExceeded, PeerError when it refuses."""
+        """Make a unary call. Raises NetworkError when the peer cannot be reached, DeadlineExceeded, or
+        PeerError when it refuses.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class UnaryHandler:
-    """A registered unary method, types erased."""
+    """A registered unary method, with erased types."""
 
     method: Method[Any, Any]
     function: Callable[[PeerId, Any], Awaitable[Message]]
-    at_once: Callable[[PeerId, Any], Message] | None = None  # the same, of a handler that never waits
+    function_now: Callable[[PeerId, Any], Message] | None = None  # the same for a handler that never waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +139,12 @@ class Handlers:
     def unary(
         self, method: Method[RequestT, ReplyT], handler: Callable[[PeerId, RequestT], Awaitable[ReplyT]]
     ) -> None:
-        """`handler(caller, request)` answers this method from now on. UsageError when the name is taken."""
+        """Register `handler(caller, request)` for this method. Raises UsageError when the name is taken."""
         self._add(method.name, UnaryHandler(method, handler))
 
     def direct(self, method: Method[RequestT, ReplyT], handler: Callable[[PeerId, RequestT], ReplyT]) -> None:
-        """As `unary`, for a handler that never waits and takes well under a millisecond: it needs no task of
-        its own.
+        """Register a handler that never waits and takes well under a millisecond, and so needs no task.
+        Otherwise like `unary`.
         """
 
         async def function(caller: PeerId, request: RequestT) -> ReplyT:
@@ -151,17 +153,17 @@ class Handlers:
         self._add(method.name, UnaryHandler(method, function, handler))
 
     def stream(self, method: StreamMethod, handler: Callable[[Stream], Awaitable[None]]) -> None:
-        """`handler(stream)` serves this method from now on; the stream finishes when it returns. UsageError
+        """Register `handler(stream)` for this method; the stream finishes when it returns. Raises UsageError
         when the name is taken.
         """
         self._add(method.name, StreamHandler(method, handler))
 
     def remove(self, name: str) -> None:
-        """Answer it no longer; calls that are being handled go on."""
+        """Remove a method; calls that are being handled go on."""
         self._by_name.pop(name, None)
 
     def find(self, name: str) -> UnaryHandler | StreamHandler | None:
-        """For transports."""
+        """Return the handler of a method, for transports; None when there is none."""
         return self._by_name.get(name)
 
     def _add(self, name: str, handler: UnaryHandler | StreamHandler) -> None:
@@ -171,20 +173,22 @@ class Handlers:
 
 
 def check_outgoing(method: StreamMethod, message: bytes) -> None:
-    """UsageError when this end may not send that."""
+    """Raise UsageError when this end may not send this message."""
     if not message:
         raise UsageError("a stream carries no empty messages")
     if len(message) > method.message_bytes_max:
         raise UsageError(
-            f"{method.name} takes messages of at most {method.message_bytes_max} bytes; this one has {len(message)}"
+            f"{method.name} takes messages of at most {method.message_bytes_max} bytes; this one has "
+            f"{len(message)}"
         )
 
 
 def check_incoming(method: StreamMethod, message: bytes) -> None:
-    """PeerError when the other end should not have sent that."""
+    """Raise PeerError when the other end must not send this message."""
     if not 0 < len(message) <= method.message_bytes_max:
         raise PeerError(
-            f"{method.name} takes messages of 1 to {method.message_bytes_max} bytes; this one has {len(message)}"
+            f"{method.name} takes messages of 1 to {method.message_bytes_max} bytes; this one has "
+            f"{len(message)}"
         )
 
 

@@ -1,5 +1,5 @@
-"""The server of a node: finds the handler of a call, names its caller, bounds what callers may ask at once,
-maps what handlers raise.
+"""The server of a node: finds the handler of a call, identifies its caller, bounds concurrent calls, and maps
+what handlers raise.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from swarm.net.throttle import SMALL_BYTES, Bandwidth, Throttle
 _logger = logging.getLogger(__name__)
 
 _INTERNAL: Outcome = (grpc.StatusCode.INTERNAL, "internal error", b"")
-_STREAMS_PER_PEER_MAX = 4  # of shared calls: one a connection
-_REFUSAL_CHARACTERS_MAX = 1000  # gRPC carries it in a header
+_STREAMS_PER_PEER_MAX = 4  # of shared calls: one per connection
+_REFUSAL_CHARACTERS_MAX = 1000  # gRPC sends it in a header
 _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *TRANSPORT_OPTIONS,
     *BULK_OPTIONS,
@@ -52,8 +52,8 @@ _SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class Server:
-    """The gRPC server of a node. It knows every caller by its certificate and bounds what they may ask at
-    once.
+    """The gRPC server of a node. It identifies every caller by its certificate and bounds the calls that a
+    caller may have open.
     """
 
     def __init__(
@@ -63,13 +63,15 @@ class Server:
         self._calls_max = calls_max
         self._calls_per_peer_max = calls_per_peer_max
         self._calls: dict[PeerId, int] = {}
-        self._open_calls = 0  # their sum
+        self._open_calls = 0  # sum over all callers
         self._streams: set[ServedCalls] = set()
-        self._streams_by: Counter[PeerId] = Counter()
+        self._streams_per_peer: Counter[PeerId] = Counter()
         self._server: aio.Server | None = None
 
     async def start(self, identity: Identity, handlers: Handlers, host: str, port: int) -> int:
-        """Listen; returns the port (the system's choice for 0). UsageError when it cannot listen there."""
+        """Listen, and return the port (the system's choice for 0). Raises UsageError when it cannot listen
+        there.
+        """
         server = aio.server(
             options=_SERVER_OPTIONS + self.throttle.options, maximum_concurrent_rpcs=3 * self._calls_max
         )
@@ -94,35 +96,35 @@ class Server:
         return bound
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more calls; those in progress have `grace_s` to end and are cancelled then. Idempotent."""
+        """Take no more calls; those in progress have `grace_s` to end and are then cancelled. Idempotent."""
         server, self._server = self._server, None
         for stream in self._streams:
             stream.stop()
         if server is not None:
             await server.stop(grace_s)
 
-    async def share(self, peer_id: PeerId, stream: ServedCalls) -> None:
-        """Serve a stream of shared calls to its end. _Busy when there are too many of them: the caller then
-        calls without.
+    async def serve_calls(self, peer_id: PeerId, stream: ServedCalls) -> None:
+        """Serve a stream of shared calls to its end. Raises _Busy when the peer has too many of them: the
+        caller then makes separate calls.
         """
         if (
-            self._streams_by[peer_id] >= _STREAMS_PER_PEER_MAX
+            self._streams_per_peer[peer_id] >= _STREAMS_PER_PEER_MAX
             or len(self._streams) >= self._calls_max
             or self._server is None
         ):
             raise _Busy
         self._streams.add(stream)
-        self._streams_by[peer_id] += 1
+        self._streams_per_peer[peer_id] += 1
         try:
             await stream.run()
         finally:
             self._streams.discard(stream)
-            self._streams_by[peer_id] -= 1
-            if not self._streams_by[peer_id]:
-                del self._streams_by[peer_id]
+            self._streams_per_peer[peer_id] -= 1
+            if not self._streams_per_peer[peer_id]:
+                del self._streams_per_peer[peer_id]
 
     def enter(self, peer_id: PeerId) -> str | None:
-        """Count a call in; a reason when there are too many."""
+        """Count a call in. Returns the reason to refuse it when there are too many, else None."""
         calls = self._calls.get(peer_id, 0)
         if calls >= self._calls_per_peer_max:
             return f"you have {self._calls_per_peer_max} calls open here already"
@@ -141,8 +143,8 @@ class Server:
 
 
 class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
-    """Finds the handler, names the caller, maps what the handler raises. Together with the supervisor the
-    only place that catches everything.
+    """Find the handler, identify the caller, and map what the handler raises. Only this class and the
+    supervisor catch every exception.
     """
 
     def __init__(self, server: Server, handlers: Handlers) -> None:
@@ -175,7 +177,7 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
         return grpc.stream_stream_rpc_method_handler(serve)
 
     async def _share(self, _: Any, context: aio.ServicerContext[Any, Any]) -> None:
-        """A stream of shared calls."""
+        """Serve a stream of shared calls."""
         peer_id = await self._identified(context)
 
         async def handle(name: str, raw: bytes) -> Outcome:
@@ -184,15 +186,15 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
                 return grpc.StatusCode.UNIMPLEMENTED, "", b""
             return await self._outcome(name, peer_id, self._answer(handler, peer_id, raw))
 
-        def at_once(name: str, raw: bytes) -> Outcome | None:
+        def handle_now(name: str, raw: bytes) -> Outcome | None:
             handler = self._handlers.find(name)
-            if not isinstance(handler, UnaryHandler) or handler.at_once is None:
+            if not isinstance(handler, UnaryHandler) or handler.function_now is None:
                 return None
             try:
                 return (
                     grpc.StatusCode.OK,
                     "",
-                    _encoded(handler, handler.at_once(peer_id, _decoded(handler, raw))),
+                    _encoded(handler, handler.function_now(peer_id, _decoded(handler, raw))),
                 )
             except (SwarmError, _Ended) as error:
                 return _failure(name, peer_id, error)
@@ -204,9 +206,9 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
             functools.partial(self._server.enter, peer_id),
             functools.partial(self._server.leave, peer_id),
         )
-        stream = ServedCalls(context, handle, at_once, enter, leave)
+        stream = ServedCalls(context, handle, handle_now, enter, leave)
         try:
-            await self._server.share(peer_id, stream)
+            await self._server.serve_calls(peer_id, stream)
         except PeerError as error:
             await _refuse(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         except _Busy:
@@ -242,29 +244,29 @@ class _Dispatch(grpc.GenericRpcHandler):  # type: ignore[misc, unused-ignore]
         return reply
 
     async def _outcome(self, name: str, peer_id: PeerId, work: Awaitable[bytes]) -> Outcome:
-        """What a handler's end means to its caller."""
+        """Return the outcome of a handler for its caller."""
         try:
             return grpc.StatusCode.OK, "", await work
         except (SwarmError, _Ended) as error:
             return _failure(name, peer_id, error)
-        except Exception:  # the boundary: whatever a handler raises ends its call only
+        except Exception:  # the boundary: any exception of a handler ends its call only
             _logger.exception("%s, called by %s, failed", name, peer_id)
             return _INTERNAL
 
 
 def _failure(name: str, peer_id: PeerId, error: SwarmError | _Ended) -> Outcome:
-    """What a caller is told of what its handler raised."""
+    """Return the outcome that the caller gets for an exception of its handler."""
     if isinstance(error, (PeerError, UsageError)):
-        return grpc.StatusCode.FAILED_PRECONDITION, _told(str(error) or type(error).__name__), b""
+        return grpc.StatusCode.FAILED_PRECONDITION, _shortened(str(error) or type(error).__name__), b""
     if isinstance(error, _Ended):
         return grpc.StatusCode.CANCELLED, "the stream was ended by its handler", b""
-    # the network's: of this stream, or of a call that the handler made
+    # A failure of the network: of this stream, or of a call that the handler made.
     _logger.debug("%s from %s: %s", name, peer_id.short, error)
-    return grpc.StatusCode.ABORTED, _told(str(error)), b""
+    return grpc.StatusCode.ABORTED, _shortened(str(error)), b""
 
 
 class _Busy(Exception):
-    """Too many streams of shared calls."""
+    """The peer has too many streams of shared calls."""
 
 
 class _Ended(Exception):
@@ -315,10 +317,10 @@ class _HandlerStream:
 
 async def _answer(handler: UnaryHandler, peer_id: PeerId, raw: bytes, throttle: Throttle) -> bytes:
     if len(raw) > SMALL_BYTES:
-        await throttle.accepts(len(raw))
+        await throttle.wait_to_process(len(raw))
     reply = _encoded(handler, await handler.function(peer_id, _decoded(handler, raw)))
     if len(reply) > SMALL_BYTES:
-        await throttle.sends(len(reply))
+        await throttle.wait_to_send(len(reply))
     return reply
 
 
@@ -326,7 +328,8 @@ def _decoded(handler: UnaryHandler, raw: bytes) -> Message:
     method = handler.method
     if len(raw) > method.request_bytes_max:
         raise PeerError(
-            f"{method.name} takes requests of at most {method.request_bytes_max} bytes; this one has {len(raw)}"
+            f"{method.name} takes requests of at most {method.request_bytes_max} bytes; this one has "
+            f"{len(raw)}"
         )
     request: Message = method.request()
     try:
@@ -343,7 +346,7 @@ def _encoded(handler: UnaryHandler, message: Message) -> bytes:
     reply = message.SerializeToString()
     if len(reply) > method.reply_bytes_max:
         raise RuntimeError(
-            f"our reply has {len(reply)} bytes, more than {method.name} allows ({method.reply_bytes_max})"
+            f"the reply has {len(reply)} bytes, more than {method.name} allows ({method.reply_bytes_max})"
         )
     return reply
 
@@ -362,17 +365,17 @@ async def _serve(
 
 
 async def _refuse(context: aio.ServicerContext[Any, Any], code: grpc.StatusCode, text: str) -> NoReturn:
-    await context.abort(code, _told(text))
+    await context.abort(code, _shortened(text))
     raise AssertionError("abort raises")
 
 
-def _told(text: str) -> str:
+def _shortened(text: str) -> str:
     return text[:_REFUSAL_CHARACTERS_MAX]
 
 
 def _certificate_of(context: aio.ServicerContext[Any, Any]) -> bytes:
     certificates = context.auth_context().get("x509_pem_cert")
-    if not certificates:  # the handshake demands one, so this is not reached
+    if not certificates:  # not reached: the handshake requires one
         raise PeerError("a caller must show a certificate")
     certificate: bytes = next(iter(certificates))
     return certificate

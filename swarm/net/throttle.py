@@ -1,10 +1,8 @@
-"""A node's bandwidth cap, up and down: what streams send and accept, and large calls, waits its turn; small
-calls never do.
+"""A node's bandwidth caps for both directions: streams and large calls wait their turn; small calls never do.
 
-Down, a message counts when it is taken from its stream: what a slow reader leaves unread, flow control holds
-back at the sender, after a window of each stream. gRPC makes these as large as it finds the way fast and
-long, a slow reader notwithstanding (measured: tens of megabytes), so that a node with a cap keeps them at
-what HTTP/2 begins with.
+Received messages count when they are taken from their stream: unread messages of a slow reader are held back
+at the sender by flow control, after a window per stream. gRPC grows these windows on fast and long links even
+for a slow reader (measured: tens of megabytes), so a node with a cap keeps them at HTTP/2's initial size.
 """
 
 from __future__ import annotations
@@ -16,14 +14,14 @@ from swarm.core.ids import PeerId
 from swarm.net.bucket import Bucket
 from swarm.net.rpc import Stream
 
-WIRE_PER_BYTE = 1.04  # headers of TCP and IP in packets of 1,500 bytes, TLS, HTTP/2
-SMALL_BYTES = 64 << 10  # calls with no more are not held up, and not counted
+WIRE_PER_BYTE = 1.04  # overhead: headers of TCP and IP in packets of 1,500 bytes, TLS, HTTP/2
+SMALL_BYTES = 64 << 10  # calls up to this size are neither delayed nor counted
 _SMALL_WINDOWS = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 64 << 10))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bandwidth:
-    """What a node may use of its link for tensors and other bulk; None: all of it."""
+    """The part of its link that a node may use for tensors and other bulk data; None: no cap."""
 
     up_bytes_per_s: float | None = None  # on the wire, headers included
     down_bytes_per_s: float | None = None
@@ -34,8 +32,8 @@ class Bandwidth:
                 Bucket(cap)
 
     @property
-    def least_bytes_per_s(self) -> float | None:
-        """The lower of the caps: in a round a member sends about as much as it takes."""
+    def min_bytes_per_s(self) -> float | None:
+        """Return the lower of the caps: a member of a round sends about as much as it receives."""
         return min(
             (cap for cap in (self.up_bytes_per_s, self.down_bytes_per_s) if cap is not None), default=None
         )
@@ -54,19 +52,19 @@ class Throttle:
 
     @property
     def options(self) -> tuple[tuple[str, int], ...]:
-        """gRPC's, for every connection of this node."""
+        """Return gRPC options for every connection of this node."""
         return () if self._down is None else _SMALL_WINDOWS
 
-    async def sends(self, size_bytes: int) -> None:
-        """Returns when a message of this size may leave."""
+    async def wait_to_send(self, size_bytes: int) -> None:
+        """Return when a message of this size may be sent."""
         await _passed(self._up, size_bytes)
 
-    async def accepts(self, size_bytes: int) -> None:
-        """Returns when a message of this size, which is here, may be taken."""
+    async def wait_to_process(self, size_bytes: int) -> None:
+        """Return when a received message of this size may be processed."""
         await _passed(self._down, size_bytes)
 
     def stream(self, stream: Stream) -> Stream:
-        """The same stream, held to the cap."""
+        """Return the stream with the caps applied."""
         return stream if self._up is None and self._down is None else ThrottledStream(stream, self)
 
 
@@ -77,7 +75,7 @@ async def _passed(bucket: Bucket | None, size_bytes: int) -> None:
 
 
 class ThrottledStream:
-    """Satisfies `Stream`."""
+    """A stream with caps; implements `Stream`."""
 
     def __init__(self, stream: Stream, throttle: Throttle) -> None:
         self._stream, self._throttle = stream, throttle
@@ -87,13 +85,13 @@ class ThrottledStream:
         return self._stream.peer_id
 
     async def send(self, message: bytes) -> None:
-        await self._throttle.sends(len(message))
+        await self._throttle.wait_to_send(len(message))
         await self._stream.send(message)
 
     async def receive(self) -> bytes | None:
         message = await self._stream.receive()
         if message is not None:
-            await self._throttle.accepts(len(message))
+            await self._throttle.wait_to_process(len(message))
         return message
 
     async def finish(self) -> None:

@@ -1,3 +1,3 @@
-"""What a node runs on: the network thread, the supervisor of its background tasks, and what happens at a
-fork.
+"""The runtime of a node: the network thread, the supervisor of its background tasks, and the handling of
+forks.
 """

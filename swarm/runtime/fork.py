@@ -1,9 +1,9 @@
-"""What a forked child (a DataLoader worker) must not keep: the node's sockets.
+"""Release the node's sockets in a forked child (a DataLoader worker).
 
 A child inherits them. While it lives, the kernel keeps its parent's connections open even after the parent
-was killed, and peers would go on waiting for a process that is gone. So the child puts /dev/null in their
-place: it does not close them, because gRPC's objects, which it inherited too, still hold those descriptor
-numbers. The parent's connections are not touched by this.
+was killed, and peers would go on waiting for a process that is gone. The child therefore replaces them with
+/dev/null. It does not close them, because gRPC's objects, which it inherited too, still refer to those
+descriptor numbers. The parent's connections are not affected.
 """
 
 from __future__ import annotations
@@ -17,24 +17,22 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
-    """How a node's sockets are told from others: the address it listens on, and the (IP, port) pairs it has
-    dialed.
-    """
+class NodeSockets:
+    """The sockets of a node: the address it listens on, and the (IP, port) pairs it has dialed."""
 
     listening: tuple[str, int] | None
     dialed: frozenset[tuple[str, int]]
 
 
-_owners: dict[int, Callable[[], Owned]] = {}
+_owners: dict[int, Callable[[], NodeSockets]] = {}
 _next_number = 0
 _registered = False
 _WILDCARDS = ("0.0.0.0", "::", "")
 
 
-def close_after_fork(owned: Callable[[], Owned]) -> Callable[[], None]:
-    """From now on, forked children drop what `owned()` describes at the time of the fork; returns a function
-    that ends this. `owned` takes no locks.
+def close_after_fork(sockets: Callable[[], NodeSockets]) -> Callable[[], None]:
+    """Make forked children drop the sockets that `sockets()` describes at the time of the fork. Returns a
+    function that ends this. `sockets` must take no locks.
     """
     global _next_number, _registered
     if not _registered and hasattr(os, "register_at_fork"):
@@ -42,18 +40,18 @@ def close_after_fork(owned: Callable[[], Owned]) -> Callable[[], None]:
         _registered = True
     _next_number += 1
     number = _next_number
-    _owners[number] = owned
+    _owners[number] = sockets
     return lambda: _owners.pop(number, None) and None
 
 
 def _drop_sockets() -> None:
     if not _owners:
         return
-    owned = [owner() for owner in _owners.values()]
+    nodes = [owner() for owner in _owners.values()]
     null = os.open(os.devnull, os.O_RDWR)
     try:
         for descriptor in _open_descriptors():
-            if descriptor != null and _belongs(descriptor, owned):
+            if descriptor != null and _belongs(descriptor, nodes):
                 with contextlib.suppress(OSError):
                     os.dup2(null, descriptor, inheritable=False)
     finally:
@@ -67,7 +65,7 @@ def _open_descriptors() -> list[int]:
     return []
 
 
-def _belongs(descriptor: int, owned: list[Owned]) -> bool:
+def _belongs(descriptor: int, nodes: list[NodeSockets]) -> bool:
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return False
@@ -84,17 +82,17 @@ def _belongs(descriptor: int, owned: list[Owned]) -> bool:
         return False
     finally:
         view.detach()
-    return any(_matches(local, remote, one) for one in owned)
+    return any(_matches(local, remote, node) for node in nodes)
 
 
 def _endpoint(name: tuple[str, int]) -> tuple[str, int]:
-    """IPv4 in IPv6 notation is IPv4: gRPC listens on and dials from dual-stack sockets."""
+    """Return IPv4 addresses in IPv6 notation as IPv4: gRPC listens on and dials from dual-stack sockets."""
     return name[0].removeprefix("::ffff:"), name[1]
 
 
-def _matches(local: tuple[str, int], remote: tuple[str, int] | None, owned: Owned) -> bool:
-    if remote is not None and remote in owned.dialed:
+def _matches(local: tuple[str, int], remote: tuple[str, int] | None, node: NodeSockets) -> bool:
+    if remote is not None and remote in node.dialed:
         return True
-    if owned.listening is None or local[1] != owned.listening[1]:
+    if node.listening is None or local[1] != node.listening[1]:
         return False
-    return owned.listening[0] in _WILDCARDS or local[0] == owned.listening[0] or local[0] in _WILDCARDS
+    return node.listening[0] in _WILDCARDS or local[0] == node.listening[0] or local[0] in _WILDCARDS

@@ -1,4 +1,4 @@
-"""The services of one node: one instance of each kind, made when it is first asked for."""
+"""The services of one node: one instance of each kind, created when it is first requested."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ ServiceT = TypeVar("ServiceT")
 
 
 class Services(Generic[OwnerT]):
-    """Holds the services of `owner`, a node or what stands for one in a simulation. Safe to use from any
+    """The services of `owner`, which is a node or its substitute in a simulation. Safe to use from any
     thread.
     """
 
     def __init__(self, owner: OwnerT) -> None:
         self._owner = owner
-        self._lock = threading.RLock()  # a service may ask for another one while it is made
+        self._lock = threading.RLock()  # a constructor may request another service
         self._instances: dict[Callable[..., Any], Any] = {}
 
     def get(self, kind: Callable[[OwnerT], ServiceT]) -> ServiceT:
-        """Return the one instance of `kind`, made as `kind(owner)` the first time. What its constructor
-        raises passes through.
+        """Return the single instance of `kind`, created as `kind(owner)` by the first call. Exceptions of its
+        constructor are passed on.
         """
         with self._lock:
             if kind not in self._instances:
@@ -30,9 +30,7 @@ class Services(Generic[OwnerT]):
             return cast("ServiceT", self._instances[kind])
 
     def put(self, kind: Callable[..., ServiceT], instance: ServiceT) -> None:
-        """Use `instance` as the one of `kind`, which has not been asked for yet: a simulation makes it with a
-        seed.
-        """
+        """Set the instance of `kind` before it is first requested: a simulation creates it with a seed."""
         with self._lock:
             assert kind not in self._instances
             self._instances[kind] = instance

@@ -1,5 +1,5 @@
-"""The parent of every background task of a node: it reports what fails, restarts what should run on, and ends
-all of it at close.
+"""The parent of every background task of a node: it reports failures, restarts what should run on, and ends
+all tasks at close.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _TASKS_MAX = 10_000
 
 
 class Supervisor:
-    """Lives on one event loop. One task's exception is logged and touches no other task."""
+    """Supervise background tasks on one event loop. One task's exception is logged and affects no other
+    task.
+    """
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -29,11 +31,11 @@ class Supervisor:
     def spawn(
         self, name: str, function: Callable[[], Awaitable[None]], *, restart: bool = False
     ) -> asyncio.Task[None]:
-        """Run `function()` in the background. Never re-raises: what fails is logged under `name`.
+        """Run `function()` in the background and return its task. A failure is logged under `name`.
 
-        With `restart`, a function that fails is called again, after 0.5 s, then twice as long each time up to
-        30 s; one that returns is done. A returned task may be cancelled and awaited; awaiting it never raises
-        what the function raised.
+        With `restart`, a function that fails is called again, after 0.5 s, then after twice as long each
+        time, up to 30 s; one that returns is done. The task may be cancelled and awaited; awaiting it never
+        raises what the function raised.
         """
         if self._closed or len(self._tasks) >= _TASKS_MAX:
             _logger.warning(
@@ -49,12 +51,12 @@ class Supervisor:
 
     @property
     def running(self) -> list[str]:
-        """Names of the tasks that have not ended."""
+        """Return the names of the tasks that have not ended."""
         return sorted(task.get_name() for task in self._tasks)
 
     async def close(self, timeout_s: float = 1.0) -> None:
-        """Cancel every task and wait for them, at most `timeout_s`: what ignores its cancellation is named in
-        the log and left.
+        """Cancel every task and wait for them, at most `timeout_s`: a task that ignores its cancellation is
+        named in the log and abandoned.
         """
         self._closed = True
         current = asyncio.current_task()

@@ -1,4 +1,4 @@
-"""The network thread: one daemon thread with one event loop, on which everything of a node that awaits runs."""
+"""The network thread: one daemon thread with one event loop, on which all coroutines of a node run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _STOP_S_MAX = 1.0
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's where there is one. No policy is set: that would change every other event loop of the process."""
+    """Return a uvloop event loop where uvloop is installed, else asyncio's. No policy is set: that would
+    change every other event loop of the process.
+    """
     try:
         import uvloop
     except ImportError:
@@ -31,8 +33,8 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 class NetworkThread:
-    """`run` and `submit` are for other threads; coroutines on the loop simply await. `pool` is for tensor
-    work (torch releases the GIL there).
+    """A thread with an event loop. `run` and `submit` are for other threads; coroutines on the loop simply
+    await. `pool` is for tensor work (torch releases the GIL there).
     """
 
     def __init__(self, name: str = "swarm-network") -> None:
@@ -48,8 +50,8 @@ class NetworkThread:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-        """Run it on the loop and wait. DeadlineExceeded (the coroutine is cancelled), or what it raised;
-        UsageError in a forked child or after `stop`.
+        """Run a coroutine on the loop, wait, and return its result. Raises DeadlineExceeded (the coroutine is
+        cancelled), the coroutine's exception, or UsageError in a forked child or after `stop`.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
@@ -69,7 +71,9 @@ class NetworkThread:
             future.cancel()  # Ctrl-C too must not leave the coroutine running; without effect when it is done
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start it on the loop. UsageError in a forked child or after `stop`."""
+        """Start a coroutine on the loop and return its future. Raises UsageError in a forked child or after
+        `stop`.
+        """
         try:
             self.check()
             return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
@@ -78,23 +82,24 @@ class NetworkThread:
             raise
 
     def check(self) -> None:
-        """UsageError when this handle cannot work here."""
+        """Raise UsageError when this handle cannot be used in this process."""
         if os.getpid() != self._process_id:
             raise UsageError(
-                f"this node belongs to process {self._process_id} and was inherited by a fork ({os.getpid()}): "
+                f"this node belongs to process {self._process_id} and was inherited by a fork "
+                f"({os.getpid()}): "
                 "use it in the process that made it, and give DataLoader workers data only"
             )
         if self._stopped:
             raise UsageError("this node is closed")
 
     @property
-    def ours(self) -> bool:
-        """False in a forked child."""
+    def is_own_process(self) -> bool:
+        """Return False in a forked child, else True."""
         return os.getpid() == self._process_id
 
     @property
-    def here(self) -> bool:
-        """Is the caller on the network thread?"""
+    def is_current_thread(self) -> bool:
+        """Return whether the caller is on the network thread."""
         return threading.current_thread() is self._thread
 
     def stop(self, timeout_s: float = _STOP_S_MAX) -> None:
@@ -125,7 +130,7 @@ class NetworkThread:
                 task.cancel()
         self._wait_for(tasks)
         for task in (stuck := {task for task in tasks if not task.done()}):
-            _logger.warning("%s did not stop within %.1f s of being told to", task.get_name(), _STOP_S_MAX)
+            _logger.warning("%s did not stop within %.1f s of being cancelled", task.get_name(), _STOP_S_MAX)
             task.cancel()
         self._wait_for(stuck)
         self.loop.run_until_complete(self.loop.shutdown_asyncgens())
@@ -136,16 +141,16 @@ class NetworkThread:
 
 
 def _belongs_to_grpc(task: asyncio.Task[Any]) -> bool:
-    """gRPC's tasks end with its server, now and then a moment later. One that is cancelled in that moment
-    prints a traceback, and its last event finds the loop closed.
+    """Return whether a task is gRPC's. These end with its server, sometimes a moment later; one that is
+    cancelled in that moment prints a traceback, and its last event finds the loop closed.
     """
     code = getattr(task.get_coro(), "cr_code", None)
     return code is not None and "grpc/_cython" in code.co_filename
 
 
 def _report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """gRPC wakes every event loop of a process for each event, and those that come second find nothing to
-    read: harmless, and constant with two nodes.
+    """Report an error of the loop, except one that is harmless: gRPC wakes every event loop of a process for
+    each event, and all but one find nothing to read.
     """
     if isinstance(context.get("exception"), BlockingIOError) and "PollerCompletionQueue" in str(
         context.get("handle", context.get("message", ""))

@@ -95,7 +95,7 @@ class DhtSwarm:
 
 def acquaint(service: DhtService, everybody: Overview, chance: Chance) -> None:
     """Fill a peer's routing table as a long-running network would have it: in every bucket live peers of its
-    range, chosen evenly. The table itself is asked with `met`, as on the wire, and need not be told more
+    range, chosen evenly. The table itself is asked with `on_answer`, as on the wire, and need not be told more
     contacts than it keeps: known for hours, seen of late.
     """
     table, now_s = service.overlay.table, service.clock.monotonic_s()
@@ -103,7 +103,7 @@ def acquaint(service: DhtService, everybody: Overview, chance: Chance) -> None:
     # in the order in which the table hears of them
     heard_s = sorted(now_s - _HEARD_S * (1.0 + chance.random()) for _ in contacts)
     for contact, at_s in zip(contacts, heard_s, strict=True):
-        table.met(contact, at_s, since_s=now_s - _KNOWN_S * (1.0 + chance.random()))
+        table.on_answer(contact, at_s, since_s=now_s - _KNOWN_S * (1.0 + chance.random()))
 
 
 class _Sleeper(Handlers):

@@ -4,13 +4,14 @@ messages in virtual time.
     with ExpertSwarm(seed=3) as swarm:
         server = swarm.serve({"ffn.0.0": torch.nn.Linear(8, 8), …})
         layer = RemoteMixtureOfExperts(swarm.node, in_features=8, grid="ffn.[0:4].[0:4]")
-        loss = layer(x).square().mean()      # a plain training loop, outside the loop: time passes only while it waits for the network
+        # a plain training loop, outside the event loop: time passes only while it waits for the network
+        loss = layer(x).square().mean()
         loss.backward()
         swarm.sleep(3.0)
 
-The servers are simple ones: what they compute takes no processor time but `compute_s` of virtual time, one
-request after the other. They keep every promise of the wire: schemas are checked, a backward pass is applied
-once for one request id.
+The servers are simple: computation takes no processor time but `compute_s` of virtual time, one request after
+the other. They follow the protocol: schemas are checked, and a backward pass is applied once for one request
+id.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from moe.protocol.declarations import Declarations, DeclaringConfig, ServerLoad
 from moe.protocol.methods import CALL, DESCRIBE, read_headers, wire_headers
 from moe.protocol.names import ExpertUid
 from moe.protocol.schema import ExpertSchema, unflatten
-from moe.protocol.tensors import check_headers, decode, encode, joined
+from moe.protocol.tensors import check_headers, decode, encode, join_payloads
 from swarm.core.ids import PeerId
 from swarm.net.channels import Channels
 from swarm.node import Node
@@ -69,16 +70,17 @@ class SimulatedExperts:
         self.learning_rate, self.compute_s = learning_rate, compute_s
         with torch.no_grad():
             self.schemas = {
-                uid: ExpertSchema.of((sample,), module(sample)) for uid, module in self.modules.items()
+                uid: ExpertSchema.from_samples((sample,), module(sample))
+                for uid, module in self.modules.items()
             }
         self.versions: Counter[ExpertUid] = Counter()
         self.forwards: Counter[str] = Counter()  # per expert
-        self.backwards: Counter[str] = Counter()  # as they came, repeated ones too
+        self.backwards: Counter[str] = Counter()  # per expert, repeated ones included
         self.applied: dict[bytes, ExpertReply] = {}
-        self.rows: Counter[str] = Counter()  # samples that were forwarded
-        self.poisoned: set[str] = set()  # these answer NaN
-        self.full = False  # refuses everything as overloaded
-        self.lose_replies = 0  # so many backward passes are applied and never answered
+        self.rows: Counter[str] = Counter()  # samples of forward passes, per expert
+        self.poisoned: set[str] = set()  # experts that answer NaN
+        self.full = False  # refuse every call as overloaded
+        self.lose_replies = 0  # number of backward passes to apply and never answer
         self._busy = asyncio.Lock()
 
     async def start(self, bootstrap: Sequence[SimulatedPeer]) -> None:
@@ -119,8 +121,10 @@ class SimulatedExperts:
             answers = self._backward(uid, tensors) if is_backward else self._forward(uid, tensors)
         if request.uid in self.poisoned:
             answers = [torch.full_like(answer, float("nan")) for answer in answers if answer is not None]
-        pieces = encode(answers, None)
-        reply = ExpertReply(version=self.versions[uid], tensors=wire_headers(pieces), payload=joined(pieces))
+        payloads = encode(answers, None)
+        reply = ExpertReply(
+            version=self.versions[uid], tensors=wire_headers(payloads), payload=join_payloads(payloads)
+        )
         if is_backward:
             self.versions[uid] += 1
             self.applied[request.request_id] = reply
@@ -139,7 +143,7 @@ class SimulatedExperts:
     def _backward(self, uid: ExpertUid, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         module = self.modules[uid]
         parameters = list(module.parameters())
-        with torch.enable_grad():  # all of this may run within a backward pass of the trainer
+        with torch.enable_grad():  # this may run within the trainer's backward pass
             given = cast(torch.Tensor, tensors[0]).clone().requires_grad_()
             output = module(given)
             gradient = tensors[1] if tensors[1] is not None else torch.zeros_like(output)
@@ -151,8 +155,8 @@ class SimulatedExperts:
 
 
 class _Thread:
-    """Stands where a node's network thread would: the caller's thread runs the virtual loop until the answer
-    is there.
+    """A stand-in for a node's network thread: the caller's thread runs the virtual loop until the result is
+    there.
     """
 
     pool = None
@@ -173,13 +177,13 @@ async def _within(coroutine: Coroutine[Any, Any, T], timeout_s: float | None) ->
 
 
 class ExpertSwarm:
-    """A context manager; `node` is the trainer's, for layers. Servers of one name that are served twice are
+    """A context manager; `node` is the trainer's, for layers. Servers that serve the same names are
     replicas.
     """
 
     def __init__(self, seed: int, link: LinkConfig | None = None) -> None:
         self._threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # tensors here are small, and waking a team takes longer than the work
+        torch.set_num_threads(1)  # tensors are small: waking threads takes longer than the work
         self._thread = _Thread()
         self.network = SimulatedNetwork(seed, link or LinkConfig(delay_s=0.005))
         self.servers: list[SimulatedExperts] = []
@@ -197,7 +201,7 @@ class ExpertSwarm:
             supervisor=peer.supervisor,
             dht=SimpleNamespace(service=service),
         )
-        # so that a seed replays whom layers ask
+        # seeded, so that a seed replays which replicas are asked
         services: Services[Node] = Services(cast(Node, node))
         node.service = services.get
         services.put(
@@ -240,17 +244,17 @@ class ExpertSwarm:
         return self.run(now())
 
     def crash(self, server: SimulatedExperts) -> None:
-        """kill -9."""
+        """Kill a server without warning, like kill -9."""
         self.run(self.network.crash(server.peer))
 
     def restart(self, server: SimulatedExperts) -> None:
-        """The same identity and address; its experts are as they were (a checkpoint), what it remembers of
-        requests is gone.
+        """Restart a server with the same identity and address. Its experts are as they were (a checkpoint);
+        its record of requests is lost.
         """
         self.run(self.restarted(server))
 
     async def restarted(self, server: SimulatedExperts) -> None:
-        """`restart`, from within the loop."""
+        """Restart a server, called from within the loop."""
         self.network.restart(server.peer)
         server.applied.clear()
         server._busy = asyncio.Lock()
@@ -272,6 +276,6 @@ class ExpertSwarm:
 
 
 class _TrainersNode(SimpleNamespace):
-    """As much of a Node as layers use."""
+    """The part of a Node that layers use."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]

@@ -1,5 +1,5 @@
-"""What services may rely on, held on both transports: gRPC with mutual TLS over loopback, and the simulated
-network in virtual time.
+"""Tests of what services may rely on, run on both transports: gRPC with mutual TLS over loopback, and the
+simulated network in virtual time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TALK = StreamMethod(name="/swarm.Test/Talk", message_bytes_max=10_000)
 
 
 class Calling(Protocol):
-    """What both callers offer."""
+    """The interface of both callers."""
 
     async def call(
         self, contact: Contact, method: Method[Any, Any], request: Any, *, timeout_s: float
@@ -43,7 +43,7 @@ class Calling(Protocol):
 
 @dataclass
 class Transport:
-    """One peer that calls, and one that answers."""
+    """A peer that calls, and a peer that answers."""
 
     caller: Calling
     own: PeerId
@@ -114,7 +114,7 @@ async def talk_echo(stream: Stream) -> None:
         await stream.send(message)
 
 
-def test_a_call_is_answered_and_its_caller_known(run: Run) -> None:
+def test_a_call_is_answered_and_its_caller_is_known(run: Run) -> None:
     async def scenario(two: Transport) -> None:
         two.handlers.unary(ECHO, echo)
         reply = await two.caller.call(two.contact, ECHO, Hello(agent="é"), timeout_s=5)
@@ -144,7 +144,9 @@ def test_a_refusal_reaches_its_caller_word_by_word(run: Run, kind: type[Exceptio
     run(scenario)
 
 
-def test_a_bug_of_a_handler_is_not_told(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exception_of_a_handler_is_not_sent_to_the_caller(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     async def broken(caller: PeerId, request: Hello) -> Hello:
         if request.agent == "too much":
             return Hello(agent="x" * 3000)
@@ -161,15 +163,13 @@ def test_a_bug_of_a_handler_is_not_told(run: Run, caplog: pytest.LogCaptureFixtu
         run(scenario)
 
 
-def test_a_handler_that_never_waits_is_answered_for_like_any_other(
-    run: Run, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_direct_handler_behaves_like_any_other(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     raised = {
         "refuse": PeerError("the schema differs"),
         "unreachable": NetworkError("the third is away"),
         "broken": KeyError("secret"),
     }
-    told = {"refuse": (PeerError, "the schema differs"), "unreachable": (NetworkError, "the third is away")}
+    errors = {"refuse": (PeerError, "the schema differs"), "unreachable": (NetworkError, "the third is away")}
 
     def direct(caller: PeerId, request: Hello) -> Hello:
         if request.agent in raised:
@@ -185,7 +185,7 @@ def test_a_handler_that_never_waits_is_answered_for_like_any_other(
             tasks = [group.create_task(call) for call in calls]
         assert [task.result().agent for task in tasks] == [f"{two.own} {number}" for number in range(40)]
         for agent in (*raised, "too much"):
-            kind, text = told.get(agent, (PeerError, "internal error"))
+            kind, text = errors.get(agent, (PeerError, "internal error"))
             with pytest.raises(kind, match=text):
                 await two.caller.call(two.contact, ECHO, Hello(agent=agent), timeout_s=5)
         assert (
@@ -196,7 +196,7 @@ def test_a_handler_that_never_waits_is_answered_for_like_any_other(
         run(scenario)
 
 
-def test_what_a_handler_could_not_reach_is_the_networks_fault(run: Run) -> None:
+def test_a_network_failure_of_a_handler_is_a_network_error(run: Run) -> None:
     async def relay(caller: PeerId, request: Hello) -> Hello:
         raise NetworkError("cannot reach the third")
 
@@ -208,7 +208,7 @@ def test_what_a_handler_could_not_reach_is_the_networks_fault(run: Run) -> None:
     run(scenario)
 
 
-def test_a_request_that_is_too_large_is_its_senders_fault(run: Run) -> None:
+def test_a_too_large_request_is_a_usage_error(run: Run) -> None:
     async def scenario(two: Transport) -> None:
         two.handlers.unary(ECHO, echo)
         with pytest.raises(UsageError, match="at most 1000 bytes; this one has"):
@@ -230,7 +230,7 @@ def test_an_unknown_method_is_refused(run: Run) -> None:
     run(scenario)
 
 
-def test_a_silent_handler_ends_at_the_deadline_and_hears_of_it(run: Run) -> None:
+def test_a_silent_handler_is_cancelled_at_the_deadline(run: Run) -> None:
     async def scenario(two: Transport) -> None:
         ended = asyncio.Event()
 
@@ -252,7 +252,7 @@ def test_a_silent_handler_ends_at_the_deadline_and_hears_of_it(run: Run) -> None
     run(scenario)
 
 
-def test_a_call_given_up_ends_its_handler(run: Run) -> None:
+def test_cancelling_a_call_cancels_its_handler(run: Run) -> None:
     async def scenario(two: Transport) -> None:
         begun, ended = asyncio.Event(), asyncio.Event()
 
@@ -275,13 +275,13 @@ def test_a_call_given_up_ends_its_handler(run: Run) -> None:
     run(scenario)
 
 
-def test_the_dead_and_the_absent_cannot_be_reached(run: Run) -> None:
+def test_dead_and_absent_peers_cannot_be_reached(run: Run) -> None:
     async def scenario(two: Transport) -> None:
         two.handlers.unary(ECHO, echo)
-        somebody = Contact(Identity.generate().peer_id, two.contact.addresses)
+        absent = Contact(Identity.generate().peer_id, two.contact.addresses)
         with pytest.raises(NetworkError):
-            # another peer listens there: its certificate says so
-            await two.caller.call(somebody, ECHO, Hello(), timeout_s=2)
+            # Another peer listens there, as its certificate shows.
+            await two.caller.call(absent, ECHO, Hello(), timeout_s=2)
         with pytest.raises(NetworkError):
             await two.caller.call(Contact(two.contact.peer_id), ECHO, Hello(), timeout_s=2)
         with pytest.raises(UsageError, match="does not call itself"):
@@ -316,7 +316,7 @@ def test_a_peer_that_dies_ends_its_calls(run: Run) -> None:
     run(scenario)
 
 
-def test_a_stream_goes_both_ways_and_ends(run: Run) -> None:
+def test_a_stream_carries_messages_in_both_directions_and_ends(run: Run) -> None:
     async def scenario(two: Transport) -> None:
         async def handler(stream: Stream) -> None:
             assert stream.peer_id == two.own
@@ -342,7 +342,7 @@ def test_a_stream_goes_both_ways_and_ends(run: Run) -> None:
     run(scenario)
 
 
-def test_a_stream_refuses_what_is_empty_or_too_large(run: Run) -> None:
+def test_a_stream_refuses_empty_and_too_large_messages(run: Run) -> None:
     async def scenario(two: Transport) -> None:
         two.handlers.stream(TALK, talk_echo)
         async with two.caller.open_stream(two.contact, TALK, timeout_s=10) as stream:
@@ -356,7 +356,7 @@ def test_a_stream_refuses_what_is_empty_or_too_large(run: Run) -> None:
     run(scenario)
 
 
-def test_a_stream_that_is_refused_says_why(run: Run) -> None:
+def test_a_refused_stream_reports_the_reason(run: Run) -> None:
     async def refuse(stream: Stream) -> None:
         await stream.receive()
         raise PeerError("wrong group")
@@ -374,7 +374,7 @@ def test_a_stream_that_is_refused_says_why(run: Run) -> None:
     run(scenario)
 
 
-def test_a_stream_left_early_is_broken_not_ended_for_its_handler(run: Run) -> None:
+def test_a_stream_that_its_caller_leaves_early_is_broken_for_its_handler(run: Run) -> None:
     async def scenario(two: Transport) -> None:
         seen: list[object] = []
         arrived, ended = asyncio.Event(), asyncio.Event()
@@ -398,7 +398,7 @@ def test_a_stream_left_early_is_broken_not_ended_for_its_handler(run: Run) -> No
     run(scenario)
 
 
-def test_a_stream_of_a_peer_that_dies_breaks(run: Run) -> None:
+def test_a_stream_breaks_when_its_peer_dies(run: Run) -> None:
     async def scenario(two: Transport) -> None:
         two.handlers.stream(TALK, talk_echo)
         async with two.caller.open_stream(two.contact, TALK, timeout_s=20) as stream:
@@ -411,7 +411,7 @@ def test_a_stream_of_a_peer_that_dies_breaks(run: Run) -> None:
     run(scenario)
 
 
-def test_a_stream_ends_by_its_deadline(run: Run) -> None:
+def test_a_stream_ends_at_its_deadline(run: Run) -> None:
     async def silent(stream: Stream) -> None:
         await asyncio.Event().wait()
 

@@ -1,4 +1,4 @@
-"""Exponential back-off against the sequence written out by hand."""
+"""Tests of the exponential back-off against a sequence written out by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_any_number_of_failures_gives_a_finite_pause() -> None:
     assert backoff_s(10**9, 1.0, 60.0, growth=10.0) == 60.0
 
 
-def test_a_success_begins_again_with_the_first_pause() -> None:
+def test_a_success_resets_the_pause() -> None:
     backoff = Backoff(0.5, 8.0)
     assert [backoff.next_s() for _ in range(3)] == [0.5, 1.0, 2.0]
     backoff.reset()

@@ -1,4 +1,4 @@
-"""Names of devices, and what their errors mean, on a machine that stands in for one with GPUs."""
+"""Tests of device names and of device errors, on a simulated machine with GPUs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "name", ["gpu", "cuda:", "cuda:-1", "cuda:x", "CUDA", "cuda:01", "", "cpu:0", "cuda:99999"]
 )
-def test_a_name_that_is_no_device_is_refused_without_torch(name: str) -> None:
+def test_an_invalid_device_name_is_refused_without_torch(name: str) -> None:
     with pytest.raises(UsageError, match="a device is auto, cpu, cuda, cuda:N or mps"):
         check_device_name(name)
 
@@ -56,7 +56,7 @@ def test_cuda_and_mps_are_refused_where_torch_sees_none(monkeypatch: pytest.Monk
             resolve_device(name)
 
 
-def test_mps_is_taken_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mps_is_used_only_when_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert resolve_device("mps") == torch.device("mps")
@@ -83,7 +83,9 @@ def test_mps_is_taken_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
         (ValueError("out of memory"), False, False),
     ],
 )
-def test_errors_of_devices_are_told_apart(error: BaseException, memory: bool, failure: bool) -> None:
+def test_memory_errors_and_device_failures_are_distinguished(
+    error: BaseException, memory: bool, failure: bool
+) -> None:
     assert is_out_of_memory(error) is memory
     assert is_device_failure(error) is failure
 

@@ -1,4 +1,4 @@
-"""The identity file: libp2p's encoding, private, used by one process at a time."""
+"""Tests of the identity file: libp2p's encoding, file mode, and use by one process at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swarm.core.identity import Identity, verify
 from swarm.core.ids import PeerId
 
 
-def test_a_file_is_made_once_and_read_again(tmp_path: Path) -> None:
+def test_an_identity_file_is_created_once_and_read_again(tmp_path: Path) -> None:
     file = tmp_path / "deep" / "identity.key"
     first = Identity.load(file)
     first.close()
@@ -28,7 +28,7 @@ def test_a_file_is_made_once_and_read_again(tmp_path: Path) -> None:
     assert sorted(path.name for path in file.parent.iterdir()) == ["identity.key", "identity.key.lock"]
 
 
-def test_the_encoding_is_libp2ps(tmp_path: Path) -> None:
+def test_the_encoding_equals_libp2ps(tmp_path: Path) -> None:
     from libp2p.crypto.ed25519 import Ed25519PrivateKey
     from libp2p.crypto.pb import crypto_pb2
     from libp2p.peer.id import ID
@@ -50,8 +50,8 @@ def test_the_encoding_is_libp2ps(tmp_path: Path) -> None:
     loaded.close()
 
 
-def test_the_specifications_own_example_is_read(tmp_path: Path) -> None:
-    """Test vector of the libp2p specification, "Peer Ids and Keys"."""
+def test_the_example_of_the_specification_is_read(tmp_path: Path) -> None:
+    """Check the test vector of the libp2p specification, "Peer Ids and Keys"."""
     seed = "7e0830617c4a7de83925dfb2694556b12936c477a0e1feb2e148ec9da60fee7d"
     private = "08011240" + seed + "1ed1e8fae2c4a144b8be8fd4b47bf3d3b34b871c3cacf6010f0e42d474fce27e"
     file = tmp_path / "identity.key"
@@ -65,9 +65,12 @@ def test_the_specifications_own_example_is_read(tmp_path: Path) -> None:
     loaded.close()
 
 
-def test_a_second_process_is_refused_until_the_first_has_gone(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     file = tmp_path / "identity.key"
-    program = f"import sys; from swarm.core.identity import Identity; i = Identity.load({str(file)!r}); print(i.peer_id, flush=True); sys.stdin.read()"
+    program = (
+        "import sys; from swarm.core.identity import Identity; "
+        f"i = Identity.load({str(file)!r}); print(i.peer_id, flush=True); sys.stdin.read()"
+    )
     other = subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -78,28 +81,28 @@ def test_a_second_process_is_refused_until_the_first_has_gone(tmp_path: Path) ->
         with pytest.raises(UsageError, match=f"process {other.pid} is using the identity file .*--identity"):
             Identity.load(file)
     finally:
-        other.kill()  # however it ends, the system frees its lock
+        other.kill()  # the system releases its lock in any case
         other.communicate()
     identity = Identity.load(file)
     assert str(identity.peer_id) == peer_id
     identity.close()
 
 
-def test_the_same_process_is_refused_too(tmp_path: Path) -> None:
+def test_a_second_load_in_the_same_process_is_refused(tmp_path: Path) -> None:
     first = Identity.load(tmp_path / "identity.key")
     with pytest.raises(UsageError, match="one identity is one peer"):
         Identity.load(tmp_path / "identity.key")
     first.close()
 
 
-def test_a_key_that_others_may_read_is_refused(tmp_path: Path) -> None:
+def test_a_key_file_readable_by_others_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "identity.key"
     Identity.load(file).close()
     file.chmod(0o644)
     with pytest.raises(UsageError, match="chmod 600"):
         Identity.load(file)
     file.chmod(0o600)
-    Identity.load(file).close()  # the refusal has freed the lock
+    Identity.load(file).close()  # the refusal has released the lock
 
 
 @pytest.mark.parametrize(
@@ -112,7 +115,7 @@ def test_a_key_that_others_may_read_is_refused(tmp_path: Path) -> None:
         b"\x08\x01\x12\x40" + bytes(64),
     ],
 )
-def test_a_damaged_file_is_refused_and_left_alone(tmp_path: Path, raw: bytes) -> None:
+def test_a_damaged_identity_file_is_refused_and_not_changed(tmp_path: Path, raw: bytes) -> None:
     file = tmp_path / "identity.key"
     file.write_bytes(raw)
     file.chmod(0o600)
@@ -121,7 +124,7 @@ def test_a_damaged_file_is_refused_and_left_alone(tmp_path: Path, raw: bytes) ->
     assert file.read_bytes() == raw
 
 
-def test_a_file_that_cannot_be_used_is_one_clear_sentence(tmp_path: Path) -> None:
+def test_an_unusable_identity_file_is_reported_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no identity file"):
         Identity.load(tmp_path / "missing", create=False)
     (tmp_path / "plain").write_text("")
@@ -144,13 +147,13 @@ def test_only_the_owner_can_sign(message: bytes) -> None:
     assert not verify(one.peer_id, message, bytes(64))
 
 
-def test_nothing_of_the_key_shows() -> None:
+def test_the_private_key_does_not_appear_in_repr() -> None:
     identity = Identity.generate()
     assert identity.encode()[4:36].hex() not in repr(identity)
 
 
 def test_verifying_follows_the_standard() -> None:
-    """RFC 8032, section 7.1, tests 2 and 3; and what no signature may get away with."""
+    """Check RFC 8032, section 7.1, tests 2 and 3, and malleated signatures, which must be refused."""
     vectors = [
         (
             "3d4017c3e843895a92b70aa74d1b7ebc9c982ccf2ec4968cc0cd55f12af4660c",
@@ -174,7 +177,7 @@ def test_verifying_follows_the_standard() -> None:
         assert not verify(public, message, b"")
 
 
-def test_a_key_of_small_order_signs_nothing() -> None:
-    """With the neutral element for a key, a signature of (neutral element, 0) would fit every message."""
+def test_a_key_of_small_order_verifies_no_signature() -> None:
+    """With the neutral element as key, a signature of (neutral element, 0) would fit every message."""
     neutral = b"\1" + bytes(31)
     assert not verify(PeerId(neutral), b"anything", neutral + bytes(32))

@@ -1,4 +1,4 @@
-"""Names: PeerIds are libp2p's own; whatever cannot be read is refused with a sentence."""
+"""Tests of identifiers: PeerIds equal libp2p's own, and malformed ones are refused with a sentence."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ PUBLIC = bytes(range(32))
 PEER = PeerId(PUBLIC)
 
 
-def test_a_peer_id_is_libp2ps_own() -> None:
+@pytest.mark.parametrize("seed", range(20))
+def test_a_peer_id_equals_libp2ps(seed: int) -> None:
     from libp2p.crypto.ed25519 import Ed25519PublicKey, create_new_key_pair
     from libp2p.peer.id import ID
 
-    for seed in range(20):
-        public = create_new_key_pair(bytes([seed + 1] * 32)).public_key
-        theirs = ID.from_pubkey(public)
-        ours = PeerId(public.to_bytes())
-        assert str(ours) == theirs.to_base58()
-        assert ours.to_bytes() == theirs.to_bytes()
-        assert PeerId.parse(theirs.to_base58()) == ours == PeerId.from_bytes(theirs.to_bytes())
-        extracted = (
-            theirs.extract_public_key()
-            if hasattr(theirs, "extract_public_key")
-            else Ed25519PublicKey.from_bytes(ours.public_key)
-        )
-        assert extracted is None or extracted.to_bytes() == ours.public_key
+    public = create_new_key_pair(bytes([seed + 1] * 32)).public_key
+    theirs = ID.from_pubkey(public)
+    ours = PeerId(public.to_bytes())
+    assert str(ours) == theirs.to_base58()
+    assert ours.to_bytes() == theirs.to_bytes()
+    assert PeerId.parse(theirs.to_base58()) == ours == PeerId.from_bytes(theirs.to_bytes())
+    extracted = (
+        theirs.extract_public_key()
+        if hasattr(theirs, "extract_public_key")
+        else Ed25519PublicKey.from_bytes(ours.public_key)
+    )
+    assert extracted is None or extracted.to_bytes() == ours.public_key
 
 
 @given(st.binary(min_size=32, max_size=32))
-def test_a_peer_id_survives_both_of_its_forms(public: bytes) -> None:
+def test_a_peer_id_survives_both_encodings(public: bytes) -> None:
     peer = PeerId(public)
     assert PeerId.parse(str(peer)) == peer
     assert PeerId.from_bytes(peer.to_bytes()) == peer
@@ -53,7 +53,7 @@ def test_a_peer_id_survives_both_of_its_forms(public: bytes) -> None:
         "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N",
     ],
 )
-def test_what_is_no_peer_id_is_refused(text: str) -> None:
+def test_text_that_is_no_peer_id_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="PeerID"):
         PeerId.parse(text)
 
@@ -82,7 +82,7 @@ def test_bytes_that_are_no_peer_id_are_refused(raw: bytes) -> None:
         ("/dns4/swarm.example.org/tcp/1", Address("swarm.example.org", 1), "dns:swarm.example.org:1"),
     ],
 )
-def test_an_address_is_read_and_written(multiaddr: str, address: Address, target: str) -> None:
+def test_an_address_is_parsed_and_formatted(multiaddr: str, address: Address, target: str) -> None:
     assert Address.parse(multiaddr) == address
     assert address.target == target
     assert Address.parse(address.multiaddr) == address
@@ -105,12 +105,12 @@ def test_an_address_is_read_and_written(multiaddr: str, address: Address, target
         "/ip4/203.0.113.7/tcp/0",
     ],
 )
-def test_what_is_no_address_is_refused(text: str) -> None:
+def test_text_that_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(UsageError):
         Address.parse(text)
 
 
-def test_a_contact_is_read_and_written() -> None:
+def test_a_contact_is_parsed_and_formatted() -> None:
     contact = Contact.parse(f"  /ip4/203.0.113.7/tcp/4000/tls/http/p2p/{PEER}\n")
     assert contact == Contact(PEER, (Address("203.0.113.7", 4000),))
     assert [Contact.parse(text) for text in contact.multiaddrs] == [contact]

@@ -1,4 +1,6 @@
-"""Blobs that prove themselves: only what the owner signed, under the one key that its name and owner give."""
+"""Tests of self-certifying blobs: only content that the owner signed is accepted, under the one key that its
+name and owner determine.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ KEY = specification_key(specification().run_id)
 VALIDATOR = RecordValidator(Namespaces())
 
 
-def test_the_owners_blob_is_taken_from_anybody() -> None:
+def test_an_owners_blob_is_accepted_from_any_peer() -> None:
     record = record_of_blob(KEY, specification().blob, NOW_US + HOUR_US)
     assert (record.writer, record.subkey, record.issued_at_us) == (OWNER.peer_id, None, 1)
     assert VALIDATOR.refusal(record, NOW_US) is None
@@ -42,7 +44,7 @@ def test_the_owners_blob_is_taken_from_anybody() -> None:
     assert "expired" in (VALIDATOR.refusal(replace(record, expiration_us=NOW_US), NOW_US) or "")
 
 
-def test_anything_else_under_its_key_is_refused() -> None:
+def test_other_content_under_a_blobs_key_is_refused() -> None:
     other = Identity.generate()
     record = record_of_blob(KEY, specification().blob, NOW_US + HOUR_US)
     body, signature = msgpack.unpackb(specification().blob)
@@ -71,7 +73,7 @@ def test_anything_else_under_its_key_is_refused() -> None:
         with pytest.raises(UsageError):
             record_of_blob(KEY, wrong, NOW_US + HOUR_US)
     own = signed(
-        replace(record, lasting=False, writer=other.peer_id, subkey=str(other.peer_id), issued_at_us=NOW_US),
+        replace(record, is_blob=False, writer=other.peer_id, subkey=str(other.peer_id), issued_at_us=NOW_US),
         other,
     )
     assert "nothing but the run's signed specification" in (VALIDATOR.refusal(own, NOW_US) or "")
@@ -80,21 +82,23 @@ def test_anything_else_under_its_key_is_refused() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=200))
-def test_garbage_is_refused_and_breaks_nothing(raw: bytes) -> None:
+def test_a_malformed_blob_is_refused(raw: bytes) -> None:
     with pytest.raises(UsageError):
         record_of_blob(KEY, raw, NOW_US + HOUR_US)
     with pytest.raises(UsageError):
         record_of_blob(KEY, msgpack.packb([raw, bytes(64)]), NOW_US + HOUR_US)
 
 
-def test_the_highest_version_wins_and_whoever_stores_it_again_prolongs_it() -> None:
+def test_the_highest_version_wins_and_storing_it_again_prolongs_its_life() -> None:
     one, two = (record_of_blob(KEY, specification(version).blob, NOW_US + HOUR_US) for version in (1, 2))
     storage = Storage()
     assert storage.store(one, NOW_US) is None
     assert storage.store(replace(one, expiration_us=NOW_US + 2 * HOUR_US), NOW_US) is None
     assert storage.records(KEY, NOW_US)[0].expiration_us == NOW_US + 2 * HOUR_US
     assert storage.store(one, NOW_US) is None
-    assert storage.records(KEY, NOW_US)[0].expiration_us == NOW_US + 2 * HOUR_US, "nobody shortens its life"
+    assert storage.records(KEY, NOW_US)[0].expiration_us == NOW_US + 2 * HOUR_US, (
+        "an earlier expiration does not shorten its life"
+    )
     assert storage.store(two, NOW_US) is None
     assert (
         storage.store(replace(one, expiration_us=NOW_US + 3 * HOUR_US), NOW_US)
@@ -102,7 +106,8 @@ def test_the_highest_version_wins_and_whoever_stores_it_again_prolongs_it() -> N
     )
     assert storage.records(KEY, NOW_US) == [two]
     assert storage.entry_count == 1, "a thousand members keep one copy here"
-    late = NOW_US + HOUR_US + 1  # two has expired, its place is held for as long as one would have lived
+    # version two has expired; its slot is reserved until version one would have expired
+    late = NOW_US + HOUR_US + 1
     assert storage.records(KEY, late) == []
     assert storage.store(replace(one, expiration_us=late + HOUR_US), late)
     assert storage.store(replace(two, expiration_us=late + HOUR_US), late) is None

@@ -1,4 +1,4 @@
-"""What is remembered, what two holders tell one another, and which strangers are worth a call: against plain
+"""Tests of the read cache, of summaries that holders exchange, and of candidates for rejoining, against plain
 models.
 """
 
@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from swarm.core.ids import Address, Contact, Key, PeerId
 from swarm.dht.logic.cache import CachedAnswer, ReadCache
 from swarm.dht.logic.records import Record
-from swarm.dht.logic.rejoin import LOST_MAX, PAUSE_MAX_S, TOLD_MAX, RejoinCandidates
+from swarm.dht.logic.rejoin import BOOTSTRAP_MAX, LOST_MAX, PAUSE_MAX_S, RejoinCandidates
 from swarm.dht.logic.storage import Storage, latest_by_owner
-from swarm.dht.logic.summary import ENTRY_BYTES, summary, wanted
+from swarm.dht.logic.summary import ENTRY_BYTES, missing_entries, summary
 
 KEY = Key("public", "thing")
 
@@ -45,7 +45,7 @@ def is_known(cache: ReadCache, key: Key, now_s: float = 9.0, age_s: float = 9.0)
     return cache.get(key, now_s, int(now_s * 1e6), age_s) is not None
 
 
-def test_a_memory_is_bounded_and_as_old_as_the_reader_allows() -> None:
+def test_the_read_cache_is_bounded_and_honours_the_readers_age_limit() -> None:
     cache = ReadCache(keys_max=3, bytes_max=10_000)
     keys = [Key("public", str(number)) for number in range(6)]
     for number, key in enumerate(keys):
@@ -75,14 +75,16 @@ _RECORDS = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(here=_RECORDS, there=_RECORDS)
-def test_after_a_comparison_both_ways_two_holders_agree(here: list[Record], there: list[Record]) -> None:
+def test_two_holders_agree_after_comparing_in_both_directions(
+    here: list[Record], there: list[Record]
+) -> None:
     stores = [Storage(), Storage()]
     for storage, records in zip(stores, (here, there), strict=True):
         for record in records:
             storage.store(record, 10)
     for giver, taker in (stores, stores[::-1]):
         offered = giver.records(KEY, 10)
-        numbers = wanted(KEY, summary(KEY, offered), taker.versions(KEY))
+        numbers = missing_entries(KEY, summary(KEY, offered), taker.versions(KEY))
         sent = [offered[number] for number in numbers]
         held = {record.owner: record.issued_at_us for record in taker.records(KEY, 10)}
         assert sent == [record for record in offered if held.get(record.owner, -1) < record.issued_at_us], (
@@ -97,7 +99,7 @@ def test_after_a_comparison_both_ways_two_holders_agree(here: list[Record], ther
     )
 
 
-def test_a_place_that_is_only_held_wants_nothing_old() -> None:
+def test_a_reserved_slot_requests_no_older_record() -> None:
     storage = Storage()
     old = record_of(1, 0)
     storage.store(old, 1)
@@ -113,29 +115,29 @@ def test_a_place_that_is_only_held_wants_nothing_old() -> None:
     )
     storage.store(gone, 6)
     assert storage.records(KEY, 100) == []
-    assert wanted(KEY, summary(KEY, [old]), storage.versions(KEY)) == []
+    assert missing_entries(KEY, summary(KEY, [old]), storage.versions(KEY)) == []
 
 
 @given(st.binary(max_size=100))
-def test_a_broken_summary_is_read_as_far_as_it_goes(raw: bytes) -> None:
-    assert len(wanted(KEY, raw, {})) == len(raw) // ENTRY_BYTES
+def test_an_incomplete_last_entry_of_a_summary_is_ignored(raw: bytes) -> None:
+    assert len(missing_entries(KEY, raw, {})) == len(raw) // ENTRY_BYTES
 
 
-def test_strangers_are_few_and_called_ever_more_seldom() -> None:
-    strangers = RejoinCandidates(random.Random(1))
+def test_rejoin_candidates_are_bounded_and_called_less_and_less_often() -> None:
+    candidates = RejoinCandidates(random.Random(1))
     table: set[PeerId] = set()
-    strangers.told([contact_of(number) for number in range(1, TOLD_MAX + 10)], 0.0)
+    candidates.add_bootstrap([contact_of(number) for number in range(1, BOOTSTRAP_MAX + 10)], 0.0)
     for number in range(1000, 3000):
-        strangers.lost(contact_of(number), 0.0)
-    assert len(strangers.contacts()) == TOLD_MAX + LOST_MAX
-    assert len(strangers.due(60.0, table, 1000)) == TOLD_MAX + LOST_MAX  # type: ignore[arg-type]
+        candidates.add_lost(contact_of(number), 0.0)
+    assert len(candidates.contacts()) == BOOTSTRAP_MAX + LOST_MAX
+    assert len(candidates.due(60.0, table, 1000)) == BOOTSTRAP_MAX + LOST_MAX
     calls: dict[PeerId, list[float]] = {}
     now_s = 0.0
     while now_s < 3 * 3600.0:
         now_s += 15.0
-        for contact in strangers.due(now_s, table, 1000):  # type: ignore[arg-type]
+        for contact in candidates.due(now_s, table, 1000):
             calls.setdefault(contact.peer_id, []).append(now_s)
-            strangers.tried(contact.peer_id, now_s)
+            candidates.on_called(contact.peer_id, now_s)
     assert all(20 <= len(times) <= 60 for times in calls.values())
     assert all(
         later - sooner <= 1.25 * PAUSE_MAX_S + 15
@@ -144,8 +146,10 @@ def test_strangers_are_few_and_called_ever_more_seldom() -> None:
     )
     back = contact_of(1)
     table.add(back.peer_id)
-    strangers.hurry(now_s)
-    due = strangers.due(now_s, table, 1000)  # type: ignore[arg-type]
+    candidates.retry_all_now(now_s)
+    due = candidates.due(now_s, table, 1000)
     assert back not in due, "the table knows it"
-    strangers.due(now_s + 7 * 3600.0, table, 1000)  # type: ignore[arg-type]
-    assert len(strangers.contacts()) == TOLD_MAX, "the lost are given up at last, those one was told of never"
+    candidates.due(now_s + 7 * 3600.0, table, 1000)
+    assert len(candidates.contacts()) == BOOTSTRAP_MAX, (
+        "lost peers are forgotten in the end, bootstrap peers never"
+    )

@@ -1,4 +1,4 @@
-"""The clock's offset from round trips."""
+"""Tests of the clock offset that is estimated from round trips."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ def estimate(*offsets_s: float) -> float | None:
     return clock.offset_s(1000.2)
 
 
-def test_too_few_peers_cannot_say_who_is_wrong() -> None:
+def test_the_offset_is_unknown_with_too_few_peers() -> None:
     assert estimate() is None
     assert estimate(100.0, 100.0) is None
 
 
-def test_the_median_of_the_midpoints() -> None:
+def test_the_offset_is_the_median_of_the_midpoints() -> None:
     assert estimate(100.0, 101.0, 102.0) == pytest.approx(101.0)
     assert estimate(0.0, 100.0, -300.0) == 0.0
     assert estimate(0.0, 0.0, 100.0, 100.0) == 0.0, "two against two: nothing moves"
     assert estimate(100.0, 100.0, 100.0, 100.0) == pytest.approx(100.0)
 
 
-def test_small_offsets_are_left_alone() -> None:
+def test_a_small_offset_is_not_corrected() -> None:
     assert estimate(0.3, 0.4, 0.45) == 0.0
 
 
-def test_a_minority_of_liars_moves_nothing() -> None:
+def test_a_minority_of_lying_clocks_has_no_effect() -> None:
     assert estimate(*([0.0] * 6 + [1e9] * 5)) == 0.0
 
 
-def test_slow_impossible_and_old_answers_do_not_count() -> None:
+def test_slow_impossible_and_old_samples_are_ignored() -> None:
     clock = ClockOffset()
     for number in range(3):
         clock.add(peer(number), sent_s=0.0, received_s=5.0, peer_s=100.0)

@@ -1,4 +1,6 @@
-"""The lookup machine against a sequential textbook version, and against strangers who answer badly."""
+"""Tests of the lookup machine against a sequential textbook version, and against peers that send bad
+answers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ def contact_of(number: int) -> Contact:
 
 
 class World:
-    """A static overlay: everybody's routing table, and who is dead."""
+    """A static overlay: the routing tables of all peers, and which of them are dead."""
 
     def __init__(self, seed: int, count: int, dead: float) -> None:
         rng = random.Random(seed)
@@ -28,15 +30,15 @@ class World:
         self.tables = {contact.peer_id: RoutingTable(contact.peer_id) for contact in self.contacts}
         for table in self.tables.values():
             for contact in rng.sample(self.contacts, count):
-                table.met(contact, 0.0)
+                table.on_answer(contact, 0.0)
         self.dead = {contact.peer_id for contact in rng.sample(self.contacts[1:], int(dead * (count - 1)))}
 
     def answer(self, peer: PeerId, target: int) -> list[Contact] | None:
         return None if peer in self.dead else self.tables[peer].nearest(target, 20)
 
     def textbook(self, target: int, wanted: int) -> list[Contact]:
-        """One call after the other, always to the nearest that was not asked, until the `wanted` nearest live
-        ones have answered.
+        """Look up sequentially: always ask the nearest peer that was not asked, until the `wanted` nearest
+        live ones have answered.
         """
         start = self.contacts[0]
         known = {contact.peer_id: contact for contact in self.tables[start.peer_id].nearest(target, 20)} | {
@@ -61,7 +63,7 @@ class World:
 def drive(
     lookup: Lookup, answer: Callable[[PeerId], Sequence[Contact] | None], rng: random.Random
 ) -> tuple[LookupDone, int]:
-    """Answer in random order; returns the result and the most calls that were in flight at once."""
+    """Answer calls in random order. Returns the result and the largest number of calls in flight at once."""
     waiting: list[PeerId] = []
     peak = 0
     for _ in range(10_000):
@@ -89,7 +91,9 @@ def drive(
     dead=st.sampled_from([0.0, 0.1, 0.3]),
     wanted=st.sampled_from([1, 5, 20]),
 )
-def test_it_finds_what_the_textbook_finds(seed: int, count: int, dead: float, wanted: int) -> None:
+def test_a_lookup_finds_the_peers_that_the_textbook_version_finds(
+    seed: int, count: int, dead: float, wanted: int
+) -> None:
     world = World(seed, count, dead)
     target = world.rng.getrandbits(256)
     own = world.contacts[0]
@@ -103,15 +107,15 @@ def test_it_finds_what_the_textbook_finds(seed: int, count: int, dead: float, wa
     if dead == 0.0 and wanted == 20:
         assert list(done.nearest) == expected
         assert expected == sorted(world.contacts, key=lambda contact: contact.peer_id.dht_id ^ target)[:20]
-    # answers in another order may lead past a peer that the other version met, but never to worse ones in a
-    # connected overlay
+    # Another order of answers may skip a peer that the textbook version met, but never finds worse ones in a
+    # connected overlay.
     else:
         assert [contact for contact in done.nearest if contact.peer_id in world.dead] == []
         overlap = len(set(done.nearest) & set(expected)) / max(len(expected), 1)
         assert overlap >= 0.75 or len(expected) < 4
 
 
-def test_hops_stay_logarithmic() -> None:
+def test_hops_grow_logarithmically() -> None:
     world = World(1, 200, 0.0)
     own = world.contacts[0]
     queries = []
@@ -128,7 +132,7 @@ def test_hops_stay_logarithmic() -> None:
     assert max(queries) <= 20
 
 
-def test_no_more_are_asked_than_could_be_among_those_wanted() -> None:
+def test_only_peers_that_may_be_among_the_nearest_are_asked() -> None:
     seeds = [contact_of(number) for number in range(1, 6)]
     target = seeds[0].peer_id.dht_id
     nearest = sorted(seeds, key=lambda contact: contact.peer_id.dht_id ^ target)
@@ -138,17 +142,19 @@ def test_no_more_are_asked_than_could_be_among_those_wanted() -> None:
     assert lookup.poll(0.0) == [SendFind(nearest[2])], "who failed is replaced"
 
 
-def test_of_an_answer_only_so_many_contacts_are_taken() -> None:
-    seed, told = contact_of(1), [contact_of(number) for number in range(2, 20)]
+def test_contacts_taken_from_one_answer_are_limited() -> None:
+    seed, contacts = contact_of(1), [contact_of(number) for number in range(2, 20)]
     lookup = Lookup(
-        told[0].peer_id.dht_id,
+        contacts[0].peer_id.dht_id,
         [seed],
         own=contact_of(99).peer_id,
         config=LookupConfig(wanted=15, parallel=15, closer_max=3),
     )
     lookup.poll(0.0)
-    lookup.on_reply(seed.peer_id, told)
-    assert {effect.contact for effect in lookup.poll(0.0) if isinstance(effect, SendFind)} == set(told[:3])
+    lookup.on_reply(seed.peer_id, contacts)
+    assert {effect.contact for effect in lookup.poll(0.0) if isinstance(effect, SendFind)} == set(
+        contacts[:3]
+    )
 
 
 def test_hops_count_the_calls_that_led_to_a_peer() -> None:
@@ -161,7 +167,7 @@ def test_hops_count_the_calls_that_led_to_a_peer() -> None:
     assert lookup.hops == 4
 
 
-def test_no_more_calls_than_allowed() -> None:
+def test_the_number_of_calls_is_limited() -> None:
     seeds = [contact_of(number) for number in range(1, 10)]
     lookup = Lookup(
         seeds[0].peer_id.dht_id,
@@ -178,15 +184,15 @@ def test_no_more_calls_than_allowed() -> None:
     assert set(done.nearest) == set(asked)
 
 
-def test_nobody_to_ask_is_an_answer() -> None:
+def test_a_lookup_without_candidates_ends_at_once() -> None:
     own = contact_of(1)
     assert Lookup(0, [], own=own.peer_id).poll(0.0) == [LookupDone(())]
     assert Lookup(0, [], own=own.peer_id, own_contact=own).poll(0.0) == [LookupDone((own,))]
 
 
-def test_endless_invented_contacts_do_not_keep_it_going() -> None:
-    """Every answer names 20 peers that nobody has heard of, each nearer than the last, and all of them
-    answer.
+def test_a_lookup_ends_despite_endless_invented_contacts() -> None:
+    """Check that a lookup ends although every answer names 20 invented peers, each nearer than the last, and
+    all of them answer.
     """
     rng = random.Random(3)
     own = contact_of(1)
@@ -204,7 +210,7 @@ def test_endless_invented_contacts_do_not_keep_it_going() -> None:
     assert len(lookup._order) <= config.shortlist_max + config.queries_max
 
 
-def test_invented_contacts_that_never_answer_give_way_to_the_living() -> None:
+def test_invented_contacts_that_never_answer_do_not_hide_live_peers() -> None:
     target = 0
     honest = sorted(
         (contact_of(number) for number in range(1, 31)), key=lambda contact: contact.peer_id.dht_id
@@ -248,7 +254,7 @@ def test_a_slow_peer_is_better_than_none() -> None:
     assert lookup.poll(1.5) == [LookupDone((only,))]
 
 
-def test_answers_nobody_asked_for_change_nothing() -> None:
+def test_unsolicited_answers_change_nothing() -> None:
     asked, other = contact_of(2), contact_of(3)
     lookup = Lookup(0, [asked], own=contact_of(1).peer_id)
     lookup.on_reply(other.peer_id, [other])
@@ -268,7 +274,7 @@ def test_two_addresses_for_one_peer_are_both_kept() -> None:
 
 
 @pytest.mark.parametrize("parallel", [1, 3])
-def test_no_more_in_flight_than_allowed(parallel: int) -> None:
+def test_calls_in_flight_are_limited(parallel: int) -> None:
     contacts = [contact_of(number) for number in range(2, 12)]
     lookup = Lookup(0, contacts, own=contact_of(1).peer_id, config=LookupConfig(parallel=parallel))
     assert len(lookup.poll(0.0)) == parallel

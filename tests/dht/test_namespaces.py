@@ -1,5 +1,5 @@
-"""Who may write what: schemas, writers, lifetimes, quotas; the rules of a run's own names against what their
-writers write.
+"""Tests of schemas, permitted writers, lifetimes and quotas, and of the rules for a run's own names with
+values that runs write.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def record(key: str, value: Value, writer: PeerId = ANN, ttl_s: float = 60.0, **
         (Table({}, keys_max=2), [{}, {1: 1, 2: 2}], [{1: 1, 2: 2, 3: 3}]),
     ],
 )  # fmt: skip
-def test_schemas(schema: RecordSchema, good: list[Value], bad: list[Value]) -> None:
+def test_a_schema_accepts_good_values_and_refuses_bad_ones(
+    schema: RecordSchema, good: list[Value], bad: list[Value]
+) -> None:
     assert [schema.refusal(value) for value in good] == [None] * len(good)
     assert all(schema.refusal(value) for value in bad)
 
@@ -74,13 +76,13 @@ _VALUES = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(value=_VALUES)
-def test_no_value_breaks_a_schema(value: Value) -> None:
+def test_a_schema_handles_any_value(value: Value) -> None:
     for rules in RUN_RULES:
         if rules.schema is not None:
             assert rules.schema.refusal(value) is None or isinstance(rules.schema.refusal(value), str)
 
 
-def test_a_record_must_pass_every_rule_that_fits_and_other_names_are_open() -> None:
+def test_a_record_must_pass_every_matching_rule_and_other_names_are_open() -> None:
     namespaces = Namespaces()
     assert namespaces.refusal(record("scores/x", object.__name__)) is None
     namespaces.register("scores", NamespaceRules(writers=frozenset({ANN})))
@@ -112,7 +114,7 @@ def test_a_record_must_pass_every_rule_that_fits_and_other_names_are_open() -> N
     assert namespaces.entries_per_writer_max(Key.parse("other/x")) is None
 
 
-def test_mistakes_in_rules_are_named() -> None:
+def test_invalid_rules_are_refused_with_a_reason() -> None:
     for wrong in (
         {"name": ""},
         {"value_bytes_max": 0},
@@ -125,12 +127,12 @@ def test_mistakes_in_rules_are_named() -> None:
         Namespaces().register("a/b", NamespaceRules())
 
 
-def test_what_members_of_a_run_write_passes_and_what_they_do_not_is_refused() -> None:
+def test_run_rules_accept_values_that_members_write_and_refuse_others() -> None:
     namespaces = Namespaces()
     addresses = ["/ip4/203.0.113.7/tcp/4000/tls/http"]
-    claim = ProgressReport(epoch=3, samples=100, rate=2.5, at_s=1.8e9, since_s=1.8e9)
+    report = ProgressReport(epoch=3, samples=100, rate=2.5, at_s=1.8e9, since_s=1.8e9)
     good = {
-        "progress": {**claim.encode(), "addresses": addresses},
+        "progress": {**report.encode(), "addresses": addresses},
         "holders.gradients": {"addresses": addresses, "schema": b"s" * 32, "text": "3 tensors"},
         "donors": {"epoch": 3, "canonical": True, "digest": b"", "bytes": 1 << 30, "addresses": addresses},
         "presence": [1, "anything small"],
@@ -140,12 +142,25 @@ def test_what_members_of_a_run_write_passes_and_what_they_do_not_is_refused() ->
         assert namespaces.refusal(record(f"run.abc/{name}", value)) is None, name
         later = {**value, "of a newer version": 1} if isinstance(value, dict) else value
         assert namespaces.refusal(record(f"run.abc/{name}", later)) is None, name
-    bad = {
-        "progress": [{}, 7, *({**claim.encode(), **one} for one in ({"samples": -1}, {"rate": float("inf")}, {"addresses": ["x" * 400]}))],
-        "holders.gradients": [{"addresses": addresses}, {"addresses": [addresses], "schema": b"", "text": ""}, bytes(100)],
-        "donors": [{"epoch": 1 << 50, "addresses": addresses}, {"epoch": 1, "addresses": addresses * 9}, None],
+    wrong_fields: list[dict[str, Value]] = [
+        {"samples": -1},
+        {"rate": float("inf")},
+        {"addresses": ["x" * 400]},
+    ]
+    bad: dict[str, list[Value]] = {
+        "progress": [{}, 7, *({**report.encode(), **wrong} for wrong in wrong_fields)],
+        "holders.gradients": [
+            {"addresses": addresses},
+            {"addresses": [addresses], "schema": b"", "text": ""},
+            bytes(100),
+        ],
+        "donors": [
+            {"epoch": 1 << 50, "addresses": addresses},
+            {"epoch": 1, "addresses": addresses * 9},
+            None,
+        ],
         "presence": [bytes(5000)],
-    }  # fmt: skip
+    }
     for name, values in bad.items():
         for value in values:
             assert namespaces.refusal(record(f"run.abc/{name}", value)), (name, value)

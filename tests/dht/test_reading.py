@@ -1,4 +1,4 @@
-"""Which entry a read answers with."""
+"""Tests of which entry a read returns."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def test_dictionaries_merge_per_subkey() -> None:
     assert get(*records, writer=ANNE) == {"b": 3, "x": 1}
 
 
-def test_the_form_of_a_mixed_key_is_that_of_the_last_issue() -> None:
+def test_a_mixed_key_is_returned_in_the_form_of_its_latest_entry() -> None:
     plain, entry = record_of(ANNE, "plain", 1), record_of(BERT, "entry", 2, "x")
     assert get(plain, entry) == {"x": "entry"}
     assert get(record_of(ANNE, "plain", 3), entry) == "plain"
     assert len(live(latest_by_owner([plain, entry]), 100)) == 2
 
 
-def test_tombstones_and_the_expired_are_not_shown() -> None:
+def test_tombstones_and_expired_entries_are_not_returned() -> None:
     tomb = replace(record_of(ANNE, 0, 5), value=b"", deleted=True)
     assert get(record_of(ANNE, "dead", 1), tomb) is None
     assert get(record_of(ANNE, "dead", 1), tomb, record_of(BERT, "lives", 2)) == "lives"

@@ -1,4 +1,6 @@
-"""Records: what is signed, what is refused and why, and values that strangers made."""
+"""Tests of records: which fields are signed, which records are refused and why, and how malicious values are
+decoded.
+"""
 
 from __future__ import annotations
 
@@ -77,16 +79,16 @@ def test_every_field_is_signed(changes: dict[str, Any]) -> None:
     assert "signature" in changes or signing_bytes(changed) != signing_bytes(record_of())
 
 
-def test_a_record_of_one_run_is_none_of_another() -> None:
+def test_a_record_of_one_run_is_invalid_in_another() -> None:
     subkey = str(ANNE.peer_id)
     record = record_of(key=Key("run.abc", "presence"), subkey=subkey)
     assert refusal(replace(record, key=Key("run.abd", "presence"))) == "its signature is not its writer's"
     assert refusal(replace(record, key=Key("run.abc", "progress"))) == "its signature is not its writer's"
 
 
-def test_the_signature_is_for_records_only() -> None:
-    """Domain separation: what is signed cannot be mistaken for, or taken from, anything else that the
-    identity signs.
+def test_a_record_signature_is_valid_for_records_only() -> None:
+    """Check the domain separation: a record's signature cannot be mistaken for, or taken from, any other
+    signature of the identity.
     """
     assert signing_bytes(record_of()).startswith(b"swarm/dht/record/1\0")
     record = record_of()
@@ -94,7 +96,7 @@ def test_the_signature_is_for_records_only() -> None:
     assert refusal(replace(record, signature=ANNE.sign(bare)))
 
 
-def test_fields_cannot_be_shifted_into_one_another() -> None:
+def test_moving_bytes_between_fields_invalidates_the_signature() -> None:
     one = record_of(key=Key("public", "ab"), subkey="c")
     two = replace(one, key=Key("public", "a"), subkey="bc")
     assert signing_bytes(one) != signing_bytes(two)
@@ -126,12 +128,12 @@ def test_refusals_say_why(changes: dict[str, Any], reason: str) -> None:
     assert reason in (refusal(record_of(**changes)) or "")
 
 
-def test_a_wrong_clock_is_named() -> None:
+def test_a_record_from_the_future_is_refused_because_of_a_wrong_clock() -> None:
     record = record_of(issued_at_us=NOW_US + 400_000_000, expiration_us=NOW_US + 500_000_000)
     assert refusal(record) == "it was issued 400 s in the future: one of the two clocks is wrong"
 
 
-def test_the_memory_of_signatures_is_bounded_and_honest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_signature_cache_is_bounded_and_correct(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     verify = records.verify
     monkeypatch.setattr(records, "verify", lambda *arguments: calls.append(1) or verify(*arguments))
@@ -167,18 +169,19 @@ values = st.recursive(
 
 @settings(max_examples=60, deadline=None)
 @given(values)
-def test_values_return_as_they_were(value: Any) -> None:
+def test_values_survive_encoding_and_decoding(value: Any) -> None:
     assert decode_value(encode_value(value)) == value
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=64))
-def test_no_bytes_break_the_reader(raw: bytes) -> None:
+def test_decoding_handles_any_bytes(raw: bytes) -> None:
     try:
         value = decode_value(raw)
     except UsageError:
         return
-    assert repr(decode_value(encode_value(value))) == repr(value)  # what is read can be written, NaN too
+    # what was decoded can be encoded, NaN included
+    assert repr(decode_value(encode_value(value))) == repr(value)
 
 
 def nested(depth: int) -> Any:
@@ -213,20 +216,20 @@ def test_malicious_values_are_refused(raw: bytes) -> None:
 @pytest.mark.parametrize(
     "value", [object(), {1, 2}, 2**64, nested(40), bytes(64 * 1024), {(1, 2): 3}, "\ud800"]
 )
-def test_users_hear_what_a_value_may_be(value: Any) -> None:
+def test_an_unsupported_value_is_refused_with_a_reason(value: Any) -> None:
     with pytest.raises(UsageError, match="DHT value"):
         encode_value(value)
     assert encode_value(nested(31))
 
 
-def test_a_cycle_is_refused() -> None:
+def test_a_cyclic_value_is_refused() -> None:
     cycle: list[Any] = []
     cycle.append(cycle)
     with pytest.raises(UsageError):
         encode_value(cycle)
 
 
-def test_entries_are_in_seconds() -> None:
+def test_the_times_of_an_entry_are_in_seconds() -> None:
     entry = Entry.of(record_of(subkey="s", issued_at_us=NOW_US + 500_000))
     assert entry == Entry(
         value={"a": 1},

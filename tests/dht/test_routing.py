@@ -1,4 +1,4 @@
-"""The routing table against brute force, and by the sections of the Kademlia paper."""
+"""Tests of the routing table against brute force, ordered by the sections of the Kademlia paper."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def filled(count: int, config: RoutingConfig | None = None, seed: int = 0) -> Ro
     table = RoutingTable(OWN, config)
     rng = random.Random(seed)
     for now_s in range(count):
-        table.met(contact_of(rng.getrandbits(200) + 1), float(now_s))
+        table.on_answer(contact_of(rng.getrandbits(200) + 1), float(now_s))
     return table
 
 
@@ -34,7 +34,7 @@ def check_invariants(table: RoutingTable) -> None:
         assert len(bucket.replacements) <= table.config.bucket_max
         assert not set(bucket.nodes) & set(bucket.replacements)
         assert not bucket.replacements or len(bucket.nodes) == table.config.bucket_max, (
-            "nobody waits where there is room"
+            "a bucket with room has no replacements"
         )
         for peer_id, node in (bucket.nodes | bucket.replacements).items():
             assert node.dht_id == peer_id.dht_id
@@ -59,29 +59,31 @@ def test_nearest_equals_brute_force(
 ) -> None:
     table = filled(count, RoutingConfig(bucket_max=bucket_max, depth_step=depth_step), seed)
     check_invariants(table)
-    everybody = list(table)
-    assert len(everybody) == len(table)
-    expected = sorted(everybody, key=lambda contact: contact.peer_id.dht_id ^ target)
+    all_peers = list(table)
+    assert len(all_peers) == len(table)
+    expected = sorted(all_peers, key=lambda contact: contact.peer_id.dht_id ^ target)
     assert table.nearest(target, wanted) == expected[:wanted]
-    if everybody:
+    if all_peers:
         hidden = expected[0].peer_id
         assert table.nearest(target, wanted, exclude=hidden) == expected[1 : wanted + 1]
 
 
-def test_the_neighbourhood_is_known_without_gaps() -> None:
-    """Section 2.4: the buckets around our own id split, so that the nearest peers all have room."""
+def test_the_table_knows_all_of_its_nearest_peers() -> None:
+    """Section 2.4: the buckets around the table's own id split, so that all of the nearest peers have
+    room.
+    """
     table = filled(3000)
     check_invariants(table)
     rng = random.Random(0)
-    everybody = [PeerId((rng.getrandbits(200) + 1).to_bytes(32, "big")) for _ in range(3000)]
-    nearest = sorted(everybody, key=lambda peer: peer.dht_id ^ OWN.dht_id)[:20]
+    all_peers = [PeerId((rng.getrandbits(200) + 1).to_bytes(32, "big")) for _ in range(3000)]
+    nearest = sorted(all_peers, key=lambda peer: peer.dht_id ^ OWN.dht_id)[:20]
     assert [contact.peer_id for contact in table.nearest(OWN.dht_id, 20)] == nearest
     assert 200 < len(table) < 3000
 
 
-def test_long_lived_peers_stay() -> None:
-    """Section 2.2: a full bucket keeps its peers for as long as they answer; a newcomer waits, the longest
-    silent is pinged.
+def test_long_lived_peers_stay_in_a_full_bucket() -> None:
+    """Section 2.2: a full bucket keeps its peers for as long as they answer; a newcomer waits, and the peer
+    silent for longest is pinged.
     """
     config = RoutingConfig(bucket_max=2, depth_step=1, questionable_s=0.0)
     table = RoutingTable(OWN, config)
@@ -91,68 +93,70 @@ def test_long_lived_peers_stay() -> None:
         if contact_of(number).peer_id.dht_id >> 255 != OWN.dht_id >> 255
     ]
     first, second, third, fourth = far[:4]
-    assert table.met(first, 0.0) is None
-    assert table.met(second, 1.0) is None
+    assert table.on_answer(first, 0.0) is None
+    assert table.on_answer(second, 1.0) is None
     near = [
         contact_of(number)
         for number in range(1, 40)
         if contact_of(number).peer_id.dht_id >> 255 == OWN.dht_id >> 255
     ]
-    table.met(near[0], 1.5)  # splits off the far half
-    assert table.met(third, 2.0) == first
-    table.met(first, 3.0)  # it answered
-    assert table.met(fourth, 4.0) == second
+    table.on_answer(near[0], 1.5)  # splits off the far half
+    assert table.on_answer(third, 2.0) == first
+    table.on_answer(first, 3.0)  # it answered
+    assert table.on_answer(fourth, 4.0) == second
     assert {contact.peer_id for contact in table} >= {first.peer_id, second.peer_id}
-    assert not table.failed(second.peer_id)
-    assert table.failed(second.peer_id)
+    assert not table.on_failure(second.peer_id)
+    assert table.on_failure(second.peer_id)
     assert second.peer_id not in table
     assert fourth.peer_id in table, "the newest replacement takes its place"
-    assert table.failed(third.peer_id) is False
+    assert table.on_failure(third.peer_id) is False
     check_invariants(table)
 
 
-def test_one_failure_is_forgiven_by_an_answer() -> None:
+def test_an_answer_resets_the_failures_of_a_peer() -> None:
     table = RoutingTable(OWN)
-    table.met(contact_of(1), 0.0)
-    assert not table.failed(contact_of(1).peer_id)
-    table.met(contact_of(1), 1.0)
-    assert not table.failed(contact_of(1).peer_id)
-    assert table.failed(contact_of(1).peer_id)
+    table.on_answer(contact_of(1), 0.0)
+    assert not table.on_failure(contact_of(1).peer_id)
+    table.on_answer(contact_of(1), 1.0)
+    assert not table.on_failure(contact_of(1).peer_id)
+    assert table.on_failure(contact_of(1).peer_id)
 
 
 def test_a_new_address_replaces_the_old() -> None:
     table = RoutingTable(OWN)
-    table.met(contact_of(1, port=1000), 0.0)
-    table.met(contact_of(1, port=2000), 1.0)
+    table.on_answer(contact_of(1, port=1000), 0.0)
+    table.on_answer(contact_of(1, port=2000), 1.0)
     assert table.contact(contact_of(1).peer_id) == contact_of(1, port=2000)
     assert len(table) == 1
 
 
-def test_we_and_those_who_cannot_be_dialed_stay_outside() -> None:
+def test_own_peer_and_undialable_peers_never_enter_the_table() -> None:
     table = RoutingTable(OWN)
-    table.met(Contact(OWN, (Address("127.0.0.1", 1),)), 0.0)
-    table.met(Contact(contact_of(1).peer_id), 0.0)
+    table.on_answer(Contact(OWN, (Address("127.0.0.1", 1),)), 0.0)
+    table.on_answer(Contact(contact_of(1).peer_id), 0.0)
     assert len(table) == 0
     assert table.contact(OWN) is None
 
 
-def test_appearing_often_flushes_nobody() -> None:
-    """10,000 identities of an attacker against 40 peers that answer."""
+def test_a_flood_of_identities_displaces_no_live_peer() -> None:
+    """An attacker's 10,000 identities do not displace 40 peers that answer."""
     config = RoutingConfig(questionable_s=0.0)
     table = RoutingTable(OWN, config)
     honest = [contact_of(number) for number in range(1, 41)]
     for contact in honest:
-        table.met(contact, 0.0)
+        table.on_answer(contact, 0.0)
     for number in range(10_000):
-        to_ping = table.met(contact_of(1000 + number), 1.0 + number)
+        to_ping = table.on_answer(contact_of(1000 + number), 1.0 + number)
         if to_ping in honest:
-            table.met(to_ping, 1.0 + number)
+            table.on_answer(to_ping, 1.0 + number)
     assert all(contact.peer_id in table for contact in honest)
     assert sum(len(bucket.replacements) for bucket in table._buckets) <= 20 * table.bucket_count
 
 
 def test_refresh_ids_lie_in_their_buckets() -> None:
-    """Section 2.3: a random id of every bucket's range; a full bucket has nothing to learn."""
+    """Section 2.3: refresh yields a random id in every bucket's range, except for full buckets, which have
+    nothing to learn.
+    """
     table = filled(500)
     for bucket in table._buckets:
         bucket.touched_s = 100.0
@@ -165,33 +169,35 @@ def test_refresh_ids_lie_in_their_buckets() -> None:
     assert len(table.stale_ids(101.0, random.Random(1))) == len(with_room) - 1
 
 
-def test_near_peers_are_pinged_often_and_others_ever_more_seldom() -> None:
-    """Section 2.1, figure 1: who has lived for long lives on; with the nearest we share the keys."""
+def test_near_peers_are_pinged_often_and_others_less_and_less_often() -> None:
+    """Section 2.1, figure 1: a peer that has lived long is likely to live on; the nearest peers hold the same
+    keys.
+    """
     config = RoutingConfig(near_count=3, near_silent_s=60.0, far_silent_s_min=300.0, far_silent_s_max=3600.0)
     table = RoutingTable(OWN, config)
-    everybody = sorted(
+    all_peers = sorted(
         (contact_of(number) for number in range(1, 16)), key=lambda one: one.peer_id.dht_id ^ OWN.dht_id
     )
-    near, far = everybody[:3], everybody[3:]
-    for contact in everybody:
-        table.met(contact, 0.0)
+    near, far = all_peers[:3], all_peers[3:]
+    for contact in all_peers:
+        table.on_answer(contact, 0.0)
     assert table.to_ping(59.0) == []
     assert set(table.to_ping(60.0)) == set(near)
-    assert set(table.to_ping(300.0)) == set(everybody)
-    for contact in everybody:
-        table.met(contact, 1000.0)  # known for 1000 s now
+    assert set(table.to_ping(300.0)) == set(all_peers)
+    for contact in all_peers:
+        table.on_answer(contact, 1000.0)  # known for 1000 s now
     assert set(table.to_ping(1999.0)) == set(near)
-    assert set(table.to_ping(2000.0)) == set(everybody)
-    table.met(far[0], 20_000.0)
+    assert set(table.to_ping(2000.0)) == set(all_peers)
+    table.on_answer(far[0], 20_000.0)
     assert far[0] not in table.to_ping(23_599.0), "an hour is the longest"
     assert far[0] in table.to_ping(23_600.0)
-    table.failed(far[0].peer_id)
+    table.on_failure(far[0].peer_id)
     assert table.to_ping(20_001.0)[0] in [*near, far[0]], "a failure is looked into at once"
     assert far[0] in table.to_ping(20_001.0)
 
 
-def test_a_caller_is_let_in_by_its_answer_only() -> None:
-    """Section 2.2 takes any message as a sign of life; here only an answer proves that a peer can be reached,
+def test_a_caller_enters_the_table_only_after_it_answers_a_ping() -> None:
+    """Section 2.2 takes any message as a sign of life. Here only an answer proves that a peer can be reached,
     so a call leads to a ping.
     """
     table = RoutingTable(OWN, RoutingConfig(bucket_max=2, depth_step=1, questionable_s=10.0))
@@ -205,19 +211,19 @@ def test_a_caller_is_let_in_by_its_answer_only() -> None:
         for number in range(1, 40)
         if contact_of(number).peer_id.dht_id >> 255 == OWN.dht_id >> 255
     ]
-    assert table.heard(far[0], 0.0) == far[0]
+    assert table.on_call(far[0], 0.0) == far[0]
     assert len(table) == 0
-    table.met(far[0], 0.0)
-    assert table.heard(far[0], 5.0) is None, "known: a sign of life"
-    table.met(far[1], 6.0)
-    table.met(near[0], 6.0)
-    assert table.heard(far[2], 7.0) is None, "no room, and everybody was heard from lately"
-    assert table.heard(far[2], 15.0) == far[0]
-    table.failed(far[0].peer_id)
-    assert table.heard(far[0], 16.0) == far[0], "it calls, but did not answer: it does not stay for calling"
-    assert table.failed(far[0].peer_id)
+    table.on_answer(far[0], 0.0)
+    assert table.on_call(far[0], 5.0) is None, "known: a sign of life"
+    table.on_answer(far[1], 6.0)
+    table.on_answer(near[0], 6.0)
+    assert table.on_call(far[2], 7.0) is None, "no room, and all peers were seen recently"
+    assert table.on_call(far[2], 15.0) == far[0]
+    table.on_failure(far[0].peer_id)
+    assert table.on_call(far[0], 16.0) == far[0], "it calls, but did not answer: it does not stay for calling"
+    assert table.on_failure(far[0].peer_id)
     assert far[2].peer_id in table
-    assert table.heard(Contact(far[5].peer_id), 20.0) is None, "who cannot be dialed"
+    assert table.on_call(Contact(far[5].peer_id), 20.0) is None, "who cannot be dialed"
     check_invariants(table)
 
 
@@ -239,11 +245,9 @@ def due_by_brute_force(table: RoutingTable, now_s: float) -> set[PeerId]:
     steps=st.integers(1, 400),
     pause_s=st.sampled_from([1.0, 20.0, 90.0]),
 )
-def test_who_is_to_be_pinged_equals_brute_force(
-    seed: int, bucket_max: int, steps: int, pause_s: float
-) -> None:
-    """The table looks at those only that were silent for longest; comings, goings, failures and replacements
-    must hide nobody.
+def test_peers_to_ping_equal_brute_force(seed: int, bucket_max: int, steps: int, pause_s: float) -> None:
+    """The table checks only the peers that were silent for longest; joins, departures, failures and
+    replacements must not hide any other.
     """
     table = RoutingTable(OWN, RoutingConfig(bucket_max=bucket_max, near_count=4, depth_step=2))
     rng, now_s = random.Random(seed), 0.0
@@ -253,11 +257,11 @@ def test_who_is_to_be_pinged_equals_brute_force(
         contact = rng.choice(people)
         act = rng.randrange(6)
         if act < 3:
-            table.met(contact, now_s, proven=act > 0)
+            table.on_answer(contact, now_s, proven=act > 0)
         elif act == 3:
-            table.heard(contact, now_s)
+            table.on_call(contact, now_s)
         else:
-            table.failed(contact.peer_id, at_once=act == 5)
+            table.on_failure(contact.peer_id, at_once=act == 5)
         due = table.to_ping(now_s)
         assert {contact.peer_id for contact in due} == due_by_brute_force(table, now_s)
         assert len(due) == len(set(due))

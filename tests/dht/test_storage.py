@@ -1,4 +1,4 @@
-"""The storage against a model, under any sequence of stores and waits."""
+"""Tests of the storage against a model, under any sequence of stores and waits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def record_of(issued: int, ttl: int, writer: int = 0, **changes: Any) -> Record:
 
 @dataclass
 class Story:
-    """Everything that an owner ever had accepted."""
+    """Everything that was ever accepted from one owner."""
 
     records: list[Record]
 
@@ -43,7 +43,7 @@ class Story:
 
 
 class AgainstAModel(RuleBasedStateMachine):
-    """The model keeps every accepted record for ever, and answers by looking through all of them."""
+    """A model that keeps every accepted record for ever, and answers by searching all of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class AgainstAModel(RuleBasedStateMachine):
         story = self.stories.get(owner)
         before = self.snapshot()
         refused = self.storage.store(record, self.now_us, far=record.issued_at_us % 3 == 0)
-        # the place of an owner is held until the last of its accepted records would have expired
+        # The slot of an owner is reserved until the last of its accepted records would have expired.
         held = story is not None and any(old.expiration_us > self.now_us for old in story.records)
         newest = (
             max((old.version for old in story.records), default=(-1, b"")) if story and held else (-1, b"")
@@ -139,7 +139,7 @@ class AgainstAModel(RuleBasedStateMachine):
         assert self.storage.entry_count == len(slots)
         assert self.storage.size_bytes == sum(slot.size_bytes for slot in slots)
         assert sum(usage.entries for usage in self.storage._by_writer.values()) == len(slots)
-        assert sum(usage.entries for usage in self.storage._by_both.values()) == len(slots)
+        assert sum(usage.entries for usage in self.storage._by_key_and_writer.values()) == len(slots)
         assert self.storage.far_bytes == sum(slot.size_bytes for slot in slots if slot.far)
         assert sum(usage.size_bytes for usage in self.storage._by_key.values()) == self.storage.size_bytes
         assert len(self.storage._due) <= 64 + 4 * (len(slots) + 1)
@@ -159,7 +159,7 @@ TestAgainstAModel = AgainstAModel.TestCase
 TestAgainstAModel.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 
 
-def test_nobody_overwrites_another_writer() -> None:
+def test_a_writer_cannot_overwrite_another() -> None:
     storage = Storage()
     assert storage.store(record_of(10, 100, writer=0), 20) is None
     assert storage.store(record_of(15, 200, writer=1), 20) is None
@@ -170,9 +170,9 @@ def test_nobody_overwrites_another_writer() -> None:
     }
 
 
-def test_a_rejected_store_does_not_shorten_a_life() -> None:
-    """What hivemind's storage gets wrong: an older record with an earlier expiration must not take the live
-    one with it.
+def test_a_refused_store_does_not_shorten_a_records_life() -> None:
+    """An older record with an earlier expiration must not remove the live one, as it does in hivemind's
+    storage.
     """
     storage = Storage()
     assert storage.store(record_of(10, 1000), 20) is None
@@ -197,7 +197,7 @@ def test_old_records_do_not_return_after_a_shorter_lived_successor() -> None:
     assert storage.entry_count == 0
 
 
-def test_equal_issue_times_are_settled_alike_everywhere() -> None:
+def test_equal_issue_times_are_resolved_the_same_way_everywhere() -> None:
     one, two = record_of(10, 100, signature=b"a"), record_of(10, 100, signature=b"b")
     for first, second in ((one, two), (two, one)):
         storage = Storage()
@@ -218,7 +218,7 @@ def test_equal_issue_times_are_settled_alike_everywhere() -> None:
         (StorageConfig(bytes_max=2000), "storage of 2000 bytes is full"),
     ],
 )
-def test_quotas_refuse_newcomers_and_keep_what_is_there(config: StorageConfig, reason: str) -> None:
+def test_quotas_refuse_new_records_and_keep_stored_ones(config: StorageConfig, reason: str) -> None:
     storage = Storage(config)
     refusals = [
         storage.store(record_of(10, 100, subkey=str(number), value=bytes(100)), 20) for number in range(50)
@@ -240,7 +240,7 @@ def test_quotas_refuse_newcomers_and_keep_what_is_there(config: StorageConfig, r
     )
 
 
-def test_the_limit_per_writer_and_key_is_the_namespaces_if_it_has_one() -> None:
+def test_a_namespace_rule_replaces_the_limit_per_writer_and_key() -> None:
     storage = Storage(
         StorageConfig(entries_per_writer_and_key_max=4), lambda key: 2 if key == KEYS[0] else None
     )
@@ -254,7 +254,7 @@ def test_the_limit_per_writer_and_key_is_the_namespaces_if_it_has_one() -> None:
     assert storage.store(record_of(200, 100, 0, subkey="later"), 201) is None, "what expired makes room"
 
 
-def test_a_flood_of_keys_that_are_far_away_leaves_room_for_those_that_are_near() -> None:
+def test_a_flood_of_far_keys_leaves_room_for_near_keys() -> None:
     storage = Storage(StorageConfig(bytes_max=20_000, bytes_far_max=5_000))
     refusals = [
         storage.store(record_of(10, 100, subkey=str(number), value=bytes(500)), 20, far=True)
@@ -274,7 +274,7 @@ def test_a_flood_of_keys_that_are_far_away_leaves_room_for_those_that_are_near()
     assert (storage.far_bytes, storage.size_bytes) == (0, 0)
 
 
-def test_renewing_often_leaves_nothing_behind() -> None:
+def test_frequent_renewals_do_not_grow_the_storage() -> None:
     storage = Storage()
     for number in range(5000):
         assert storage.store(record_of(number, 10**9), number) is None
@@ -283,15 +283,15 @@ def test_renewing_often_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("limit", ["bytes_per_key_max", "bytes_per_writer_max", "bytes_max", "bytes_far_max"])
-def test_what_just_fits_is_kept(limit: str) -> None:
+def test_a_record_that_just_fits_the_quota_is_stored(limit: str) -> None:
     records = [record_of(10, 100, subkey=str(number), value=bytes(100)) for number in range(3)]
     storage = Storage(StorageConfig(**{limit: 2 * records[0].size_bytes}))  # type: ignore[arg-type]
     assert [storage.store(record, 20, far=True) is None for record in records] == [True, True, False]
 
 
-def test_what_was_near_once_is_not_counted_as_far() -> None:
-    """Else everybody's renewals could be pushed out by a flood of keys from afar; and what is far stays so
-    when it is renewed.
+def test_a_record_stored_as_near_is_not_counted_as_far() -> None:
+    """Otherwise a flood of keys from afar could displace renewals of records; and a far record stays far when
+    it is renewed.
     """
     storage = Storage()
     for issued, far, counted in ((1, True, True), (2, True, True), (3, False, False), (4, True, False)):

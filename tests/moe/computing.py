@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moe.protocol.tensors import Header, check_payload, decode, encode, joined
+from moe.protocol.tensors import Header, check_payload, decode, encode, join_payloads
 from moe.server.compute import ComputeThread
 from moe.server.devices import DeviceFailed
 from moe.server.expert import Expert
@@ -28,8 +28,8 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-def headers_of(pieces: Any) -> list[Header]:
-    return [Header(one.codec, one.version, one.size_bytes, one.absent) for one in pieces]
+def headers_of(payloads: Any) -> list[Header]:
+    return [Header(one.codec, one.version, one.size_bytes, one.absent) for one in payloads]
 
 
 def job_of(
@@ -40,18 +40,20 @@ def job_of(
     codec: str = "",
     encoded: bool = False,
 ) -> Job:
-    """A request as `hosting` makes it. `encoded`: its tensors are for the device to decode."""
+    """Return a job as `hosting` creates it. With `encoded` its tensors are left for the device to decode."""
     schema, batch, found = expert.schema, len(inputs[0]), find(codec) if codec else None
     leaves = [*schema.input_leaves, *(schema.gradient_leaves if gradients is not None else ())]
-    pieces = encode([*inputs, *(gradients or ())], found)
-    received: Any = (check_payload if encoded else decode)(headers_of(pieces), leaves, batch, joined(pieces))
+    payloads = encode([*inputs, *(gradients or ())], found)
+    received: Any = (check_payload if encoded else decode)(
+        headers_of(payloads), leaves, batch, join_payloads(payloads)
+    )
     number = next(_numbers)
     return Job(
         number=number,
         uid="ffn.0",
         expert=expert,
         caller=PeerId(bytes(32)),
-        name=(PeerId(bytes(32)), number.to_bytes(16, "big")),
+        pass_id=(PeerId(bytes(32)), number.to_bytes(16, "big")),
         inputs=received[: len(inputs)],
         gradients=received[len(inputs) :] if gradients is not None else None,
         keep=False,
@@ -62,15 +64,15 @@ def job_of(
 
 
 def tensors_of(job: Job, outcome: Outcome) -> list[torch.Tensor | None]:
-    """What the caller of a job decodes."""
+    """Decode the outcome of a job, as its caller does."""
     assert not outcome.failure, outcome.failure
     schema = job.expert.schema
     leaves = schema.input_gradient_leaves if job.is_backward else schema.output_leaves
-    return decode(headers_of(outcome.pieces), leaves, job.batch, joined(outcome.pieces))
+    return decode(headers_of(outcome.payloads), leaves, job.batch, join_payloads(outcome.payloads))
 
 
 class Computing:
-    """A computing thread, and what came of it."""
+    """A computing thread and its outcomes."""
 
     def __init__(self, link: LateLink | None = None, config: BatchingConfig | None = None) -> None:
         self.link = link
@@ -90,12 +92,12 @@ class Computing:
     def offer(self, *jobs: Job) -> None:
         """Queue jobs; several at once become one batch where the limits allow it."""
         expert = jobs[0].expert
-        with expert.lock:  # the thread may take the first alone, and then waits here
+        with expert.lock:  # the thread may take the first job alone, and then waits for the lock
             for job in jobs:
                 assert not self.thread.offer(job)
 
     def results(self, *jobs: Job) -> list[Outcome]:
-        """The outcomes of these jobs, which come exactly once."""
+        """Return the outcomes of these jobs, each of which comes exactly once."""
         while not all(job.number in self.outcomes for job in jobs):
             job, outcome = self._done.get(timeout=TIMEOUT_S)
             assert job.number not in self.outcomes
@@ -108,8 +110,8 @@ class Computing:
 
 
 def batching_of(count: int, samples_max: int = 4096) -> BatchingConfig:
-    """Batches wait until `count` requests of a sample or more are there: so tests know what is computed
-    together.
+    """Return a config with which batches wait until there are `count` requests of a sample or more, so that
+    tests control what is computed together.
     """
     return BatchingConfig(batch_samples_max=samples_max, batch_samples_min=count, linger_s=TIMEOUT_S)
 

@@ -1,4 +1,4 @@
-"""A stand-in for the link to a CUDA device, over tensors on the host: its copies arrive when they are waited
+"""A stand-in for the link to a CUDA device, over tensors on the host. Its copies arrive when they are waited
 for, and not earlier.
 """
 
@@ -20,12 +20,12 @@ _TIMEOUT_S = 20.0
 
 
 class LateLink:
-    """Satisfies `moe.server.links.Link`. Whoever reads a copy too early finds poison; a call on a foreign
-    thread is an AssertionError.
+    """A link that satisfies `moe.server.links.Link`. Code that reads a copy too early finds poison; a call on
+    a wrong thread raises AssertionError.
 
-    `events` has what was asked, in order: ("in", n) queued, ("used", n), ("out", n) queued, ("waiting", n) on
-    the host, ("landed", n). Copies to the host land once `open_landing` is set. `fails`: names of events at
-    which the device is lost.
+    `events` lists the calls in order: ("in", n) queued, ("used", n), ("out", n) queued, ("waiting", n) on the
+    host, ("landed", n). Copies to the host arrive once `open_landing` is set. `fails` names events at which
+    the device is lost.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class LateLink:
         self.open_landing.set()
         self.fails: set[str] = set()
         self.emptied = 0
-        self.lacks_memory_for = 1 << 60  # a copy to the device of so many bytes or more does not fit
+        self.lacks_memory_for = 1 << 60  # a copy to the device of this size in bytes or more does not fit
         self._numbers: Counter[str] = Counter()
         self._changed = threading.Condition()
 
@@ -63,7 +63,7 @@ class LateLink:
         self.emptied += 1
 
     def note(self, name: str) -> int:
-        """Something happened: the how-manieth time."""
+        """Record an event and return its number among those of its kind."""
         with self._changed:
             number = self._numbers[name]
             self._numbers[name] += 1

@@ -1,16 +1,16 @@
-"""What was applied is remembered, within bounds."""
+"""Applied backward passes are remembered, within bounds."""
 
 from __future__ import annotations
 
-from moe.server.logic.applied import Applied, AppliedConfig
+from moe.server.logic.applied import AppliedRequests, AppliedRequestsConfig
 
 
 def name(number: int) -> bytes:
     return number.to_bytes(16, "big")
 
 
-def test_an_answer_is_given_again_to_its_caller_only() -> None:
-    applied: Applied[str] = Applied()
+def test_a_repeated_request_gets_its_answer_only_for_the_same_caller() -> None:
+    applied: AppliedRequests[str] = AppliedRequests()
     applied.note("x", name(1), "gradients", 10)
     assert applied.is_known("x", name(1))
     assert applied.answer("x", name(1)) == "gradients"
@@ -19,15 +19,15 @@ def test_an_answer_is_given_again_to_its_caller_only() -> None:
 
 
 def test_answers_are_forgotten_before_ids() -> None:
-    applied: Applied[str] = Applied(AppliedConfig(answers_bytes_max=25))
+    applied: AppliedRequests[str] = AppliedRequests(AppliedRequestsConfig(answers_bytes_max=25))
     for number in range(5):
         applied.note("x", name(number), str(number), 10)
     assert [applied.answer("x", name(number)) for number in range(5)] == [None, None, None, "3", "4"]
     assert all(applied.is_known("x", name(number)) for number in range(5))
 
 
-def test_one_caller_cannot_make_the_others_be_forgotten() -> None:
-    applied: Applied[str] = Applied(AppliedConfig(ids_per_caller_max=10))
+def test_one_caller_cannot_evict_the_ids_of_others() -> None:
+    applied: AppliedRequests[str] = AppliedRequests(AppliedRequestsConfig(ids_per_caller_max=10))
     applied.note("quiet", name(0), "kept", 1)
     for number in range(1000):
         applied.note("loud", name(number), "", 1)
@@ -35,8 +35,8 @@ def test_one_caller_cannot_make_the_others_be_forgotten() -> None:
     assert len(applied) == 11
 
 
-def test_there_is_a_limit_over_all() -> None:
-    applied: Applied[str] = Applied(AppliedConfig(ids_max=20))
+def test_ids_and_answers_are_limited_over_all_callers() -> None:
+    applied: AppliedRequests[str] = AppliedRequests(AppliedRequestsConfig(ids_max=20))
     for number in range(100):
         applied.note(f"caller {number}", name(number), "", 1)
     assert len(applied) == 20

@@ -1,4 +1,4 @@
-"""The batching machine: limits, order, fairness; against what the definition says, on random traffic."""
+"""Batching: limits, order and fairness, checked against their definitions on random traffic."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe.server.logic.batching import Batcher, BatchingConfig, Queued
+from moe.server.logic.batching import Batcher, BatchingConfig, QueuedRequest
 from swarm.core.errors import UsageError
 
 
 def request(
     number: int, *, queue: str = "a", caller: str = "x", samples: int = 1, size_bytes: int = 10
-) -> Queued:
-    return Queued(number, queue, caller, samples, size_bytes, float(samples))
+) -> QueuedRequest:
+    return QueuedRequest(number, queue, caller, samples, size_bytes, float(samples))
 
 
-def numbers(batch: list[Queued]) -> list[int]:
+def numbers(batch: list[QueuedRequest]) -> list[int]:
     return [one.number for one in batch]
 
 
@@ -32,13 +32,13 @@ def test_an_idle_device_starts_at_once() -> None:
     assert numbers(batcher.take(5.0)) == [1]
 
 
-def test_a_size_that_fitted_into_memory_limits_later_batches_of_its_queue_and_is_forgotten_slowly() -> None:
+def test_the_size_that_fitted_into_memory_limits_later_batches_of_its_queue_and_grows_slowly() -> None:
     batcher = Batcher(BatchingConfig(batch_samples_max=64, batch_samples_min=64, linger_s=100.0))
     batcher.ran_out_of_memory("a", 10)
     for number in range(16):
         batcher.offer(request(number, queue="a", samples=4), 0.0)
         batcher.offer(request(100 + number, queue="b", samples=4), 0.0)
-    assert numbers(batcher.take(0.0)) == [0, 1]  # and it does not wait for more samples than it may have
+    assert numbers(batcher.take(0.0)) == [0, 1]  # a batch does not wait for more samples than it may have
     assert len(batcher.take(0.0)) == 16
     assert numbers(batcher.take(0.0)) == [2, 3]
     assert numbers(batcher.take(0.0)) == [4, 5]
@@ -53,7 +53,7 @@ def test_a_size_that_fitted_into_memory_limits_later_batches_of_its_queue_and_is
     assert batcher.samples_max("a") == 64
 
 
-def test_one_larger_than_what_fitted_into_memory_is_a_batch_of_its_own() -> None:
+def test_a_request_above_the_memory_limit_is_a_batch_of_its_own() -> None:
     batcher = Batcher(BatchingConfig(batch_samples_max=64))
     batcher.ran_out_of_memory("a", 2)
     for number in range(2):
@@ -61,7 +61,7 @@ def test_one_larger_than_what_fitted_into_memory_is_a_batch_of_its_own() -> None
     assert [numbers(batcher.take(0.0)) for _ in range(3)] == [[0], [1], []]
 
 
-def test_what_waits_meanwhile_becomes_one_batch_of_one_expert() -> None:
+def test_requests_that_wait_become_one_batch_per_expert() -> None:
     batcher = Batcher(BatchingConfig(batch_samples_max=10))
     for number, (queue, samples) in enumerate([("a", 4), ("b", 1), ("a", 6), ("a", 1)]):
         assert not batcher.offer(request(number, queue=queue, samples=samples), float(number))
@@ -70,13 +70,13 @@ def test_what_waits_meanwhile_becomes_one_batch_of_one_expert() -> None:
     assert numbers(batcher.take(9.0)) == [3]
 
 
-def test_a_batch_waits_for_company_no_longer_than_it_may() -> None:
+def test_a_small_batch_waits_at_most_linger_s() -> None:
     batcher = Batcher(BatchingConfig(batch_samples_min=4, linger_s=0.5))
     batcher.offer(request(1, samples=2), 10.0)
     assert batcher.take(10.4) == []
     assert batcher.due_s() == 10.5
     batcher.offer(request(2, samples=2), 10.4)
-    assert batcher.due_s() == 10.0  # there are enough: overdue
+    assert batcher.due_s() == 10.0  # there are enough samples: the batch is overdue
     assert numbers(batcher.take(10.4)) == [1, 2]
     batcher.offer(request(3), 11.0)
     assert numbers(batcher.take(11.5)) == [3]
@@ -90,7 +90,7 @@ def test_a_batch_waits_for_company_no_longer_than_it_may() -> None:
         (BatchingConfig(queued_requests_per_caller_max=2), "2 requests of yours"),
     ],
 )
-def test_a_full_queue_says_so_and_takes_nothing(config: BatchingConfig, said: str) -> None:
+def test_a_full_queue_refuses_with_a_reason(config: BatchingConfig, said: str) -> None:
     batcher = Batcher(config)
     assert not batcher.offer(request(1), 0.0)
     assert not batcher.offer(request(2), 0.0)
@@ -100,7 +100,7 @@ def test_a_full_queue_says_so_and_takes_nothing(config: BatchingConfig, said: st
     assert not batcher.offer(request(3), 0.0)
 
 
-def test_one_too_large_for_the_bytes_is_taken_when_nothing_waits() -> None:
+def test_a_request_above_the_byte_limit_is_queued_when_the_queue_is_empty() -> None:
     batcher = Batcher(BatchingConfig(queued_bytes_max=5))
     assert not batcher.offer(request(1, size_bytes=10), 0.0)
 
@@ -145,11 +145,11 @@ def test_a_caller_alone_is_served_oldest_first_over_all_experts() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_callers_that_always_wait_get_equal_shares(seed: int) -> None:
-    """However many requests each keeps waiting, and however large they are."""
+    """Shares are equal whatever the number and size of the requests that each caller keeps waiting."""
     rng = random.Random(seed)
     sizes = {name: rng.randint(1, 16) for name in "pqrs"}
-    # requests that each keeps in the queues: more than a batch can take at once, else a caller has less than
-    # its share to ask for
+    # queued requests of each caller: more than one batch takes, since otherwise a caller asks for less than
+    # its share
     callers = {name: 128 // size + rng.randint(1, 60) for name, size in sizes.items()}
     batcher = Batcher(BatchingConfig(batch_samples_max=32, queued_requests_per_caller_max=1000))
     served = dict.fromkeys(callers, 0)
@@ -166,7 +166,7 @@ def test_callers_that_always_wait_get_equal_shares(seed: int) -> None:
         for one in batcher.take(float(step)):
             served[str(one.caller)] += one.samples
             waiting[str(one.caller)] -= 1
-    # what one may be ahead: what it can have in a batch beyond its turn, and a request
+    # how far a caller may be ahead: its part of a batch beyond its turn, and one request
     slack = 32 + 16 + max(callers[name] * sizes[name] for name in callers)
     assert max(served.values()) - min(served.values()) <= slack, served
     assert min(served.values()) > 10_000
@@ -179,12 +179,14 @@ def test_callers_that_always_wait_get_equal_shares(seed: int) -> None:
         max_size=120,
     )
 )
-def test_nothing_is_lost_twice_served_or_beyond_a_limit(steps: list[tuple[str, int, int]]) -> None:
+def test_requests_are_served_once_and_within_limits_under_random_traffic(
+    steps: list[tuple[str, int, int]],
+) -> None:
     config = BatchingConfig(
         batch_samples_max=16, batch_requests_max=3, queued_requests_max=12, queued_requests_per_caller_max=5
     )
     batcher = Batcher(config)
-    waiting: dict[int, Queued] = {}
+    waiting: dict[int, QueuedRequest] = {}
     for number, (what, pick, samples) in enumerate(steps):
         if what == "offer":
             one = request(number, queue="ab"[pick % 2], caller="xyz"[pick % 3], samples=samples)

@@ -14,7 +14,7 @@ from swarm.core.errors import UsageError
 
 
 def run(search: BeamSearch, alive: Iterable[Prefix], depth: int) -> tuple[Selection, int, int]:
-    """(result, prefixes opened, steps)."""
+    """Return (result, prefixes opened, steps)."""
     tree: dict[Prefix, set[int]] = {}
     for expert in alive:
         for level in range(depth):
@@ -31,7 +31,7 @@ def run(search: BeamSearch, alive: Iterable[Prefix], depth: int) -> tuple[Select
 def exhaustive(
     scores: Sequence[torch.Tensor], dimensions: Sequence[range], alive: Sequence[Prefix], k: int
 ) -> list[list[float]]:
-    """For each sample the scores of its k best experts."""
+    """Return for each sample the scores of its k best experts."""
     found = []
     for sample in range(len(scores[0])):
         totals = [
@@ -42,11 +42,11 @@ def exhaustive(
 
 
 def found_scores(
-    chosen: Selection, scores: Sequence[torch.Tensor], dimensions: Sequence[range]
+    selection: Selection, scores: Sequence[torch.Tensor], dimensions: Sequence[range]
 ) -> list[list[float]]:
     result = []
-    for sample, row in enumerate(chosen.which_BK.tolist()):
-        experts = [chosen.experts[place] for place in row if place >= 0]
+    for sample, row in enumerate(selection.indices_BK.tolist()):
+        experts = [selection.experts[place] for place in row if place >= 0]
         assert len(set(experts)) == len(experts)
         result.append(
             [
@@ -58,7 +58,7 @@ def found_scores(
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_it_finds_what_exhaustive_search_finds(seed: int) -> None:
+def test_the_search_finds_the_experts_of_an_exhaustive_search(seed: int) -> None:
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     dimensions = [
         range(start := rng.randrange(3), start + rng.randint(1, 9)) for _ in range(rng.randint(1, 3))
@@ -72,65 +72,69 @@ def test_it_finds_what_exhaustive_search_finds(seed: int) -> None:
         prefixes_per_step_max=rng.choice([1, 3, 64]),
         elements_max=rng.choice([1, 50, 1 << 22]),
     )
-    chosen, _, _ = run(BeamSearch(scores, dimensions, k, config), alive, len(dimensions))
-    assert chosen.certain
-    assert set(chosen.experts) <= set(alive)
+    selection, _, _ = run(BeamSearch(scores, dimensions, k, config), alive, len(dimensions))
+    assert selection.certain
+    assert set(selection.experts) <= set(alive)
     expected = exhaustive(scores, dimensions, alive, k)
-    assert [pytest.approx(row, abs=1e-5) for row in expected] == found_scores(chosen, scores, dimensions)
+    assert [pytest.approx(row, abs=1e-5) for row in expected] == found_scores(selection, scores, dimensions)
 
 
-def test_it_opens_few_prefixes_of_a_large_grid() -> None:
+def test_the_search_opens_few_prefixes_of_a_large_grid() -> None:
     dimensions = [range(256), range(256)]
     generator = torch.Generator().manual_seed(0)
     scores = [torch.randn(8, 256, generator=generator) for _ in dimensions]
-    chosen, opened, steps = run(BeamSearch(scores, dimensions, 4), itertools.product(*dimensions), 2)
-    assert chosen.certain
+    selection, opened, steps = run(BeamSearch(scores, dimensions, 4), itertools.product(*dimensions), 2)
+    assert selection.certain
     assert opened < 1 + 8 * 12
     assert steps <= 4
     sums_BE = (scores[0][:, :, None] + scores[1][:, None, :]).flatten(1)
     assert torch.allclose(
-        torch.tensor(found_scores(chosen, scores, dimensions)), sums_BE.topk(4).values, atol=1e-5
+        torch.tensor(found_scores(selection, scores, dimensions)), sums_BE.topk(4).values, atol=1e-5
     )
 
 
-def test_a_hole_behind_the_best_prefix_is_seen() -> None:
+def test_the_best_expert_is_found_when_the_best_prefix_has_a_hole() -> None:
     """A search that keeps the k best prefixes of the first dimension finds (0, 1) here; (1, 0) is better."""
     scores = [torch.tensor([[10.0, 9.0]]), torch.tensor([[5.0, -100.0]])]
-    chosen, _, _ = run(BeamSearch(scores, [range(2), range(2)], 1, BeamConfig(width=1)), [(0, 1), (1, 0)], 2)
-    assert chosen.experts == ((1, 0),)
+    selection, _, _ = run(
+        BeamSearch(scores, [range(2), range(2)], 1, BeamConfig(width=1)), [(0, 1), (1, 0)], 2
+    )
+    assert selection.experts == ((1, 0),)
 
 
-def test_limits_end_a_search_and_it_says_so() -> None:
+def test_a_search_ended_by_a_limit_is_not_certain() -> None:
     dimensions = [range(50), range(2)]
     # every prefix promises more than it holds
     scores = [torch.arange(50.0)[None], torch.tensor([[-1000.0, 0.0]])]
     config = BeamConfig(width=2, prefixes_max=5)
-    chosen, opened, _ = run(BeamSearch(scores, dimensions, 2, config), [(place, 0) for place in range(50)], 2)
-    assert not chosen.certain
+    selection, opened, _ = run(
+        BeamSearch(scores, dimensions, 2, config), [(place, 0) for place in range(50)], 2
+    )
+    assert not selection.certain
     assert opened == 5
 
 
-def test_an_empty_grid_and_an_empty_batch() -> None:
-    chosen, opened, _ = run(BeamSearch([torch.zeros(3, 4)], [range(4)], 2), [], 1)
-    assert chosen.which_BK.tolist() == [[-1, -1]] * 3
+def test_an_empty_grid_and_an_empty_batch_give_empty_selections() -> None:
+    selection, opened, _ = run(BeamSearch([torch.zeros(3, 4)], [range(4)], 2), [], 1)
+    assert selection.indices_BK.tolist() == [[-1, -1]] * 3
     assert opened == 1
-    assert run(BeamSearch([torch.zeros(0, 4)], [range(4)], 2), [(1,)], 1)[0].which_BK.shape == (0, 2)
+    assert run(BeamSearch([torch.zeros(0, 4)], [range(4)], 2), [(1,)], 1)[0].indices_BK.shape == (0, 2)
 
 
-def test_compacting_drops_what_nobody_chose() -> None:
-    chosen = compact([(5,), (6,), (7,)], torch.tensor([[2, -1], [0, 2]]), True)
-    assert chosen.experts == ((5,), (7,))
-    assert chosen.which_BK.tolist() == [[1, -1], [0, 1]]
+def test_compact_drops_experts_that_no_sample_selected() -> None:
+    selection = compact([(5,), (6,), (7,)], torch.tensor([[2, -1], [0, 2]]), True)
+    assert selection.experts == ((5,), (7,))
+    assert selection.indices_BK.tolist() == [[1, -1], [0, 1]]
 
 
-def test_wrong_arguments_are_the_callers_fault() -> None:
+def test_wrong_arguments_raise_usage_errors() -> None:
     with pytest.raises(UsageError):
         BeamSearch([torch.zeros(1, 3)], [range(4)], 1)
     with pytest.raises(UsageError):
         BeamConfig(width=0)
 
 
-def test_what_can_only_come_level_is_not_opened() -> None:
+def test_a_prefix_that_can_only_tie_is_not_opened() -> None:
     search = BeamSearch([torch.zeros(3, 2), torch.zeros(3, 2)], [range(2), range(2)], 1, BeamConfig(width=1))
     assert search.wanted() == [()]
     search.opened({(): [0, 1]})
@@ -140,8 +144,8 @@ def test_what_can_only_come_level_is_not_opened() -> None:
     assert search.result().certain
 
 
-def test_coordinates_beyond_the_grid_are_passed_over() -> None:
-    """Whatever the DHT holds: a negative one would count from the other end."""
+def test_coordinates_outside_the_grid_are_ignored() -> None:
+    """The DHT may hold any coordinates; a negative one would index from the other end."""
     scores = [torch.tensor([[0.0, 1.0]]), torch.tensor([[0.0, 1.0]])]
     search = BeamSearch(scores, [range(2), range(2)], 4)
     search.opened({prefix: [-1, 0, 2] for prefix in search.wanted()})

@@ -28,7 +28,7 @@ def test_every_built_in_class_learns_or_has_nothing_to_learn(name: str) -> None:
     assert not torch.equal(learning.forward([x])[0], y) or name == "nop"
 
 
-def test_no_place_of_a_causal_layer_sees_those_behind_it() -> None:
+def test_positions_of_a_causal_layer_do_not_depend_on_later_ones() -> None:
     module, _ = make(
         "causal_transformer",
         expert_class("causal_transformer"),
@@ -42,10 +42,12 @@ def test_no_place_of_a_causal_layer_sees_those_behind_it() -> None:
         assert not torch.allclose(module(x)[:, 3:], module(changed)[:, 3:], atol=1e-6)
 
 
-def test_a_users_own_file(tmp_path: Path) -> None:
+def test_a_class_is_loaded_from_a_users_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
-        "import torch\ndef mine(settings):\n    return torch.nn.Linear(settings.hidden_dim, 2), (torch.zeros(1, settings.hidden_dim),)\n"
+        "import torch\n"
+        "def mine(settings):\n"
+        "    return torch.nn.Linear(settings.hidden_dim, 2), (torch.zeros(1, settings.hidden_dim),)\n"
     )
     module, sample = make("mine", expert_class("mine", file), ExpertSettings(hidden_dim=3))
     assert module(*sample).shape == (1, 2)
@@ -60,14 +62,14 @@ def test_a_users_own_file(tmp_path: Path) -> None:
         ("def mine(settings): return 3", "should return a module"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, content: str, said: str) -> None:
+def test_a_broken_file_raises_an_error_that_names_the_defect(tmp_path: Path, content: str, said: str) -> None:
     file = tmp_path / "mine.py"
     file.write_text(content)
     with pytest.raises(UsageError, match=said):
         make("mine", expert_class("mine", file), ExpertSettings())
 
 
-def test_names_that_are_not_there_are_said_with_those_that_are() -> None:
+def test_an_unknown_class_name_lists_the_available_ones() -> None:
     with pytest.raises(UsageError, match="there are causal_transformer, ffn, nop, transformer"):
         expert_class("fnn")
     with pytest.raises(UsageError, match="no such Python file"):
@@ -77,7 +79,7 @@ def test_names_that_are_not_there_are_said_with_those_that_are() -> None:
 
 
 @pytest.mark.parametrize("name", ["ffn", "transformer", "causal_transformer", "nop"])
-def test_a_default_dtype_does_not_change_what_a_class_makes(name: str) -> None:
+def test_torchs_default_dtype_does_not_change_built_in_classes(name: str) -> None:
     settings = ExpertSettings(hidden_dim=8, sequence_length=5)
     expected = Expert(*make(name, expert_class(name), settings)).schema
     before = torch.get_default_dtype()

@@ -1,6 +1,4 @@
-"""A computing thread: what it does when memory runs out, when a device is lost, and how it overlaps copies
-with computation.
-"""
+"""The computing thread: out-of-memory errors, lost devices, and copies that overlap computation."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ def network() -> torch.nn.Module:
 
 
 class Small(torch.nn.Module):
-    """Memory suffices for `capacity` samples at once, and for no more."""
+    """A module whose device has memory for `capacity` samples at once."""
 
     def __init__(self, inner: torch.nn.Module, capacity: int) -> None:
         super().__init__()
@@ -43,7 +41,9 @@ class Small(torch.nn.Module):
 
 
 class RunsOutInBackward(torch.autograd.Function):
-    """Half of the way back memory is gone: the layers behind have their gradients already."""
+    """A module that runs out of memory half-way through the backward pass, when later layers have gradients
+    already.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, capacity: int) -> torch.Tensor:
@@ -182,7 +182,7 @@ def test_inputs_that_do_not_fit_are_copied_in_smaller_parts() -> None:
 
 def test_an_activation_that_does_not_fit_is_not_kept_and_its_request_is_answered() -> None:
     class Keeps(torch.nn.Module):
-        """Needs memory for gradients that there is not."""
+        """A module that runs out of memory when gradients are enabled."""
 
         short = False
 
@@ -204,7 +204,7 @@ def test_an_activation_that_does_not_fit_is_not_kept_and_its_request_is_answered
 
 
 class Failing(torch.nn.Module):
-    """An index out of range, as CUDA reports it."""
+    """A module that fails as CUDA does on an index out of range."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,9 +224,9 @@ def test_a_lost_device_answers_its_batch_takes_no_more_and_is_reported_once(link
         module.broken = True
         jobs = [compute.job(expert, [x]) for x in batches(2, 0)]
         for outcome in compute.run(*jobs):
-            assert (
-                outcome.failure
-                == "cpu cannot be used any more until the server's process ends: CUDA error: device-side assert triggered"
+            assert outcome.failure == (
+                "cpu cannot be used any more until the server's process ends: "
+                "CUDA error: device-side assert triggered"
             )
         assert compute.reported.get(timeout=TIMEOUT_S).device == expert.device
         assert "cannot be used any more" in compute.thread.offer(compute.job(expert, [torch.ones(1, WIDTH)]))
@@ -245,7 +245,7 @@ def test_a_device_that_is_lost_during_any_copy_answers_its_batch(event: str) -> 
 
 
 class Noted(torch.nn.Module):
-    """Tells the link when it computes."""
+    """A module that tells the link when it computes."""
 
     def __init__(self, link: LateLink) -> None:
         super().__init__()
@@ -270,9 +270,7 @@ def noted(link: LateLink) -> tuple[Noted, Expert]:
 
 
 def test_copies_of_neighbouring_batches_run_beside_the_computation() -> None:
-    """Nothing here waits for time: each line waits for an event, and would wait for ever if stages waited for
-    each other.
-    """
+    """Each line waits for an event, and would wait for ever if the stages waited for each other."""
     link = LateLink()
     module, expert = noted(link)
     with computing(link, BatchingConfig(batch_requests_max=1)) as compute:
@@ -282,7 +280,7 @@ def test_copies_of_neighbouring_batches_run_beside_the_computation() -> None:
         link.until("waiting", 0)  # the first result is on its way to the host
         module.open.clear()
         assert not compute.thread.offer(second)
-        link.until("compute", 1)  # the second is computed although the first has not landed
+        link.until("compute", 1)  # the second is computed although the first has not arrived
         assert not compute.thread.offer(third)
         link.until("in", 2)  # the third is copied in meanwhile
         assert ("landed", 0) not in link.events
@@ -330,8 +328,8 @@ def test_a_link_gives_the_same_bytes_as_the_host(codec: str) -> None:
                 for x, y in zip(batches(3, 0), batches(3, 1), strict=True)
             ]
             outcomes += compute.run(*backward)
-            found.append([bytes(piece.payload) for outcome in outcomes for piece in outcome.pieces])
-            assert {piece.codec for outcome in outcomes for piece in outcome.pieces} == {
+            found.append([bytes(piece.payload) for outcome in outcomes for piece in outcome.payloads])
+            assert {piece.codec for outcome in outcomes for piece in outcome.payloads} == {
                 forward[0].codec.wire_id if forward[0].codec else 0
             }
     assert found[0] == found[1]
@@ -340,14 +338,14 @@ def test_a_link_gives_the_same_bytes_as_the_host(codec: str) -> None:
 
 
 class Spreading(torch.nn.Module):
-    """One bad sample makes NaN of its whole batch."""
+    """A module in which one bad sample turns its whole batch into NaN."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + 0 * torch.log(1 - x.amax() / 13)
 
 
 @LINKS
-def test_nan_of_one_request_is_its_callers_alone(linked: bool) -> None:
+def test_nan_in_one_request_fails_only_that_request(linked: bool) -> None:
     expert = Expert(Spreading(), (torch.zeros(1, WIDTH),))
     with computing(LateLink() if linked else None, batching_of(6)) as compute:
         good, bad, other = (torch.full((2, WIDTH), value) for value in (1.0, 14.0, 2.0))
@@ -367,7 +365,7 @@ def test_the_host_has_one_thread_and_copies_nothing() -> None:
     with computing() as compute:
         assert len(set(threading.enumerate()) - before) == 1
         job = compute.job(expert, batches(1, 0))
-        (piece,) = compute.run(job)[0].pieces
+        (piece,) = compute.run(job)[0].payloads
         given = job.inputs[0]
         assert isinstance(given, torch.Tensor)
         assert torch.frombuffer(piece.payload, dtype=torch.float32).data_ptr() == given.data_ptr()

@@ -1,6 +1,4 @@
-"""An expert computes what its module computes, learns as its optimizer does, and survives what its module
-raises.
-"""
+"""Experts compute as their module, learn as their optimizer, and survive errors of the module."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ import pytest
 import torch
 
 from moe.protocol.names import ExpertUid
-from moe.server.checkpoints import ExpertCheckpoints, kept_names
+from moe.server.checkpoints import ExpertCheckpoints, saved_names
 from moe.server.devices import DeviceFailed
 from moe.server.expert import ComputationFailed, Expert
 from swarm.core.errors import UsageError
@@ -79,26 +77,26 @@ def test_one_step_for_a_batch_of_passes_equals_the_modules_own() -> None:
     )
 
 
-def test_kept_activations_give_the_same_and_are_bounded() -> None:
-    keeping, anew = expert(optimizer=sgd, keep_activations_bytes=4000), expert(optimizer=sgd)
+def test_kept_activations_give_the_same_gradients_and_are_bounded() -> None:
+    keeping, refresh = expert(optimizer=sgd, keep_activations_bytes=4000), expert(optimizer=sgd)
     for name, inputs, gradients in passes(4):
-        assert torch.equal(keeping.forward_keeping(name, inputs)[0], anew.forward(inputs)[0])
+        assert torch.equal(keeping.forward_keeping(name, inputs)[0], refresh.forward(inputs)[0])
         first, second = (
             keeping.backward([(name, inputs, gradients)]),
-            anew.backward([(name, inputs, gradients)]),
+            refresh.backward([(name, inputs, gradients)]),
         )
         assert first[0][0] is not None
         assert second[0][0] is not None
         assert torch.allclose(first[0][0], second[0][0])
     for name, inputs, _ in passes(100, seed=1):
         keeping.forward_keeping(name, inputs)
-    assert 0 < keeping._kept._bytes <= 4000
+    assert 0 < keeping._activations._bytes <= 4000
     keeping.backward(passes(1, seed=2))
-    assert keeping._kept.take(("x", 99), keeping.version) is None  # a step came between
+    assert keeping._activations.take(("x", 99), keeping.version) is None  # a step was made in between
 
 
 class Nested(torch.nn.Module):
-    """Several inputs, integers among them, nested outputs, and one input that it ignores."""
+    """A module with several inputs, integers among them, nested outputs, and one input that it ignores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +106,7 @@ class Nested(torch.nn.Module):
         return {"sum": self.table(ids) + more["used"], "parts": [ids + 1, 2 * more["used"]]}
 
 
-def test_nested_and_integer_tensors() -> None:
+def test_nested_and_integer_tensors_are_computed() -> None:
     module = Nested()
     learning = Expert(
         module,
@@ -132,7 +130,7 @@ def test_nested_and_integer_tensors() -> None:
 
 
 class Moody(torch.nn.Module):
-    """Raises, or makes NaN, when it is told to."""
+    """A module that raises, or returns NaN, on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +143,7 @@ class Moody(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("value", "said"), [(13.0, "unlucky"), (14.0, "2 samples of 3")])
-def test_what_a_module_raises_is_told_and_changes_nothing(value: float, said: str) -> None:
+def test_an_error_of_the_module_is_reported_and_changes_nothing(value: float, said: str) -> None:
     moody = Expert(Moody(), (torch.zeros(2, 2),), sgd)
     with pytest.raises(ComputationFailed, match=said):
         moody.forward([torch.full((3, 2), value)])
@@ -182,7 +180,7 @@ def test_wrong_sample_inputs_are_refused(wrong: Any) -> None:
         Expert(network(), wrong)
 
 
-def test_a_server_resumes_where_it_was(tmp_path: Path) -> None:
+def test_a_server_resumes_from_its_checkpoints(tmp_path: Path) -> None:
     uid = ExpertUid.parse("ffn.3")
     adam = torch.optim.Adam
     first = expert(optimizer=adam)
@@ -200,10 +198,10 @@ def test_a_server_resumes_where_it_was(tmp_path: Path) -> None:
         torch.equal(one, other)
         for one, other in zip(first.module.parameters(), second.module.parameters(), strict=True)
     )
-    assert kept_names(tmp_path) == [uid]
+    assert saved_names(tmp_path) == [uid]
 
 
-def test_a_write_that_was_cut_short_leaves_the_last_one(
+def test_an_interrupted_write_leaves_the_last_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uid, learning = ExpertUid.parse("ffn.3"), expert(optimizer=sgd)
@@ -224,13 +222,13 @@ def test_a_write_that_was_cut_short_leaves_the_last_one(
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense"])
-def test_a_damaged_checkpoint_is_named(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_checkpoint_raises_an_error_that_names_it(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "ffn.3.expert.pt").write_bytes(content)
     with pytest.raises(UsageError, match=r"ffn\.3\.expert\.pt"):
         ExpertCheckpoints(tmp_path, {ExpertUid.parse("ffn.3"): expert()}).load()
 
 
-def test_a_checkpoint_of_another_expert_is_named(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_expert_raises_an_error_that_names_it(tmp_path: Path) -> None:
     uid = ExpertUid.parse("ffn.3")
     ExpertCheckpoints(tmp_path, {uid: Expert(network(4), (torch.zeros(1, 4),))}).save()
     with pytest.raises(UsageError, match="another schema"):
@@ -274,14 +272,14 @@ def test_autocast_keeps_integers_and_kept_activations() -> None:
     assert torch.equal(of_used, torch.ones(2, 4))
 
 
-def test_autocast_takes_a_dtype_of_half_precision() -> None:
+def test_autocast_accepts_only_half_precision_dtypes() -> None:
     for wrong in (torch.float32, "bfloat16", torch.int8):
         with pytest.raises(UsageError, match=r"autocast is torch\.bfloat16, torch\.float16 or None"):
             expert(autocast=wrong)
 
 
 class Moved(Exception):
-    """Where a module was moved to."""
+    """A module that records where it was moved to."""
 
 
 class Movable(torch.nn.Module):
@@ -306,14 +304,14 @@ def test_a_cuda_device_has_an_index_from_the_start(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_device_that_is_not_there_is_refused_with_a_sentence() -> None:
+def test_a_missing_device_raises_a_usage_error() -> None:
     with pytest.raises(UsageError, match="device cuda was given, but "):
         expert(device="cuda")
 
 
 @pytest.fixture
 def other_defaults() -> Iterator[None]:
-    """What a user's script may have set, for every thread or for its own."""
+    """Change torch's defaults as a user's script may, for every thread or for one."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     torch.set_default_device("meta")
@@ -344,7 +342,7 @@ def test_defaults_of_torch_do_not_change_answers(request: pytest.FixtureRequest)
 
 
 def test_out_of_memory_and_a_lost_device_are_not_the_modules_fault() -> None:
-    """Who computes batches must be able to tell them apart from what a module raises."""
+    """The computing thread must be able to tell them from errors of the module."""
     moody = Raising()
     made = Expert(moody, (torch.zeros(1, 2),))
     for error, expected in (

@@ -1,4 +1,4 @@
-"""When a layer has waited long enough."""
+"""Gathering: when a layer has waited long enough for its experts."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ def rows(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
-def test_all_samples_need_k_min_before_patience_runs() -> None:
+def test_the_additional_wait_starts_when_all_samples_have_k_min_answers() -> None:
     gathering = Gathering(2, 1, EXACT, 0.0, 10.0)
-    for expert, who in enumerate([rows(0), rows(0, 1), rows(1)]):
-        gathering.expect(expert, who, 0.0)
+    for expert, batch_rows in enumerate([rows(0), rows(0, 1), rows(1)]):
+        gathering.expect(expert, batch_rows, 0.0)
     gathering.answered(0, 1.0)
     assert not gathering.over(9.9)
-    assert gathering.lacking_rows.tolist() == [1]
+    assert gathering.rows_below_k_min.tolist() == [1]
     gathering.answered(2, 2.0)
     assert gathering.deadline_s() == 2.5
     assert not gathering.over(2.4)
     assert gathering.over(2.5)
-    assert gathering.out == [1]
+    assert gathering.pending == [1]
 
 
-def test_it_ends_when_everybody_is_heard_of() -> None:
+def test_gathering_is_over_when_every_expert_has_answered_or_failed() -> None:
     gathering = Gathering(1, 2, EXACT, 0.0, 10.0)
     gathering.expect(0, rows(0), 0.0)
     gathering.expect(1, rows(0), 0.0)
     gathering.answered(0, 0.1)
     gathering.failed(1, 0.2)
     assert gathering.over(0.2)
-    assert gathering.lacking_rows.tolist() == gathering.short_rows.tolist() == [0]
+    assert gathering.rows_below_k_min.tolist() == gathering.unsatisfiable_rows.tolist() == [0]
 
 
-def test_a_sample_that_can_get_no_more_holds_nobody_up() -> None:
+def test_a_sample_that_can_get_no_more_answers_is_not_waited_for() -> None:
     gathering = Gathering(2, 2, EXACT, 0.0, 10.0)
     gathering.expect(0, rows(0), 0.0)
     gathering.expect(1, rows(0, 1), 0.0)
     gathering.expect(2, rows(1), 0.0)
     gathering.expect(3, rows(1), 0.0)
     gathering.failed(0, 1.0)
-    assert gathering.short_rows.tolist() == [0], (
-        "said before the others have answered, so that a replacement can be asked"
+    assert gathering.unsatisfiable_rows.tolist() == [0], (
+        "known before the others have answered, so that a replacement can be asked"
     )
     gathering.answered(1, 1.1)
     gathering.answered(2, 1.2)
     assert gathering.over(1.7)
 
 
-def test_a_replacement_starts_patience_anew() -> None:
+def test_a_replacement_restarts_the_additional_wait() -> None:
     gathering = Gathering(1, 1, EXACT, 0.0, 10.0)
     gathering.expect(0, rows(0), 0.0)
     gathering.expect(1, rows(0), 0.0)
@@ -66,7 +66,7 @@ def test_a_replacement_starts_patience_anew() -> None:
     assert gathering.over(4.0)
 
 
-def test_the_deadline_ends_it_in_any_case() -> None:
+def test_gathering_is_over_at_the_deadline() -> None:
     gathering = Gathering(1, 1, EXACT, 5.0, 8.0)
     gathering.expect(0, rows(0), 0.0)
     assert gathering.deadline_s() == 8.0
@@ -74,45 +74,45 @@ def test_the_deadline_ends_it_in_any_case() -> None:
     assert gathering.over(8.0)
 
 
-def test_without_k_min_nobody_holds_up_longer_than_the_others_took() -> None:
+def test_with_k_min_of_0_a_pending_expert_is_awaited_no_longer_than_the_others_took() -> None:
     gathering = Gathering(2, 0, EXACT, 0.0, 10.0)
     gathering.expect(0, rows(0), 0.0)
-    gathering.expect(1, rows(1), 0.0, usual_s=1.5)
-    assert not gathering.over(9.9), "nobody was heard of: all of them may be slow"
-    assert not len(gathering.lacking_rows)
+    gathering.expect(1, rows(1), 0.0, expected_s=1.5)
+    assert not gathering.over(9.9), "no answer has arrived: all experts may be slow"
+    assert not len(gathering.rows_below_k_min)
     gathering.answered(0, 2.0)
     assert gathering.deadline_s() == 3.5
     assert not gathering.over(3.4)
     assert gathering.over(3.5)
 
 
-def test_those_who_are_out_too_long_are_doubted_and_still_count_when_they_answer() -> None:
+def test_stalled_experts_are_suspected_and_their_answers_still_count() -> None:
     gathering = Gathering(2, 1, EXACT, 0.0, 10.0)
     gathering.expect(0, rows(0), 0.0)
-    gathering.expect(1, rows(1), 0.0, usual_s=0.8)
-    assert gathering.stalled_s() == 0.8
+    gathering.expect(1, rows(1), 0.0, expected_s=0.8)
+    assert gathering.suspect_at_s() == 0.8
     gathering.answered(0, 0.6)
-    assert gathering.stalled_s() == 1.4
-    assert not len(gathering.short_rows)
-    assert gathering.doubt() == [1]
-    assert gathering.doubt() == []
-    assert gathering.stalled_s() is None
-    assert gathering.short_rows.tolist() == [1], "a replacement can be asked"
-    assert not gathering.over(9.9), "and should there be none, it is waited for"
+    assert gathering.suspect_at_s() == 1.4
+    assert not len(gathering.unsatisfiable_rows)
+    assert gathering.suspect() == [1]
+    assert gathering.suspect() == []
+    assert gathering.suspect_at_s() is None
+    assert gathering.unsatisfiable_rows.tolist() == [1], "a replacement can be asked"
+    assert not gathering.over(9.9), "the suspected expert is awaited when there is no replacement"
     gathering.expect(2, rows(1), 1.4)
-    assert not len(gathering.short_rows)
+    assert not len(gathering.unsatisfiable_rows)
     gathering.answered(1, 1.5)
-    assert not len(gathering.lacking_rows)
+    assert not len(gathering.rows_below_k_min)
     assert gathering.over(2.0)
 
 
-def test_who_was_doubted_and_failed_is_gone() -> None:
+def test_a_suspected_expert_that_fails_is_no_longer_pending() -> None:
     gathering = Gathering(1, 1, EXACT, 0.0, 10.0)
     gathering.expect(0, rows(0), 0.0)
-    gathering.doubt()
+    gathering.suspect()
     gathering.failed(0, 1.0)
     assert gathering.over(1.0)
-    assert gathering.short_rows.tolist() == [0]
+    assert gathering.unsatisfiable_rows.tolist() == [0]
 
 
 def test_unknown_and_repeated_events_change_nothing() -> None:
@@ -121,14 +121,14 @@ def test_unknown_and_repeated_events_change_nothing() -> None:
     gathering.answered(7, 0.1)
     gathering.answered(0, 0.2)
     gathering.failed(0, 0.3)
-    assert not len(gathering.lacking_rows)
+    assert not len(gathering.rows_below_k_min)
 
 
 @pytest.mark.parametrize(("took_s", "expected_s"), [(0.01, 0.1), (0.4, 0.4), (60.0, 5.0)])
-def test_patience_follows_what_it_took(took_s: float, expected_s: float) -> None:
-    assert GatherTimeouts().after_s(took_s) == expected_s
+def test_the_additional_wait_follows_the_elapsed_time_within_bounds(took_s: float, expected_s: float) -> None:
+    assert GatherTimeouts().wait_s(took_s) == expected_s
 
 
-def test_wrong_patience() -> None:
+def test_a_negative_wait_is_refused() -> None:
     with pytest.raises(UsageError):
         GatherTimeouts(after_k_min_s=-1.0)

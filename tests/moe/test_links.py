@@ -1,4 +1,4 @@
-"""The link to a CUDA device: which streams its calls go to, and what comes before what. `FakeCuda` stands for
+"""The link to a CUDA device: the streams that its calls use, and their order. `FakeCuda` stands for
 `torch.cuda`.
 """
 
@@ -18,7 +18,7 @@ DEVICE = torch.device("cpu")
 
 
 class Stream:
-    """Knows which calls are over before its next one."""
+    """A stream that knows which calls are over before its next one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.known = device, set[str]()
@@ -41,7 +41,7 @@ class Event:
 
 
 class FakeCuda:
-    """`torch.cuda` as far as a link uses it."""
+    """The part of `torch.cuda` that a link uses."""
 
     Stream, Event = Stream, Event
 
@@ -106,17 +106,17 @@ def test_a_copy_to_the_host_comes_after_its_computation_and_is_waited_for_by_its
     with link.using():
         cuda.call("compute 0")
         source = torch.arange(5, dtype=torch.uint8)
-        departure: Any = link.fetch(source)
+        copy: Any = link.fetch(source)
         outward = cuda.entered[-1]
         assert outward is not cuda.default
         assert "compute 0" in outward.known
         cuda.call("compute 1")
         assert "compute 1" not in outward.known
-        assert departure.source is source  # alive until the copy is over
-    assert not departure.done.synchronized
-    assert torch.equal(departure.wait(), source)
-    assert departure.done.synchronized
-    assert "compute 1" not in departure.done.known  # nobody waits for what computes meanwhile
+        assert copy.source is source  # alive until the copy is over
+    assert not copy.event.synchronized
+    assert torch.equal(copy.wait(), source)
+    assert copy.event.synchronized
+    assert "compute 1" not in copy.event.known  # nothing waits for later computation
 
 
 def test_copies_in_and_out_do_not_wait_for_each_other() -> None:
@@ -135,7 +135,7 @@ def test_only_cuda_devices_have_a_link() -> None:
     assert link_of(torch.device("meta")) is None
 
 
-def test_the_device_and_its_default_stream_are_current_in_whatever_thread_uses_it() -> None:
+def test_the_device_and_its_default_stream_are_current_in_any_thread_that_uses_it() -> None:
     cuda = FakeCuda()
     device = torch.device("cuda", 3)
     with using(device, cuda):

@@ -8,7 +8,13 @@ import math
 import pytest
 import torch
 
-from moe.client.logic.dispatch import add_up, mixed, not_among, places_of, spread
+from moe.client.logic.dispatch import (
+    exclude_known,
+    places_of,
+    scatter_outputs,
+    sum_input_gradients,
+    weighted_sum,
+)
 from moe.client.logic.gate import (
     ProductKeyGate,
     balancing_loss,
@@ -31,13 +37,13 @@ def test_places_of_equal_a_loop_over_samples(seed: int) -> None:
         assert list(zip(places.rows.tolist(), places.columns.tolist(), strict=True)) == expected
 
 
-def test_places_of_nothing() -> None:
+def test_places_of_an_empty_batch_are_empty() -> None:
     assert places_of(torch.full((3, 2), -1), 0) == []
     assert [len(places.rows) for places in places_of(torch.zeros(0, 2, dtype=torch.int64), 2)] == [0, 0]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_spread_mix_and_add_up_equal_the_dense_mixture(seed: int) -> None:
+def test_dispatch_and_combination_equal_the_dense_mixture(seed: int) -> None:
     """Value and gradients of Σ_s w[b, s] · f_e(b, s)(x[b]), computed by dispatching, equal autograd's of the
     sum written out.
     """
@@ -50,9 +56,9 @@ def test_spread_mix_and_add_up_equal_the_dense_mixture(seed: int) -> None:
     weights = torch.rand(batch, width, generator=generator, requires_grad=True)
     places = places_of(which, experts)
     answers = [[x[place.rows].detach() @ matrix] for place, matrix in zip(places, matrices, strict=True)]
-    outputs = spread(batch, width, places, answers, answers[0])[0].requires_grad_()
-    there = which >= 0
-    total = mixed(weights * there, outputs)
+    outputs = scatter_outputs(batch, width, places, answers, answers[0])[0].requires_grad_()
+    answered = which >= 0
+    total = weighted_sum(weights * answered, outputs)
     expected = torch.zeros(batch, 6)
     for row, column in itertools.product(range(batch), range(width)):
         if which[row, column] >= 0:
@@ -66,7 +72,7 @@ def test_spread_mix_and_add_up_equal_the_dense_mixture(seed: int) -> None:
         (place, [by_outputs[place.rows, place.columns] @ matrix.T])
         for place, matrix in zip(places, matrices, strict=True)
     ]
-    by_x = add_up([x.detach()], parts)[0]
+    by_x = sum_input_gradients([x.detach()], parts)[0]
     wanted_weights, wanted_x = torch.autograd.grad((expected * direction).sum(), (weights, x))
     assert torch.allclose(by_weights, wanted_weights, atol=1e-5)
     assert by_x is not None
@@ -74,27 +80,27 @@ def test_spread_mix_and_add_up_equal_the_dense_mixture(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_not_among_equals_a_loop_over_samples(seed: int) -> None:
+def test_exclude_known_equals_a_loop_over_samples(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     which = torch.stack([torch.randperm(8, generator=generator)[:6] for _ in range(7)])
     which[torch.rand(7, 6, generator=generator) < 0.2] = -1
     before = torch.stack([torch.randperm(8, generator=generator)[:3] for _ in range(7)])
-    there = torch.rand(7, 3, generator=generator) < 0.7
-    found = not_among(which, which.unsqueeze(2), before.unsqueeze(2), there, 2)
+    answered = torch.rand(7, 3, generator=generator) < 0.7
+    found = exclude_known(which, which.unsqueeze(2), before.unsqueeze(2), answered, 2)
     for sample in range(7):
         held = {
             place
-            for place, is_there in zip(before[sample].tolist(), there[sample].tolist(), strict=True)
+            for place, is_there in zip(before[sample].tolist(), answered[sample].tolist(), strict=True)
             if is_there
         }
         left = [place for place in which[sample].tolist() if place >= 0 and place not in held]
         assert found[sample].tolist() == [*left, -1, -1][:2]
 
 
-def test_gradients_that_nobody_gave() -> None:
+def test_an_input_without_gradients_gets_none() -> None:
     places = places_of(torch.tensor([[0]]), 1)
-    assert add_up([torch.zeros(1, 2)], [(places[0], [None])]) == [None]
-    assert add_up([torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)], []) == [None]
+    assert sum_input_gradients([torch.zeros(1, 2)], [(places[0], [None])]) == [None]
+    assert sum_input_gradients([torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)], []) == [None]
 
 
 def test_the_gates_logits_are_sums_over_dimensions() -> None:
@@ -107,10 +113,10 @@ def test_the_gates_logits_are_sums_over_dimensions() -> None:
     assert set(gate.state_dict()) == {"projection.weight", "projection.bias"}
 
 
-def test_softmax_only_over_those_who_answered() -> None:
+def test_the_softmax_covers_only_experts_that_answered() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]], requires_grad=True)
-    there = torch.tensor([[True, False, True], [False, False, False]])
-    weights = softmax_over(logits, there)
+    answered = torch.tensor([[True, False, True], [False, False, False]])
+    weights = softmax_over(logits, answered)
     alone = torch.tensor([1.0, 3.0], requires_grad=True)
     assert torch.allclose(weights[0, [0, 2]], alone.softmax(0))
     assert weights[1].tolist() == [0.0, 0.0, 0.0]
@@ -128,15 +134,15 @@ def test_switch_weights_are_probabilities_in_the_whole_grid() -> None:
     scores = (torch.randn(5, 3), torch.randn(5, 4))
     full = (scores[0][:, :, None] + scores[1][:, None, :]).flatten(1).softmax(-1)
     coordinates = torch.tensor([[1, 2], [0, 3]]).expand(5, 2, 2)
-    chosen = torch.ones(5, 2, dtype=torch.bool)
-    weights = switch_weights(scores, coordinates, chosen, chosen)
+    selected = torch.ones(5, 2, dtype=torch.bool)
+    weights = switch_weights(scores, coordinates, selected, selected)
     assert torch.allclose(weights, full[:, [6, 3]], atol=1e-6)
-    one_answered = switch_weights(scores, coordinates, chosen, torch.tensor([[True, False]] * 5))
+    one_answered = switch_weights(scores, coordinates, selected, torch.tensor([[True, False]] * 5))
     assert torch.allclose(one_answered[:, 0], full[:, 6] + full[:, 3], atol=1e-6), (
-        "the mass of what failed goes to who answered"
+        "the probability of failed experts goes to those that answered"
     )
     assert not one_answered[:, 1].any()
-    assert not switch_weights(scores, coordinates, chosen, ~chosen).any()
+    assert not switch_weights(scores, coordinates, selected, ~selected).any()
 
 
 def test_switch_weights_have_gradients() -> None:
@@ -145,9 +151,9 @@ def test_switch_weights_have_gradients() -> None:
         torch.randn(2, 4, dtype=torch.float64, requires_grad=True),
     )
     coordinates = torch.tensor([[1, 2], [0, 3]]).expand(2, 2, 2)
-    chosen = torch.ones(2, 2, dtype=torch.bool)
-    there = torch.tensor([[True, False], [True, True]])
-    assert torch.autograd.gradcheck(lambda *s: switch_weights(s, coordinates, chosen, there), scores)
+    selected = torch.ones(2, 2, dtype=torch.bool)
+    answered = torch.tensor([[True, False], [True, True]])
+    assert torch.autograd.gradcheck(lambda *s: switch_weights(s, coordinates, selected, answered), scores)
 
 
 def test_the_balancing_loss_equals_its_formula() -> None:
@@ -167,7 +173,7 @@ def test_the_balancing_loss_equals_its_formula() -> None:
     assert float(balancing_loss((torch.zeros(2, 3), torch.zeros(2, 4)), even)) == pytest.approx(2.0)
 
 
-def test_the_balancing_losss_gradient_pushes_towards_the_unused() -> None:
+def test_the_gradient_of_the_balancing_loss_favours_unused_coordinates() -> None:
     scores = torch.zeros(4, 2, requires_grad=True)
     balancing_loss([scores], [torch.tensor([0.9, 0.1])]).backward()  # type: ignore[no-untyped-call]
     assert scores.grad is not None
@@ -175,7 +181,7 @@ def test_the_balancing_losss_gradient_pushes_towards_the_unused() -> None:
     assert (scores.grad[:, 1] < 0).all()
 
 
-def test_the_gate_sees_one_vector_per_sample() -> None:
+def test_the_gates_input_is_one_vector_per_sample() -> None:
     like = torch.zeros(1, dtype=torch.float64)
     x = torch.randn(3, 5, 2, 4)
     assert torch.allclose(gate_input(x, 4, like), x.double().mean((1, 2)))

@@ -1,4 +1,4 @@
-"""Who is avoided for how long, who is asked first, when a second one is asked. Virtual time: numbers."""
+"""Avoidance, hedging and the order of replicas, in virtual time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from moe.client.logic.avoidance import Avoidance, AvoidanceConfig
 from moe.client.logic.hedging import HedgeBudget, HedgedCall, HedgingConfig
-from moe.client.logic.replica_stats import FleetConfig, ReplicaStats
+from moe.client.logic.replica_stats import ReplicaStats, ReplicaStatsConfig
 from swarm.core.errors import UsageError
 from swarm.core.ids import PeerId
 from swarm.testing.identities import SeededIdentity
@@ -18,14 +18,14 @@ PEERS = [SeededIdentity(f"fleet/{number}").peer_id for number in range(3)]
 ONE, TWO, THREE = PEERS
 
 
-def fleet(seed: int = 0, **config: object) -> ReplicaStats:
-    return ReplicaStats(random.Random(seed), FleetConfig(**config))  # type: ignore[arg-type]
+def replica_stats(seed: int = 0, **config: object) -> ReplicaStats:
+    return ReplicaStats(random.Random(seed), ReplicaStatsConfig(**config))  # type: ignore[arg-type]
 
 
 class TestAvoidance:
-    def test_the_while_grows_with_each_failure_up_to_a_limit(self) -> None:
+    def test_the_pause_grows_with_each_failure_up_to_a_limit(self) -> None:
         avoidance, now_s, spans_s = (
-            Avoidance(AvoidanceConfig(first_s=1.0, growth=2.0, longest_s=10.0)),
+            Avoidance(AvoidanceConfig(pause_first_s=1.0, growth=2.0, pause_s_max=10.0)),
             100.0,
             [],
         )
@@ -39,64 +39,64 @@ class TestAvoidance:
             now_s = until_s
         assert spans_s == [1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
 
-    def test_an_answer_clears_it(self) -> None:
+    def test_a_success_clears_earlier_failures(self) -> None:
         avoidance = Avoidance()
         for now_s in (0.0, 1.0, 3.0):
             avoidance.failed("x", now_s, "it lied")
         assert avoidance.failures("x") == 3
-        assert avoidance.why("x") == "it lied"
+        assert avoidance.reason("x") == "it lied"
         avoidance.succeeded("x")
         assert not avoidance.avoided("x", 3.1)
         avoidance.failed("x", 4.0)
         assert avoidance.until_s("x") == 5.0
 
-    def test_calls_that_were_on_their_way_count_once(self) -> None:
+    def test_failures_of_calls_sent_before_the_pause_count_once(self) -> None:
         avoidance = Avoidance()
         for now_s in (0.0, 0.1, 0.2, 0.9):
             avoidance.failed("x", now_s)
         assert avoidance.failures("x") == 1
         assert not avoidance.avoided("x", 1.0)
 
-    def test_who_fails_for_years_overflows_nothing(self) -> None:
+    def test_two_thousand_failures_do_not_overflow(self) -> None:
         avoidance, now_s = Avoidance(), 0.0
         for _ in range(2000):
             avoidance.failed("x", now_s)
             now_s = avoidance.until_s("x") or 0.0
         assert avoidance.failures("x") == 2000
 
-    def test_who_failed_since_then(self) -> None:
+    def test_failed_since_reports_later_failures_until_a_success(self) -> None:
         avoidance = Avoidance()
         avoidance.failed("x", 5.0)
-        avoidance.failed("x", 5.5)  # avoided already: it failed all the same
+        avoidance.failed("x", 5.5)  # it counts as failed although it is avoided already
         assert avoidance.failed_since("x", 5.5)
         assert not avoidance.failed_since("x", 5.6)
         avoidance.succeeded("x")
         assert not avoidance.failed_since("x", 0.0)
 
-    def test_it_is_bounded(self) -> None:
+    def test_the_number_of_keys_is_bounded(self) -> None:
         avoidance = Avoidance(AvoidanceConfig(keys_max=3))
         for number in range(5):
             avoidance.failed(number, 0.0)
         assert [avoidance.avoided(number, 0.5) for number in range(5)] == [False, False, True, True, True]
 
-    def test_who_failed_longest_ago_is_forgotten_first(self) -> None:
+    def test_the_key_that_failed_longest_ago_is_forgotten_first(self) -> None:
         avoidance = Avoidance(AvoidanceConfig(keys_max=2))
         for now_s, key in ((0.0, "a"), (0.0, "b"), (2.0, "a"), (2.0, "c")):
             avoidance.failed(key, now_s)
         assert [avoidance.failures(key) for key in "abc"] == [2, 0, 1]
 
-    def test_wrong_settings(self) -> None:
+    def test_wrong_settings_are_refused(self) -> None:
         with pytest.raises(UsageError):
-            AvoidanceConfig(first_s=5.0, longest_s=1.0)
+            AvoidanceConfig(pause_first_s=5.0, pause_s_max=1.0)
 
 
 class TestHedgedCall:
-    CONFIG = HedgingConfig(share_max=0.5, saved_max=1.0, attempts_max=3)
+    CONFIG = HedgingConfig(share_max=0.5, budget_max=1.0, attempts_max=3)
 
     def call(self, order: str, after_s: float = 0.2, budget: HedgeBudget | None = None) -> HedgedCall:
         return HedgedCall(order, after_s, budget or HedgeBudget(self.CONFIG), self.CONFIG)
 
-    def test_a_second_is_asked_only_when_the_first_dawdles(self) -> None:
+    def test_a_second_replica_is_asked_only_when_the_first_is_slow(self) -> None:
         call = self.call("ab")
         assert call.poll(10.0) == ["a"]
         assert call.deadline_s() == 10.2
@@ -109,7 +109,7 @@ class TestHedgedCall:
         call.answered("a")
         assert call.winner == "b"
 
-    def test_a_failure_goes_to_the_next_at_once_and_costs_no_budget(self) -> None:
+    def test_after_a_failure_the_next_is_asked_at_once_without_budget(self) -> None:
         budget = HedgeBudget(self.CONFIG)
         call = self.call("abc", budget=budget)
         for replica in "abc":
@@ -118,7 +118,7 @@ class TestHedgedCall:
         assert call.over
         assert call.winner is None
         assert call.poll(0.0) == []
-        assert budget.spend()
+        assert budget.try_spend()
 
     def test_only_one_second_request_and_no_more_attempts_than_allowed(self) -> None:
         call = self.call("abcd")
@@ -126,14 +126,14 @@ class TestHedgedCall:
         assert call.poll(1.0) == ["b"]
         assert call.poll(9.0) == []
         call.failed("b")
-        assert call.poll(9.0) == [], "the first is still out"
+        assert call.poll(9.0) == [], "the first is still pending"
         call.failed("a")
         assert call.poll(9.0) == ["c"]
         call.failed("c")
         assert call.over
 
-    def test_it_is_hedged_once_whoever_fails(self) -> None:
-        config = HedgingConfig(share_max=0.5, saved_max=4.0, attempts_max=4)
+    def test_a_call_is_hedged_once_even_when_replicas_fail(self) -> None:
+        config = HedgingConfig(share_max=0.5, budget_max=4.0, attempts_max=4)
         call = HedgedCall("abcd", 0.2, HedgeBudget(config), config)
         assert (call.poll(0.0), call.poll(0.2)) == (["a"], ["b"])
         for replica in "ab":
@@ -143,7 +143,7 @@ class TestHedgedCall:
         assert call.poll(9.0) == []
 
     def test_the_budget_bounds_second_requests_over_time(self) -> None:
-        config = HedgingConfig(share_max=0.1, saved_max=2.0)
+        config = HedgingConfig(share_max=0.1, budget_max=2.0)
         budget, hedged = HedgeBudget(config), 0
         for _ in range(1000):
             call = HedgedCall("ab", 0.1, budget, config)
@@ -151,7 +151,7 @@ class TestHedgedCall:
             hedged += len(call.poll(1.0))
         assert 100 <= hedged <= 102
 
-    def test_alone_there_is_nothing_to_hedge(self) -> None:
+    def test_a_single_replica_is_not_hedged(self) -> None:
         call = self.call("a")
         assert call.poll(0.0) == ["a"]
         assert call.deadline_s() is None
@@ -159,113 +159,113 @@ class TestHedgedCall:
         assert self.call("").over
 
 
-class TestFleet:
-    def test_the_network_fails_a_peer_a_refusal_only_a_replica(self) -> None:
-        known = fleet()
-        known.unreachable(ONE, 0.0, "gone")
-        known.failed("ffn.0", TWO, 0.0, "NaN")
-        assert known.available("ffn.0", PEERS, 0.5) == [THREE]
-        assert known.available("ffn.1", PEERS, 0.5) == [TWO, THREE]
-        assert known.why_avoided("ffn.1", ONE, 0.5) == "gone"
-        assert known.why_avoided("ffn.0", TWO, 0.5) == "NaN"
-        assert known.why_avoided("ffn.1", TWO, 0.5) is None
-        assert known.available("ffn.0", PEERS, 1.0) == PEERS
+class TestReplicaStats:
+    def test_network_failures_count_against_the_peer_and_refusals_against_the_replica(self) -> None:
+        stats = replica_stats()
+        stats.unreachable(ONE, 0.0, "gone")
+        stats.failed("ffn.0", TWO, 0.0, "NaN")
+        assert stats.available("ffn.0", PEERS, 0.5) == [THREE]
+        assert stats.available("ffn.1", PEERS, 0.5) == [TWO, THREE]
+        assert stats.why_avoided("ffn.1", ONE, 0.5) == "gone"
+        assert stats.why_avoided("ffn.0", TWO, 0.5) == "NaN"
+        assert stats.why_avoided("ffn.1", TWO, 0.5) is None
+        assert stats.available("ffn.0", PEERS, 1.0) == PEERS
 
-    def test_in_need_those_are_asked_that_have_not_failed_since(self) -> None:
-        known = fleet()
-        known.unreachable(ONE, 1.0, "gone")
-        known.failed("e", TWO, 2.0, "NaN")
-        assert known.untried("e", PEERS, 0.5) == [THREE]
-        assert known.untried("f", PEERS, 0.5) == [TWO, THREE]
-        assert known.untried("e", PEERS, 1.5) == [ONE, THREE]
-        assert known.untried("e", PEERS, 2.5) == PEERS
+    def test_not_failed_since_includes_avoided_peers(self) -> None:
+        stats = replica_stats()
+        stats.unreachable(ONE, 1.0, "gone")
+        stats.failed("e", TWO, 2.0, "NaN")
+        assert stats.not_failed_since("e", PEERS, 0.5) == [THREE]
+        assert stats.not_failed_since("f", PEERS, 0.5) == [TWO, THREE]
+        assert stats.not_failed_since("e", PEERS, 1.5) == [ONE, THREE]
+        assert stats.not_failed_since("e", PEERS, 2.5) == PEERS
 
-    def test_calls_go_where_they_are_quick(self) -> None:
-        known = fleet()
+    def test_quick_replicas_get_more_calls(self) -> None:
+        stats = replica_stats()
         for _ in range(30):
-            known.answered("e", ONE, 0.1)
-            known.answered("e", TWO, 0.2)
-        firsts = Counter(known.order("e", [ONE, TWO], 0.0)[0] for _ in range(2000))
+            stats.answered("e", ONE, 0.1)
+            stats.answered("e", TWO, 0.2)
+        firsts = Counter(stats.order("e", [ONE, TWO], 0.0)[0] for _ in range(2000))
         assert firsts[ONE] / firsts[TWO] == pytest.approx(4.0, rel=0.2), (
             "in proportion to the square of 1 / time"
         )
 
-    def test_what_is_in_flight_there_counts(self) -> None:
-        known = fleet(eagerness=50.0)
+    def test_calls_in_flight_lower_a_peers_rank(self) -> None:
+        stats = replica_stats(selection_exponent=50.0)
         for peer in (ONE, TWO):
-            known.answered("e", peer, 0.1)
-        known.begin(ONE)
-        assert known.order("e", [ONE, TWO], 0.0)[0] == TWO
-        known.begin(TWO)
-        known.begin(TWO)
-        assert known.order("e", [ONE, TWO], 0.0)[0] == ONE
+            stats.answered("e", peer, 0.1)
+        stats.begin(ONE)
+        assert stats.order("e", [ONE, TWO], 0.0)[0] == TWO
+        stats.begin(TWO)
+        stats.begin(TWO)
+        assert stats.order("e", [ONE, TWO], 0.0)[0] == ONE
         for _ in range(2):
-            known.end(TWO)
-        known.end(ONE)
-        assert known.expected_s("e", ONE) == known.expected_s("e", TWO) == 0.1
+            stats.end(TWO)
+        stats.end(ONE)
+        assert stats.expected_s("e", ONE) == stats.expected_s("e", TWO) == 0.1
 
-    def test_a_queue_that_a_server_speaks_of_counts_and_its_last_word_more(self) -> None:
-        known = fleet(eagerness=50.0)
+    def test_declared_waits_count_until_a_reported_wait_replaces_them(self) -> None:
+        stats = replica_stats(selection_exponent=50.0)
         for peer in (ONE, TWO):
-            known.answered("e", peer, 0.1)
-        assert known.order("e", [ONE, TWO], 0.0, [3.0, 0.0])[0] == TWO
-        known.said(ONE, 0.0, 10.0)
-        known.said(TWO, 2.0, 10.0)
-        assert known.order("e", [ONE, TWO], 11.0, [3.0, 0.0])[0] == ONE
-        assert known.order("e", [ONE, TWO], 16.0, [3.0, 0.0])[0] == TWO, "a word from long ago"
+            stats.answered("e", peer, 0.1)
+        assert stats.order("e", [ONE, TWO], 0.0, [3.0, 0.0])[0] == TWO
+        stats.wait_reported(ONE, 0.0, 10.0)
+        stats.wait_reported(TWO, 2.0, 10.0)
+        assert stats.order("e", [ONE, TWO], 11.0, [3.0, 0.0])[0] == ONE
+        assert stats.order("e", [ONE, TWO], 16.0, [3.0, 0.0])[0] == TWO, "the reported wait is too old"
 
     def test_the_delay_before_a_second_request_adapts(self) -> None:
-        known = fleet()
-        assert known.hedge_after_s("e", ONE) == 1.0
+        stats = replica_stats()
+        assert stats.hedge_after_s("e", ONE) == 1.0
         for _ in range(50):
-            known.answered("e", ONE, 0.3)
-        assert known.hedge_after_s("e", ONE) == pytest.approx(0.3, abs=0.01)
+            stats.answered("e", ONE, 0.3)
+        assert stats.hedge_after_s("e", ONE) == pytest.approx(0.3, abs=0.01)
         for seconds in (0.1, 0.5) * 50:
-            known.answered("e", ONE, seconds)
-        assert 0.9 < known.hedge_after_s("e", ONE) < 1.3
+            stats.answered("e", ONE, seconds)
+        assert 0.9 < stats.hedge_after_s("e", ONE) < 1.3
         for _ in range(50):
-            known.answered("e", ONE, 0.001)
-        assert known.hedge_after_s("e", ONE) == 0.05
+            stats.answered("e", ONE, 0.001)
+        assert stats.hedge_after_s("e", ONE) == 0.05
 
-    def test_who_dawdled_is_tried_again_only_while_a_second_request_could_save_the_try(self) -> None:
-        """Found with seeds 7 and 8 of the simulated swarm: four slow peers were tried at once, with second
-        requests for two of them.
+    def test_a_slow_peer_is_tried_again_only_while_the_call_could_be_hedged(self) -> None:
+        """Regression (seeds 7 and 8 of the simulated swarm): four slow peers were tried at once, with second
+        requests for only two of them.
         """
-        known = fleet(eagerness=50.0, hedging=HedgingConfig(saved_max=2.0))
-        known.answered("e", THREE, 1.0)
+        stats = replica_stats(selection_exponent=50.0, hedging=HedgingConfig(budget_max=2.0))
+        stats.answered("e", THREE, 1.0)
         for peer in (ONE, TWO):
-            known.overtaken("other", peer, 0.0)
-        assert known.order("e", PEERS, 0.5)[0] == THREE, "for a while they come last"
-        first = known.order("e", PEERS, 2.0)[0]
+            stats.overtaken("other", peer, 0.0)
+        assert stats.order("e", PEERS, 0.5)[0] == THREE, "for a while they come last"
+        first = stats.order("e", PEERS, 2.0)[0]
         assert first in (ONE, TWO), "unknown ones count as quick"
-        known.begin(first)
-        assert known.order("e", [first, THREE], 2.0)[0] == THREE, "it is being tried"
+        stats.begin(first)
+        assert stats.order("e", [first, THREE], 2.0)[0] == THREE, "it is being tried"
         second = ONE if first == TWO else TWO
-        assert known.order("e", PEERS, 2.0)[0] == second
-        assert known.budget.spend()
-        assert known.order("e", PEERS, 2.0)[0] == THREE, "the one that is left is for the first"
-        known.end(first)
-        assert known.order("e", [first, THREE], 2.0)[0] == first
-        assert known.budget.spend()
-        assert known.order("e", [first, THREE], 2.0)[0] == THREE
-        known.answered("other", first, 0.01)
-        assert known.order("e", [first, THREE], 2.0)[0] == first, "it answered: it is like anybody else"
+        assert stats.order("e", PEERS, 2.0)[0] == second
+        assert stats.budget.try_spend()
+        assert stats.order("e", PEERS, 2.0)[0] == THREE, "the last second request is reserved for the first"
+        stats.end(first)
+        assert stats.order("e", [first, THREE], 2.0)[0] == first
+        assert stats.budget.try_spend()
+        assert stats.order("e", [first, THREE], 2.0)[0] == THREE
+        stats.answered("other", first, 0.01)
+        assert stats.order("e", [first, THREE], 2.0)[0] == first, "it answered: it is ranked like the others"
 
-    def test_without_second_requests_who_was_full_is_asked_again_after_a_while(self) -> None:
-        known = fleet(eagerness=50.0, hedging=HedgingConfig(share_max=0.0))
-        known.answered("e", TWO, 1.0)
-        known.full(ONE, 0.0)
-        assert known.order("e", [ONE, TWO], 0.5)[0] == TWO
-        assert known.order("e", [ONE, TWO], 2.0)[0] == ONE
+    def test_without_hedging_a_full_peer_is_asked_again_after_a_while(self) -> None:
+        stats = replica_stats(selection_exponent=50.0, hedging=HedgingConfig(share_max=0.0))
+        stats.answered("e", TWO, 1.0)
+        stats.overloaded(ONE, 0.0)
+        assert stats.order("e", [ONE, TWO], 0.5)[0] == TWO
+        assert stats.order("e", [ONE, TWO], 2.0)[0] == ONE
 
-    def test_memory_is_bounded(self) -> None:
-        known = fleet(replicas_max=2)
+    def test_the_number_of_remembered_replicas_is_bounded(self) -> None:
+        stats = replica_stats(replicas_max=2)
         for peer in PEERS:
-            known.answered("e", peer, 1.0)
-            known.said(peer, 1.0, 0.0)
-        assert known.expected_s("e", ONE) == 0.05
-        assert known.expected_s("e", THREE) == 1.0
+            stats.answered("e", peer, 1.0)
+            stats.wait_reported(peer, 1.0, 0.0)
+        assert stats.expected_s("e", ONE) == 0.05
+        assert stats.expected_s("e", THREE) == 1.0
 
-    def test_an_order_has_everybody_once(self) -> None:
-        known: list[PeerId] = fleet(3).order("e", PEERS, 0.0)
-        assert sorted(known) == sorted(PEERS)
+    def test_an_order_contains_every_peer_once(self) -> None:
+        stats: list[PeerId] = replica_stats(3).order("e", PEERS, 0.0)
+        assert sorted(stats) == sorted(PEERS)

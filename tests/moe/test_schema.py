@@ -1,4 +1,4 @@
-"""Schemas: trees of tensors, as they are written, read and compared."""
+"""Schemas: trees of tensors, packed, unpacked and compared."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NESTED = (
 )
 
 
-def test_nested_values_are_flattened_and_built_again() -> None:
+def test_nested_values_are_flattened_and_rebuilt() -> None:
     tree, tensors = flatten(NESTED)
     assert [str(leaf) for leaf in leaves(tree)] == [
         "float32(batch, 3)",
@@ -38,12 +38,12 @@ def test_nested_values_are_flattened_and_built_again() -> None:
     assert same_structure(tree, flatten(again)[0])
 
 
-def test_a_schema_travels() -> None:
-    schema = ExpertSchema.of(NESTED, {"y": torch.zeros(2, 5)})
+def test_a_packed_schema_unpacks_to_the_same_schema() -> None:
+    schema = ExpertSchema.from_samples(NESTED, {"y": torch.zeros(2, 5)})
     again = ExpertSchema.unpack(schema.packed)
     assert again == schema
     assert again.digest == schema.digest
-    assert ExpertSchema.of(NESTED, {"y": torch.zeros(2, 6)}).digest != schema.digest
+    assert ExpertSchema.from_samples(NESTED, {"y": torch.zeros(2, 6)}).digest != schema.digest
     assert [leaf.is_floating for leaf in schema.input_leaves] == [True, True, False]
     assert len(schema.input_gradient_leaves) == 2
 
@@ -65,12 +65,12 @@ def test_a_schema_travels() -> None:
         b"x" * 10_000,
     ],
 )
-def test_what_a_peer_sends_instead_is_refused(packed: bytes) -> None:
+def test_malformed_schemas_are_refused(packed: bytes) -> None:
     with pytest.raises((PeerError, UsageError)):
         ExpertSchema.unpack(packed)
 
 
-def test_nesting_without_end_is_refused() -> None:
+def test_excessive_nesting_is_refused() -> None:
     packed: object = ["float32", [3]]
     for _ in range(40):
         packed = ["list", packed]
@@ -89,12 +89,12 @@ def test_nesting_without_end_is_refused() -> None:
         torch.zeros(1, dtype=torch.complex64),
     ],
 )
-def test_what_is_no_tree_of_tensors_is_refused(value: object) -> None:
+def test_values_that_are_no_trees_of_tensors_are_refused(value: object) -> None:
     with pytest.raises(UsageError):
         flatten(value)
 
 
-def test_tensors_that_do_not_fit_are_named() -> None:
+def test_an_error_names_the_tensor_that_does_not_fit() -> None:
     expected = (Leaf(torch.float32, (3,)), Leaf(torch.int64, ()))
     assert check(expected, [torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)], "input") == 4
     with pytest.raises(UsageError, match="input 0 should be float32"):

@@ -1,4 +1,4 @@
-"""Tensors as bytes: exact as they are, bounded through codecs, and nothing wrong gets through."""
+"""Tensors as bytes: exact without a codec, bounded errors with one, and malformed payloads are refused."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from moe.protocol.tensors import (
     chunks,
     decode,
     encode,
-    encoded_on_device,
+    encode_on_device,
     expected_bytes,
     finite_flags,
-    joined,
+    join_payloads,
     payload_bytes,
 )
 from swarm.compression import find
@@ -43,27 +43,27 @@ def sample(leaf: Leaf, batch: int) -> torch.Tensor:
     return values > 0 if leaf.dtype == torch.bool else values.abs().to(leaf.dtype)
 
 
-def headers_of(pieces: list) -> list[Header]:  # type: ignore[type-arg]
-    return [Header(one.codec, one.version, one.size_bytes, one.absent) for one in pieces]
+def headers_of(payloads: list) -> list[Header]:  # type: ignore[type-arg]
+    return [Header(one.codec, one.version, one.size_bytes, one.absent) for one in payloads]
 
 
 @pytest.mark.parametrize("batch", [1, 2, 7])
-def test_every_dtype_arrives_as_it_was(batch: int) -> None:
+def test_every_dtype_is_decoded_exactly(batch: int) -> None:
     given = [sample(leaf, batch) for leaf in LEAVES]
-    pieces = encode(given, None)
-    payload = joined(pieces)
-    assert len(payload) == payload_bytes(pieces) == expected_bytes(LEAVES, batch, None)
-    assert check_headers(headers_of(pieces), LEAVES, batch, absent_from=len(LEAVES)) == len(payload)
-    found = decode(headers_of(pieces), LEAVES, batch, payload)
+    payloads = encode(given, None)
+    payload = join_payloads(payloads)
+    assert len(payload) == payload_bytes(payloads) == expected_bytes(LEAVES, batch, None)
+    assert check_headers(headers_of(payloads), LEAVES, batch, absent_from=len(LEAVES)) == len(payload)
+    found = decode(headers_of(payloads), LEAVES, batch, payload)
     assert all(
         one is not None and torch.equal(one, other) and one.dtype == other.dtype
         for one, other in zip(found, given, strict=True)
     )
-    assert b"".join(chunks(pieces)) == payload
+    assert b"".join(chunks(payloads)) == payload
 
 
-def test_it_is_read_in_place() -> None:
-    payload = joined(encode([torch.randn(4, 8)], None))
+def test_uncompressed_tensors_are_views_of_the_payload() -> None:
+    payload = join_payloads(encode([torch.randn(4, 8)], None))
     found = decode([Header(0, 0, 128)], [Leaf(torch.float32, (8,))], 4, payload)[0]
     assert found is not None
     again = decode([Header(0, 0, 128)], [Leaf(torch.float32, (8,))], 4, payload)[0]
@@ -71,23 +71,23 @@ def test_it_is_read_in_place() -> None:
     assert found.data_ptr() == again.data_ptr()
 
 
-def test_large_payloads_are_cut_into_chunks() -> None:
-    pieces = encode(
+def test_large_payloads_are_split_into_chunks() -> None:
+    payloads = encode(
         [torch.randn(1, CHUNK_BYTES // 4 + 1), torch.ones(1, 3), torch.randn(1, CHUNK_BYTES // 2)], None
     )
-    cut = list(chunks(pieces))
+    cut = list(chunks(payloads))
     assert all(0 < len(one) <= CHUNK_BYTES for one in cut)
-    assert b"".join(cut) == joined(pieces)
+    assert b"".join(cut) == join_payloads(payloads)
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_codecs_hold_their_bound(name: str, dtype: torch.dtype) -> None:
+def test_codecs_keep_their_error_bound(name: str, dtype: torch.dtype) -> None:
     codec, leaf = find(name), Leaf(dtype, (100,))
     given = torch.randn(3, 100).to(dtype)
-    pieces = encode([given], codec)
-    assert payload_bytes(pieces) == expected_bytes([leaf], 3, codec)
-    found = decode(headers_of(pieces), [leaf], 3, joined(pieces))[0]
+    payloads = encode([given], codec)
+    assert payload_bytes(payloads) == expected_bytes([leaf], 3, codec)
+    found = decode(headers_of(payloads), [leaf], 3, join_payloads(payloads))[0]
     assert found is not None
     assert found.dtype == dtype
     bound = codec.error_bound(float(given.float().abs().max())) + (0.02 if dtype == torch.bfloat16 else 0.0)
@@ -96,14 +96,14 @@ def test_codecs_hold_their_bound(name: str, dtype: torch.dtype) -> None:
 
 def test_an_absent_gradient_takes_no_bytes() -> None:
     leaf = Leaf(torch.float32, (2,))
-    pieces = encode([None, torch.ones(1, 2)], None)
-    assert pieces[0] is ABSENT
-    assert check_headers(headers_of(pieces), [leaf, leaf], 1, absent_from=0) == 16
-    first, second = decode(headers_of(pieces), [leaf, leaf], 1, joined(pieces))
+    payloads = encode([None, torch.ones(1, 2)], None)
+    assert payloads[0] is ABSENT
+    assert check_headers(headers_of(payloads), [leaf, leaf], 1, absent_from=0) == 16
+    first, second = decode(headers_of(payloads), [leaf, leaf], 1, join_payloads(payloads))
     assert first is None
     assert second is not None
     with pytest.raises(PeerError, match="tensor 0 is missing"):
-        check_headers(headers_of(pieces), [leaf, leaf], 1, absent_from=1)
+        check_headers(headers_of(payloads), [leaf, leaf], 1, absent_from=1)
 
 
 def test_headers_that_do_not_fit_are_refused() -> None:
@@ -125,7 +125,7 @@ def test_nan_and_infinity_are_refused_with_their_place(value: float, dtype: torc
     tensor = torch.zeros(3, 4, dtype=dtype)
     tensor[1, 2] = value
     with pytest.raises(PeerError, match=r"element 6 \(sample 1\)"):
-        decode([Header(0, 0, tensor.nbytes)], [Leaf(dtype, (4,))], 3, joined(encode([tensor], None)))
+        decode([Header(0, 0, tensor.nbytes)], [Leaf(dtype, (4,))], 3, join_payloads(encode([tensor], None)))
 
 
 def test_broken_payloads_are_refused() -> None:
@@ -143,21 +143,21 @@ def test_broken_payloads_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ["", "float32", "float16", "bfloat16", "int8", "int4", "sign"])
 @pytest.mark.parametrize("leaf", LEAVES, ids=str)
-def test_bytes_that_are_made_on_the_device_are_those_of_the_host(name: str, leaf: Leaf) -> None:
+def test_encoding_on_the_device_gives_the_bytes_of_the_host(name: str, leaf: Leaf) -> None:
     given = sample(leaf, 3)
     codec = find(name) if name else None
     (piece,) = encode([given.clone()], codec)
-    header, raw = encoded_on_device(given, codec)
+    header, raw = encode_on_device(given, codec)
     assert header == Header(piece.codec, piece.version, piece.size_bytes)
     assert raw.numpy().tobytes() == bytes(piece.payload)
-    (checked,) = check_payload([header], [leaf], 3, joined([piece]))
-    (expected,) = decode([header], [leaf], 3, joined([piece]))
+    (checked,) = check_payload([header], [leaf], 3, join_payloads([piece]))
+    (expected,) = decode([header], [leaf], 3, join_payloads([piece]))
     assert checked is not None
     assert expected is not None
-    assert torch.equal(checked.decoded(raw), expected)
+    assert torch.equal(checked.decode(raw), expected)
 
 
-def test_flags_tell_which_tensors_are_finite_in_one_call_for_each_dtype() -> None:
+def test_finite_flags_take_one_call_for_each_dtype() -> None:
     tensors: list[torch.Tensor | None] = [torch.tensor([1, 2]), None, torch.empty(0, 3)]
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         tensors.append(torch.full((3, 2), torch.finfo(dtype).max, dtype=dtype))
@@ -178,14 +178,14 @@ def test_flags_tell_which_tensors_are_finite_in_one_call_for_each_dtype() -> Non
     assert finite_flags([torch.tensor([1]), None])[0] == []
 
 
-def test_a_default_dtype_does_not_change_what_is_read() -> None:
+def test_torchs_default_dtype_does_not_change_decoding() -> None:
     codec, leaf = find("int8"), Leaf(torch.float32, (100,))
-    pieces = encode([torch.randn(3, 100, generator=torch.Generator().manual_seed(0))], codec)
-    (expected,) = decode(headers_of(pieces), [leaf], 3, joined(pieces))
+    payloads = encode([torch.randn(3, 100, generator=torch.Generator().manual_seed(0))], codec)
+    (expected,) = decode(headers_of(payloads), [leaf], 3, join_payloads(payloads))
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        (found,) = decode(headers_of(pieces), [leaf], 3, joined(pieces))
+        (found,) = decode(headers_of(payloads), [leaf], 3, join_payloads(payloads))
     finally:
         torch.set_default_dtype(before)
     assert found is not None

@@ -1,4 +1,4 @@
-"""Names of experts: what is one, what is none, and how patterns stand for many."""
+"""Names of experts and patterns of names, valid and invalid."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moe.protocol.names import ExpertGrid, ExpertUid
 from swarm.core.errors import UsageError
 
 
-def test_a_name_reads_back_and_knows_its_prefixes() -> None:
+def test_a_name_is_parsed_and_lists_its_prefixes() -> None:
     uid = ExpertUid.parse("ffn.3.17")
     assert (uid.block, uid.coordinates, str(uid)) == ("ffn", (3, 17), "ffn.3.17")
     assert list(map(str, uid.prefixes)) == ["ffn", "ffn.3"]
@@ -34,12 +34,12 @@ def test_a_name_reads_back_and_knows_its_prefixes() -> None:
         "x" + ".1" * 9,
     ],
 )
-def test_what_is_no_name_is_refused(text: str) -> None:
+def test_invalid_names_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
         ExpertUid.parse(text)
 
 
-def test_a_pattern_stands_for_names() -> None:
+def test_a_pattern_lists_its_names() -> None:
     grid = ExpertGrid.parse("ffn.[1:3].7.[0:2]")
     assert list(map(str, grid.names())) == ["ffn.1.7.0", "ffn.1.7.1", "ffn.2.7.0", "ffn.2.7.1"]
     assert (grid.shape, grid.count, str(grid)) == ((2, 1, 2), 4, "ffn.[1:3].7.[0:2]")
@@ -52,12 +52,12 @@ def test_a_pattern_stands_for_names() -> None:
     "text",
     ["ffn", "ffn.[0:0]", "ffn.[4:2]", "ffn.[0:4097]", "ffn.[a:b]", "ffn.[0:4", "ffn.[]", "ffn.[0:2].x"],
 )
-def test_what_is_no_pattern_is_refused(text: str) -> None:
+def test_invalid_patterns_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
         ExpertGrid.parse(text)
 
 
-def test_a_large_grid_is_counted_and_not_written_out() -> None:
+def test_a_large_grid_is_counted_but_not_listed() -> None:
     grid = ExpertGrid.parse("ffn.[0:4096].[0:4096].[0:4096]")
     assert grid.count == 4096**3
     with pytest.raises(UsageError, match="at most"):

@@ -6,7 +6,7 @@ from typing import Any
 
 from averaging.optim.progress.logic.reports import ProgressReport
 from swarm.core.ids import PeerId
-from swarm.metrics.record import Metrics, RoundTold
+from swarm.metrics.record import Metrics, RoundReport
 from swarm.monitor.logic.model import Look, Model
 from swarm.monitor.logic.tracked import Heard
 from swarm.monitor.logic.view import LinkView, MonitorEvent, RunView
@@ -31,7 +31,7 @@ def metrics(at_s: float, **fields: Any) -> Metrics:
     return Metrics(at_s=at_s, **{**known, **fields})
 
 
-def told(at_s: float, **fields: Any) -> RoundTold:
+def told(at_s: float, **fields: Any) -> RoundReport:
     known: dict[str, Any] = {
         "kind": "epoch",
         "epoch": 7,
@@ -41,7 +41,7 @@ def told(at_s: float, **fields: Any) -> RoundTold:
         "group": "ab",
         "digest": "cd",
     }
-    return RoundTold(at_s=at_s, **{**known, **fields})
+    return RoundReport(at_s=at_s, **{**known, **fields})
 
 
 def claim(at_s: float, **fields: Any) -> ProgressReport:

@@ -12,7 +12,7 @@ import pytest
 from swarm.core.errors import PeerError, UsageError
 from swarm.dht.logic.namespaces import Namespaces
 from swarm.dht.logic.records import Record, encode_value
-from swarm.metrics.record import SHARDS, Metrics, RoundTold, check_own, metrics_key, metrics_keys
+from swarm.metrics.record import SHARDS, Metrics, RoundReport, check_own, metrics_key, metrics_keys
 from tests.monitor.telling import metrics, peer, told
 
 RUN_ID = "a" * 20
@@ -23,8 +23,8 @@ FULL = metrics(
     agent="swarm/0",
     samples=3,
     validation_loss=1.5,
-    given_epoch=6,
-    given_at_s=1e9 - 1,
+    contributed_epoch=6,
+    contributed_at_s=1e9 - 1,
     bytes_up=5,
     bytes_down=6,
     drift=0.1,
@@ -154,7 +154,7 @@ def test_own_metrics_are_numbers_with_names() -> None:
 
 
 def test_texts_are_cut_where_they_are_made() -> None:
-    made = RoundTold.decode(
+    made = RoundReport.decode(
         told(1e9, reason="round", detail="x" * 999, digest="d" * 64, group="e" * 64).encode()
     )
     assert (len(made.detail), len(made.digest), len(made.group)) == (160, 16, 16)

@@ -30,7 +30,12 @@ def exposed(view: MonitorView) -> dict[str, dict[tuple[str, ...], float]]:
 
 def busy() -> Watching:
     watching = Watching(
-        3, own={"accuracy": 0.5}, drift=1e-6, validation_loss=2.5, given_at_s=1_000_000.0, given_epoch=7
+        3,
+        own={"accuracy": 0.5},
+        drift=1e-6,
+        validation_loss=2.5,
+        contributed_at_s=1_000_000.0,
+        contributed_epoch=7,
     )
     watching.present[peer(1)] = {
         "name": 'eve "x"',

@@ -1,4 +1,6 @@
-"""Certificates from PeerIDs: libp2p's own extension, and nothing that was made for another key."""
+"""Tests of certificates derived from PeerIDs: libp2p's own extension is accepted, and one made for another
+key is refused.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def test_both_certificates_name_their_peer(make: object) -> None:
     assert read(pem).not_valid_after_utc.year == 9999
 
 
-def test_py_libp2p_accepts_our_extension_and_we_accept_its() -> None:
+def test_py_libp2p_and_swarm_accept_each_others_extension() -> None:
     from libp2p.crypto.ed25519 import create_new_key_pair
     from libp2p.peer.id import ID
     from libp2p.security.tls.certificate import (
@@ -65,7 +67,7 @@ def test_an_extension_copied_to_another_key_is_refused() -> None:
         tls.peer_of(tls.courtesy_signed(key.public_key(), stolen))
 
 
-def test_a_certificate_without_the_extension_names_nobody() -> None:
+def test_a_certificate_without_the_extension_is_refused() -> None:
     with pytest.raises(PeerError, match="names no peer"):
         tls.peer_of(read(tls.courtesy_ca()))
     with pytest.raises(PeerError, match="names no peer"):
@@ -73,7 +75,7 @@ def test_a_certificate_without_the_extension_names_nobody() -> None:
 
 
 @given(st.data())
-def test_no_other_bytes_pass_for_an_extension(data: st.DataObject) -> None:
+def test_other_bytes_are_refused_as_an_extension(data: st.DataObject) -> None:
     key = ec.derive_private_key(12345, ec.SECP256R1()).public_key()
     raw = bytearray(tls.signed_key_extension(ALICE, key).value)
     place = data.draw(st.integers(0, len(raw) - 1))
@@ -94,7 +96,7 @@ def test_the_server_leaf_is_issued_by_the_identity_alone() -> None:
     assert names == [tls.tls_name(ALICE.peer_id)] != [tls.tls_name(MALLORY.peer_id)]
 
 
-def test_the_check_remembers_a_bounded_number_of_certificates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_checked_certificates_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     check = tls.CallerCheck(entries_max=2)
     first, second, third = (tls.client_certificate(Identity.generate()).certificate_pem for _ in range(3))
     known = [check(pem) for pem in (first, second, third)]

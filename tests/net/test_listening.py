@@ -1,4 +1,4 @@
-"""Which addresses a node listens on and tells others."""
+"""Tests of the addresses that a node listens on and announces."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import pytest
 
 from swarm.core.errors import UsageError
 from swarm.core.ids import Address
-from swarm.net.listening import announced, choose, parse_listen
+from swarm.net.listening import announced, best_addresses, parse_listen
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [("0.0.0.0:4000", ("0.0.0.0", 4000)), ("[::]:0", ("::", 0)), ("localhost:1", ("localhost", 1))],
 )
-def test_listen_is_read(text: str, expected: tuple[str, int]) -> None:
+def test_a_listen_address_is_parsed(text: str, expected: tuple[str, int]) -> None:
     assert parse_listen(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "4000", "0.0.0.0", ":4000", "0.0.0.0:x", "0.0.0.0:70000", "0.0.0.0:-1"])
-def test_a_wrong_listen_is_explained(text: str) -> None:
+def test_an_invalid_listen_address_is_refused_with_a_reason(text: str) -> None:
     with pytest.raises(UsageError, match=r"is not host:port"):
         parse_listen(text)
 
 
-def test_a_wildcard_stands_for_every_useful_address_best_first() -> None:
+def test_a_wildcard_announces_every_useful_address_best_first() -> None:
     hosts = [
         "127.0.0.1",
         "::1",
@@ -34,8 +34,8 @@ def test_a_wildcard_stands_for_every_useful_address_best_first() -> None:
         "2606:4700::1",
         "0.0.0.0",
     ]
-    assert [str(one) for one in choose(hosts, ipv4_only=True)] == ["8.8.8.8", "10.0.0.5", "127.0.0.1"]
-    assert [str(one) for one in choose(hosts, ipv4_only=False)] == [
+    assert [str(one) for one in best_addresses(hosts, ipv4_only=True)] == ["8.8.8.8", "10.0.0.5", "127.0.0.1"]
+    assert [str(one) for one in best_addresses(hosts, ipv4_only=False)] == [
         "8.8.8.8",
         "2606:4700::1",
         "10.0.0.5",
@@ -45,7 +45,7 @@ def test_a_wildcard_stands_for_every_useful_address_best_first() -> None:
 
 def test_a_machine_with_many_addresses_announces_eight() -> None:
     hosts = [f"10.0.0.{number}" for number in range(50)] + ["127.0.0.1"]
-    chosen = choose(hosts, ipv4_only=True)
+    chosen = best_addresses(hosts, ipv4_only=True)
     assert len(chosen) == 8
     assert str(chosen[-1]) == "127.0.0.1"
 
@@ -56,7 +56,7 @@ def test_a_concrete_address_is_announced_as_it_is() -> None:
     assert not any(address.host == "0.0.0.0" for address in announced("0.0.0.0", 4000))
 
 
-def test_an_override_takes_the_place_of_what_is_found() -> None:
+def test_an_override_replaces_the_detected_addresses() -> None:
     given = (
         "203.0.113.7",
         "example.org:5000",

@@ -1,4 +1,4 @@
-"""The peer book: whom to believe, whom to forget, and its copy on disk."""
+"""Tests of the peer book: which addresses it trusts, which peers it forgets, and its copy on disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from swarm.net.peerbook import ADDRESSES_MAX, PeerBook
 
 
 class Time:
-    """Unix time that moves when told."""
+    """Unix time that the test sets."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -35,15 +35,15 @@ def contact(number: int, *ports: int) -> Contact:
 OWN = peer(0)
 
 
-def test_hearsay_comes_after_what_the_peer_says_itself() -> None:
+def test_reported_addresses_come_after_those_that_the_peer_announced() -> None:
     book = PeerBook(OWN, Time())
-    book.learn(contact(1, 10))
+    book.add_reported(contact(1, 10))
     assert book.known()[0].last_seen_s is None
-    book.seen(contact(1, 20), round_trip_s=0.1, agent="swarm/1")
+    book.record_seen(contact(1, 20), round_trip_s=0.1, agent="swarm/1")
     assert book.contact(peer(1)) == contact(1, 20)
-    book.learn(contact(1, 30, 20))
+    book.add_reported(contact(1, 30, 20))
     assert book.contact(peer(1)) == contact(1, 20, 30)
-    book.reached(peer(1), Address("203.0.113.7", 30))
+    book.record_connection(peer(1), Address("203.0.113.7", 30))
     assert book.contact(peer(1)) == contact(1, 30, 20)
     known = book.known()[0]
     assert (known.round_trip_s, known.agent) == (0.1, "swarm/1")
@@ -52,34 +52,36 @@ def test_hearsay_comes_after_what_the_peer_says_itself() -> None:
 
 def test_round_trips_are_smoothed() -> None:
     book = PeerBook(OWN, Time())
-    book.seen(contact(1, 10), round_trip_s=0.1)
-    book.seen(contact(1, 10), round_trip_s=0.2)
-    book.seen(contact(1, 10))
+    book.record_seen(contact(1, 10), round_trip_s=0.1)
+    book.record_seen(contact(1, 10), round_trip_s=0.2)
+    book.record_seen(contact(1, 10))
     assert book.known()[0].round_trip_s == pytest.approx(0.13)
 
 
-def test_a_peer_does_not_know_itself() -> None:
+def test_a_peer_is_not_in_its_own_book() -> None:
     book = PeerBook(OWN, Time())
-    book.seen(contact(0, 10))
-    book.learn(contact(0, 10))
+    book.record_seen(contact(0, 10))
+    book.add_reported(contact(0, 10))
     assert book.known() == []
 
 
-def test_the_book_is_bounded_and_keeps_who_was_seen_last() -> None:
+def test_the_book_is_bounded_and_keeps_the_peers_seen_last() -> None:
     book = PeerBook(OWN, Time(), entries_max=10)
     for number in range(1, 11):
-        book.seen(contact(number, 10))
-    book.reached(peer(1), Address("203.0.113.7", 11))
+        book.record_seen(contact(number, 10))
+    book.record_connection(peer(1), Address("203.0.113.7", 11))
     for number in range(11, 16):
-        book.seen(contact(number, 10))
+        book.record_seen(contact(number, 10))
     assert [known.peer_id for known in book.known()] == [
         peer(n) for n in (15, 14, 13, 12, 11, 1, 10, 9, 8, 7)
     ]
-    book.learn(contact(99, 10))
+    book.add_reported(contact(99, 10))
     assert book.contact(peer(99)) is not None, "a full book must still learn"
-    book.learn(contact(98, 10))
-    assert (book.contact(peer(99)), len(book.known())) == (None, 10), "hearsay makes room first"
-    book.learn(contact(1, *range(100, 200)))
+    book.add_reported(contact(98, 10))
+    assert (book.contact(peer(99)), len(book.known())) == (None, 10), (
+        "peers that were only reported make room first"
+    )
+    book.add_reported(contact(1, *range(100, 200)))
     stored = book.contact(peer(1))
     assert stored is not None
     assert len(stored.addresses) == ADDRESSES_MAX
@@ -88,9 +90,9 @@ def test_the_book_is_bounded_and_keeps_who_was_seen_last() -> None:
 def test_the_copy_on_disk_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "identity.peers"
     book = PeerBook(OWN, Time(), path)
-    book.seen(contact(1, 10), round_trip_s=0.5, agent="swarm/1")
-    book.learn(contact(2, 20, 21))
-    book.learn(contact(3))
+    book.record_seen(contact(1, 10), round_trip_s=0.5, agent="swarm/1")
+    book.add_reported(contact(2, 20, 21))
+    book.add_reported(contact(3))
     book.save()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     again = PeerBook(OWN, Time(), path)
@@ -116,21 +118,23 @@ def test_the_copy_on_disk_is_read_back(tmp_path: Path) -> None:
         "\udcff",
     ],
 )
-def test_a_damaged_copy_is_made_anew(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_copy_is_replaced(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "identity.peers"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with caplog.at_level(logging.WARNING):
         book = PeerBook(OWN, Time(), path)
     assert "cannot be read" in caplog.text
     assert book.known() == []
-    book.learn(contact(1, 10))
+    book.add_reported(contact(1, 10))
     book.save()
     assert json.loads(path.read_text())["peers"][0]["peer_id"] == str(peer(1))
 
 
-def test_a_disk_that_cannot_be_written_stops_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_copy_that_cannot_be_written_is_logged_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
     book = PeerBook(OWN, Time(), tmp_path / "gone" / "identity.peers")
-    book.learn(contact(1, 10))
+    book.add_reported(contact(1, 10))
     book.save()
     assert "cannot be written" in caplog.text

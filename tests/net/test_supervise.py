@@ -1,4 +1,4 @@
-"""The supervisor: failures are logged and stay where they are; at close everything ends."""
+"""Tests of the supervisor: a failure is logged and affects no other task; at close every task ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swarm.runtime import supervise
 from swarm.runtime.supervise import Supervisor
 
 
-def test_a_failure_is_logged_and_touches_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_is_logged_and_affects_no_other_task(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         supervisor, going = Supervisor(), asyncio.Event()
 
@@ -35,7 +35,7 @@ def test_a_failure_is_logged_and_touches_nobody_else(caplog: pytest.LogCaptureFi
     assert "a bug" in caplog.text
 
 
-def test_what_should_run_on_is_started_again(
+def test_a_failed_task_with_restart_is_started_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(supervise, "_BACKOFF_FIRST_S", 0.0)
@@ -56,7 +56,9 @@ def test_what_should_run_on_is_started_again(
     assert caplog.text.count("it will be started again") == 2
 
 
-def test_what_ignores_its_end_is_named_and_left(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_task_that_ignores_its_cancellation_is_logged_and_abandoned(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def scenario() -> None:
         supervisor, release, started = Supervisor(), asyncio.Event(), asyncio.Event()
 
@@ -79,7 +81,7 @@ def test_what_ignores_its_end_is_named_and_left(caplog: pytest.LogCaptureFixture
     assert "stubborn did not stop within" in caplog.text
 
 
-def test_nothing_starts_after_the_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_task_starts_after_close(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         supervisor, ran = Supervisor(), False
 

@@ -1,6 +1,4 @@
-"""A node's bandwidth cap as its streams and calls see it, in virtual time: kept within 5 % and used up,
-whoever shares it.
-"""
+"""Tests of a node's bandwidth cap on streams and calls in virtual time: it is kept within 5 % and used up."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ from swarm.testing.virtual_loop import run_virtual
 
 
 class Unlimited:
-    """A stream on a link without limits: what is sent has left, and there is always a message to take. Counts
-    both.
+    """A stream on a link without limits: sending returns at once, and there is always a message to receive.
+    It counts both.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -50,8 +48,8 @@ class Unlimited:
 def test_a_cap_is_kept_and_used_within_5_per_cent(
     cap: float, streams: int, size_bytes: int, direction: str
 ) -> None:
-    """Bytes on the wire, headers included, while there is always something to send and to take; the other
-    direction has another cap.
+    """Measure bytes on the wire, headers included, while there is always something to send and to receive;
+    the other direction has another cap.
     """
     caps = {"up": cap, "down": 3 * cap} if direction == "up" else {"up": 3 * cap, "down": cap}
 
@@ -60,7 +58,7 @@ def test_a_cap_is_kept_and_used_within_5_per_cent(
             await step()
 
     async def main() -> float:
-        """The rate at which bytes passed."""
+        """Return the rate at which bytes passed."""
         throttle = Throttle(Bandwidth(up_bytes_per_s=caps["up"], down_bytes_per_s=caps["down"]))
         links = [Unlimited(size_bytes) for _ in range(streams)]
         other = throttle.stream(Unlimited(size_bytes))
@@ -89,7 +87,7 @@ def test_a_cap_is_kept_and_used_within_5_per_cent(
     assert 0.95 <= run_virtual(main()) * WIRE_PER_BYTE / cap <= 1.05
 
 
-def test_a_direction_without_a_cap_is_not_held_up() -> None:
+def test_a_direction_without_a_cap_is_not_delayed() -> None:
     async def main() -> float:
         began_s = asyncio.get_running_loop().time()
         stream = Throttle(Bandwidth(up_bytes_per_s=1.0)).stream(Unlimited(1 << 20))

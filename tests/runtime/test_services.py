@@ -1,4 +1,4 @@
-"""One instance of each kind of service per node."""
+"""Tests of the services of a node: one instance of each kind."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class Outer:
         self.inner = owner.services.get(Inner)
 
 
-def test_a_kind_has_one_instance_per_owner_that_knows_its_owner() -> None:
+def test_a_kind_has_one_instance_per_owner() -> None:
     one, other = Owner(), Owner()
     assert one.services.get(Inner) is one.services.get(Inner)
     assert one.services.get(Inner).owner is one
     assert one.services.get(Inner) is not other.services.get(Inner)
 
 
-def test_a_service_may_ask_for_another_while_it_is_made() -> None:
+def test_a_constructor_may_request_another_service() -> None:
     owner = Owner()
     assert owner.services.get(Outer).inner is owner.services.get(Inner)
 
 
-def test_threads_that_ask_at_once_get_the_same_instance() -> None:
+def test_concurrent_threads_get_the_same_instance() -> None:
     owner, together, found = Owner(), threading.Barrier(8), []
 
     def ask() -> None:
@@ -52,7 +52,7 @@ def test_threads_that_ask_at_once_get_the_same_instance() -> None:
     assert len({id(one) for one in found}) == 1
 
 
-def test_a_constructor_that_fails_leaves_nothing_behind() -> None:
+def test_a_failing_constructor_leaves_no_instance() -> None:
     class Fails:
         made = 0
 
@@ -67,7 +67,7 @@ def test_a_constructor_that_fails_leaves_nothing_behind() -> None:
     assert isinstance(owner.services.get(Fails), Fails)
 
 
-def test_a_simulation_puts_its_own_instance() -> None:
+def test_a_simulation_sets_its_own_instance() -> None:
     owner = Owner()
     mine = Inner(owner)
     owner.services.put(Inner, mine)

@@ -1,4 +1,4 @@
-"""What the scenarios of the DHT have in common: services on simulated peers, swarms of them, and what they
+"""Shared helpers of the DHT scenarios: services on simulated peers, swarms of them, and the records that they
 hold.
 """
 
@@ -20,7 +20,9 @@ from swarm.testing.virtual_loop import run_virtual
 async def swarm_of(
     network: SimulatedNetwork, count: int, config: DhtConfig | None = None
 ) -> list[DhtService]:
-    """Peers that joined one after the other, each through one that was there before; settled."""
+    """Return peers that joined one after the other, each through an earlier one, once the swarm has
+    settled.
+    """
     services: list[DhtService] = []
     for _ in range(count):
         service = service_of(network.peer(), config)
@@ -65,7 +67,7 @@ def record_by(writer: SimulatedPeer, value: Any, **changes: Any) -> Record:
 def play(
     scenario: Callable[[SimulatedNetwork], Awaitable[None]], *, seed: int, link: LinkConfig | None = None
 ) -> SimulatedNetwork:
-    """Run a scenario to its end; no handler may have failed."""
+    """Run a scenario to its end, and check that no handler has failed."""
     network = SimulatedNetwork(seed=seed, config=link)
 
     async def run() -> None:

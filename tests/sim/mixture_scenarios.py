@@ -1,5 +1,5 @@
-"""Mixture layers over simulated servers: four of them, each with one row of a grid of sixteen, and the same
-mixture computed here.
+"""Mixture layers over four simulated servers, each with one row of a grid of sixteen experts, and the same
+mixture computed locally.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODULES = experts()
 
 
 def serve_rows(swarm: ExpertSwarm, **settings: float) -> list[SimulatedExperts]:
-    """Four servers; each has one row of the grid."""
+    """Start four servers, each with one row of the grid."""
     return [
         swarm.serve(
             {name: module for name, module in MODULES.items() if name.startswith(f"ffn.{row}.")}, **settings
@@ -44,12 +44,12 @@ def local_mixture(
     x: torch.Tensor,
     alive: set[str] | None = None,
 ) -> torch.Tensor:
-    """The oracle: every expert on every sample, the k best of those alive, softmax over them."""
+    """Compute the oracle: every expert on every sample, the k best of those alive, softmax over them."""
     scores = layer.gate(x)
     names = [name for name in modules if alive is None or name in alive]
     places = [tuple(map(int, name.split(".")[1:])) for name in names]
     logits = torch.stack([scores[0][:, row] + scores[1][:, column] for row, column in places], dim=1)
-    best = logits.topk(min(layer.terms.k_best, len(names)), dim=1)
+    best = logits.topk(min(layer.options.k_best, len(names)), dim=1)
     weights = torch.zeros_like(logits).scatter(1, best.indices, best.values.softmax(dim=1))
     outputs = torch.stack([modules[name](x) for name in names], dim=1)
     return (weights.unsqueeze(-1) * outputs).sum(dim=1)

@@ -1,5 +1,5 @@
-"""Attacks on what the DHT does by itself: comparisons, goodbyes, blobs, replication, tables. Those on
-records: `test_dht_hostile`.
+"""Attacks on the DHT's maintenance: comparisons, goodbyes, blobs, replication, tables. `test_dht_hostile`
+attacks records.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SMALL = DhtConfig(routing=RoutingConfig(bucket_max=8))
 
 
 class Swallower:
-    """Says that it holds whatever it is given, and never has anything; names friends only."""
+    """A peer that claims to store every record and never returns one; it names only its accomplices."""
 
     def __init__(self, peer: SimulatedPeer, friends: list[Contact]) -> None:
         self.peer, self.friends = peer, friends
@@ -78,9 +78,9 @@ class Swallower:
         return DhtHoldsReply(wanted=list(range(0, 4_000_000_000, 400_000)))
 
 
-def test_four_identities_next_to_a_key_hide_nothing() -> None:
-    """They say that they hold what is written and know of nothing: the fifth replica does, and so do those
-    that held it before.
+def test_four_malicious_replicas_cannot_hide_a_record() -> None:
+    """Four identities claim to store a record and deny having it: the fifth replica returns it, and so do
+    earlier holders.
     """
 
     async def scenario(network: SimulatedNetwork) -> None:
@@ -95,7 +95,7 @@ def test_four_identities_next_to_a_key_hide_nothing() -> None:
         liars = [Swallower(peer, [other.contact for other in closest]) for peer in closest]
         for service in services:
             for liar in liars:
-                service.overlay.met(liar.peer.contact)
+                service.overlay.on_answer(liar.peer.contact)
         await services[2].store(key, "after", ttl_s=3600, subkey="after")
         await asyncio.sleep(60)
         for service in services:
@@ -110,14 +110,14 @@ def test_four_identities_next_to_a_key_hide_nothing() -> None:
     play(scenario, seed=1)
 
 
-def test_a_liar_that_wants_everything_and_names_numbers_that_do_not_exist_gets_what_there_is_once() -> None:
+def test_a_peer_that_requests_all_and_invalid_entries_gets_each_record_once() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 3)
         await services[0].store_many([StoreItem(key=f"k{n}", value=n) for n in range(50)], ttl_s=3600)
         liar = Swallower(network.peer(), [])
         network.trace.clear()
         for service in services:
-            service.overlay.met(liar.peer.contact)
+            service.overlay.on_answer(liar.peer.contact)
         await asyncio.sleep(600)
         sent = sum(
             int(line.rsplit(" ", 1)[1])
@@ -129,7 +129,7 @@ def test_a_liar_that_wants_everything_and_names_numbers_that_do_not_exist_gets_w
     play(scenario, seed=2)
 
 
-def test_comparisons_that_are_too_large_or_malformed_are_refused() -> None:
+def test_too_large_or_malformed_comparisons_are_refused() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         (victim,) = await swarm_of(network, 1)
         attacker = network.peer()
@@ -159,12 +159,14 @@ def test_comparisons_that_are_too_large_or_malformed_are_refused() -> None:
         assert victim.storage.store(record, victim.overlay.now_us) is None
         held = DhtHeldKey(key=key, entries=summary(record.key, [record]))
         await call(victim.own(), HOLDS, DhtHoldsRequest(sender=sender, keys=[held]), timeout_s=3)
-        assert victim._replication._compared_s == {}, "and a stranger's word does not stand for the replicas'"
+        assert victim._replication._compared_s == {}, (
+            "a peer that is no replica cannot mark a key as compared"
+        )
 
     play(scenario, seed=3)
 
 
-def test_nobody_says_goodbye_for_another_and_appearing_by_calls_alone_gains_nothing() -> None:
+def test_goodbyes_for_others_are_refused_and_calls_alone_gain_no_place() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 4)
         attacker = network.peer()
@@ -201,9 +203,9 @@ async def ignore(newer: SignedSpecification) -> None:
     return None
 
 
-def test_the_specification_outlives_its_founder_and_forgeries_do_not_even_get_stored() -> None:
-    """Members keep one copy per replica alive long after the founder's would have expired; nobody can put
-    anything beside it.
+def test_a_specification_outlives_its_founder_and_forgeries_are_not_stored() -> None:
+    """Members keep one copy per replica alive long after the founder's would have expired; no other record
+    can be stored under the key.
     """
 
     async def scenario(network: SimulatedNetwork) -> None:
@@ -244,7 +246,7 @@ def test_the_specification_outlives_its_founder_and_forgeries_do_not_even_get_st
             assert [record.writer for record in service.storage.records(key, service.overlay.now_us)] == [
                 owner.peer_id
             ]
-        await directory_of(network, services[5]).publish(two)  # whoever the owner gave it to
+        await directory_of(network, services[5]).publish(two)  # any holder of the blob may publish it
         assert (await directory_of(network, services[9]).specification(one.run_id)).version == 2
         await attacker.store_blob(key, one.blob, ttl_s=24 * 3600)
         assert (await directory_of(network, services[9]).specification(one.run_id)).version == 2
@@ -252,19 +254,19 @@ def test_the_specification_outlives_its_founder_and_forgeries_do_not_even_get_st
     play(scenario, seed=5)
 
 
-def test_rules_hold_for_replicas_readers_and_writers() -> None:
+def test_rules_apply_to_replicas_readers_and_writers() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 6)
-        judge, stranger = services[0], services[1]
+        judge, other_writer = services[0], services[1]
         rules = NamespaceRules(
             writers=frozenset({judge.peer_id}), schema=Number(0, 1), entries_per_writer_max=2
         )
         key = Key.parse("scores/one")
-        await stranger.store(key, "graffiti", ttl_s=3600)  # before anybody knows the rules
+        await other_writer.store(key, "graffiti", ttl_s=3600)  # before any other peer knows the rules
         for service in services[2:]:
             service.register("scores", rules)
         assert await value_at(services[2], key, max_age_s=0) is None, "a reader sees nothing that breaks them"
-        result = await stranger.store(key, "more of it", ttl_s=3600)
+        result = await other_writer.store(key, "more of it", ttl_s=3600)
         assert any("not among those who may write" in refusal for refusal in result.refusals), (
             "a replica keeps nothing of it"
         )
@@ -281,7 +283,7 @@ def test_rules_hold_for_replicas_readers_and_writers() -> None:
     play(scenario, seed=6)
 
 
-def test_a_flood_by_many_identities_leaves_room_for_the_keys_that_are_near() -> None:
+def test_a_flood_by_many_identities_leaves_room_for_near_keys() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         config = DhtConfig(
             storage=StorageConfig(bytes_max=60_000, bytes_far_max=15_000), routing=RoutingConfig(bucket_max=8)
@@ -310,14 +312,14 @@ def test_a_flood_by_many_identities_leaves_room_for_the_keys_that_are_near() -> 
     play(scenario, seed=7)
 
 
-def test_the_longest_addresses_do_not_make_a_bulk_reply_too_large() -> None:
+def test_a_bulk_reply_with_the_longest_addresses_fits_its_limit() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 3)
         crowd = [network.peer() for _ in range(30)]
         label = ".".join(["x" * 60] * 4)
         for peer in crowd:
             contact = Contact(peer.peer_id, tuple(Address(label, 4000 + port) for port in range(8)))
-            services[0].overlay.met(contact)
+            services[0].overlay.on_answer(contact)
         caller = peer_of(network, services[1]).caller
         queries = [DhtFindQuery(key=key_to_wire(Key.parse(f"k{number}"))) for number in range(64)]
         request = DhtFindRequest(sender=contact_to_wire(services[1].own()), queries=queries, nearest_max=1000)
@@ -330,7 +332,9 @@ def test_the_longest_addresses_do_not_make_a_bulk_reply_too_large() -> None:
 
 
 class Endless(Swallower):
-    """Names twenty new peers in every answer, all of them at its own address, nearer and nearer."""
+    """A peer that names twenty new peers in every answer, all at its own address, each nearer than the
+    last.
+    """
 
     async def find(self, caller: PeerId, request: DhtFindRequest) -> DhtFindReply:
         self.calls += 1
@@ -346,14 +350,14 @@ class Endless(Swallower):
         )
 
 
-def test_endless_contacts_end_in_bounded_calls_and_leave_no_trace() -> None:
+def test_endless_contacts_cause_bounded_calls_and_enter_no_table() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 10, SMALL)
         await services[0].store_many([StoreItem(key=f"k{n}", value=n) for n in range(10)], ttl_s=3600)
         liars = [Endless(network.peer(), []) for _ in range(3)]
         for service in services:
             for liar in liars:
-                service.overlay.met(liar.peer.contact)
+                service.overlay.on_answer(liar.peer.contact)
         loop = asyncio.get_running_loop()
         for number in range(10):
             began_s = loop.time()
@@ -372,8 +376,10 @@ def test_endless_contacts_end_in_bounded_calls_and_leave_no_trace() -> None:
     play(scenario, seed=8)
 
 
-def test_values_and_lives_beyond_the_limits_are_refused_by_every_way_in() -> None:
-    """By Store from a stranger, by an answer to a read, and in a bulk of good ones, which are kept."""
+def test_excessive_values_and_lifetimes_are_refused_on_every_path() -> None:
+    """Excessive values and lifetimes arrive in a Store, in the answer to a read, and in a bulk with good
+    records, which are kept.
+    """
 
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 4)
@@ -408,7 +414,7 @@ def test_values_and_lives_beyond_the_limits_are_refused_by_every_way_in() -> Non
 
         Feeder(attacker, [])
         for service in services:
-            service.overlay.met(attacker.contact)
+            service.overlay.on_answer(attacker.contact)
             assert await value_at(service, key, max_age_s=0) == "good"
             assert all(record == good for record in service.storage.records(key, service.overlay.now_us))
         assert holders(services, key)
@@ -416,8 +422,8 @@ def test_values_and_lives_beyond_the_limits_are_refused_by_every_way_in() -> Non
     play(scenario, seed=9)
 
 
-def test_replicated_records_are_checked_like_all_others() -> None:
-    """What comes by hand-over is no more trusted than what comes from a writer."""
+def test_replicated_records_are_validated_like_all_others() -> None:
+    """Records that arrive by hand-over are trusted no more than records from a writer."""
 
     async def scenario(network: SimulatedNetwork) -> None:
         victim, writer, attacker = service_of(network.peer()), network.peer(), network.peer()

@@ -1,4 +1,4 @@
-"""Many keys at once: the same answers as one by one, in far fewer calls."""
+"""Tests of operations on many keys: they give the same answers as single operations, in far fewer calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.sim.dht_scenarios import holders, nearest, peer_of, play, service_of,
 SMALL = DhtConfig(routing=RoutingConfig(bucket_max=8))
 
 
-@pytest.mark.parametrize("count", [6, 30], ids=["who knows everybody", "who does not"])
+@pytest.mark.parametrize("count", [6, 30], ids=["knows all peers", "knows some peers"])
 def test_many_writes_and_reads_equal_single_ones_in_fewer_calls(count: int) -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, count, SMALL)
@@ -53,7 +53,7 @@ def test_many_writes_and_reads_equal_single_ones_in_fewer_calls(count: int) -> N
     play(scenario, seed=1)
 
 
-def test_the_dead_cost_neither_the_keys_nor_their_replicas() -> None:
+def test_dead_peers_cost_bulk_operations_no_key_and_no_replica() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 12, SMALL)
         await services[0].store_many([StoreItem(key=f"old-{n}", value=n) for n in range(60)], ttl_s=600)
@@ -80,7 +80,7 @@ def test_the_dead_cost_neither_the_keys_nor_their_replicas() -> None:
 
 
 def test_large_values_are_split_over_calls() -> None:
-    """Eighty values of 60 kB: neither a request of a megabyte nor a reply of four may grow beyond its limit."""
+    """Eighty values of 60 kB: no request may exceed a megabyte, and no reply four."""
 
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 3)
@@ -98,7 +98,7 @@ def test_large_values_are_split_over_calls() -> None:
     play(scenario, seed=3)
 
 
-def test_what_nobody_answered_for_is_named() -> None:
+def test_keys_without_an_answer_are_among_the_failures() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 3)
         await services[0].store(Key.parse("here"), 1, ttl_s=600)
@@ -114,7 +114,7 @@ def test_what_nobody_answered_for_is_named() -> None:
     play(scenario, seed=4)
 
 
-def test_limits_are_the_callers_to_keep() -> None:
+def test_exceeding_the_bulk_limits_is_a_usage_error() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         (service,) = await swarm_of(network, 1, DhtConfig(bulk_keys_max=10))
         with pytest.raises(UsageError, match="at most 10 keys"):
@@ -132,7 +132,7 @@ def test_limits_are_the_callers_to_keep() -> None:
     play(scenario, seed=5)
 
 
-def test_a_lossy_link_loses_no_key() -> None:
+def test_bulk_operations_lose_no_key_on_a_lossy_link() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 12, SMALL)
         results = await services[0].store_many(

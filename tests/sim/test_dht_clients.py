@@ -1,5 +1,5 @@
-"""Peers that nobody can call: they read and write, and are otherwise nobody's business. And clocks that are
-wrong.
+"""Tests of client peers, which cannot be called: they read and write, but hold nothing. Also of peers with
+wrong clocks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.sim.dht_scenarios import holders, peer_of, play, record_by, service_o
 SMALL = DhtConfig(routing=RoutingConfig(bucket_max=8))
 
 
-def test_client_peers_hold_nothing_and_stand_in_no_table() -> None:
+def test_client_peers_hold_nothing_and_are_in_no_table() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 8, SMALL)
         clients = [service_of(network.peer(dialable=False), SMALL) for _ in range(6)]
@@ -59,8 +59,10 @@ def test_client_peers_hold_nothing_and_stand_in_no_table() -> None:
     play(scenario, seed=1)
 
 
-def test_a_peer_that_claims_an_address_where_it_does_not_answer_is_a_client_for_the_others() -> None:
-    """Behind a router that forwards nothing: it announces what it listens on, and nobody can call it there."""
+def test_a_peer_unreachable_at_its_announced_address_is_treated_as_a_client() -> None:
+    """Behind a router that forwards nothing, a peer announces the address that it listens on, but cannot be
+    called there.
+    """
 
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 6)
@@ -83,7 +85,7 @@ def test_a_peer_that_claims_an_address_where_it_does_not_answer_is_a_client_for_
     play(scenario, seed=2)
 
 
-def test_a_client_that_is_asked_after_all_takes_nothing() -> None:
+def test_a_client_refuses_records() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         (service,) = await swarm_of(network, 1)
         client = service_of(network.peer(dialable=False))
@@ -107,7 +109,7 @@ def test_a_client_that_is_asked_after_all_takes_nothing() -> None:
     play(scenario, seed=3)
 
 
-def test_a_wrong_clock_is_told_so_by_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_peer_with_a_wrong_clock_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 5)
         assert all(service.clock_problem is None for service in services)
@@ -130,7 +132,7 @@ def test_a_wrong_clock_is_told_so_by_name(caplog: pytest.LogCaptureFixture) -> N
     play(scenario, seed=4)
 
 
-def test_of_two_peers_both_are_told_that_one_is_wrong() -> None:
+def test_two_peers_both_warn_that_one_clock_is_wrong() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         one, other = service_of(network.peer()), service_of(network.peer(skew_s=3600.0))
         await other.join([one.own()])
@@ -138,7 +140,7 @@ def test_of_two_peers_both_are_told_that_one_is_wrong() -> None:
         assert text is not None
         assert str(one.peer_id) in text
         assert "3600.0 s ahead" in text
-        assert other.clock.offset_s == 0.0, "nobody can tell which of the two it is"
+        assert other.clock.offset_s == 0.0, "it is unknown which of the two is wrong"
         refused = await other.store(Key.parse("x"), 1, ttl_s=60)
         assert any("one of the two clocks is wrong" in refusal for refusal in refused.refusals)
 

@@ -1,5 +1,5 @@
-"""A swarm that a network cut has split becomes one again: its tables, and what both halves have written
-meanwhile.
+"""A swarm that a network partition has split becomes one again: its tables, and everything that both halves
+wrote meanwhile.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ BOTH_KNOWN = Key.parse("from-before")
 
 
 class OneWayCut(SimulatedNetwork):
-    """Nothing that one side sends reaches the other, neither questions nor answers; the other way all
-    arrives.
+    """A one-way partition: no message from one side reaches the other, neither questions nor answers; the
+    other direction works.
     """
 
     deaf: frozenset[object] = frozenset()
@@ -42,7 +42,7 @@ async def write_on(half: Sequence[DhtService], name: str) -> None:
 
 
 async def assert_one_swarm(services: Sequence[DhtService], names: Sequence[str]) -> None:
-    """Everybody reads what either half wrote, and finds everybody."""
+    """Assert that every peer reads what either half wrote, and finds every other peer."""
     for service in services:
         for name in names:
             for number in range(3):
@@ -53,7 +53,9 @@ async def assert_one_swarm(services: Sequence[DhtService], names: Sequence[str])
 
 
 def joined_up(left: Sequence[DhtService], right: Sequence[DhtService]) -> bool:
-    """Every peer knows somebody of the other half, and the two sides' nearest neighbours know one another."""
+    """Return whether every peer knows a peer of the other half, and the nearest neighbours across the two
+    halves know one another.
+    """
 
     def knows(one: DhtService, others: Sequence[DhtService]) -> int:
         return sum(other.peer_id in one.overlay.table for other in others)
@@ -64,7 +66,7 @@ def joined_up(left: Sequence[DhtService], right: Sequence[DhtService]) -> bool:
 @pytest.mark.parametrize(
     ("minutes", "count"), [(5, 20), (60, 12), pytest.param(60, 60, marks=pytest.mark.slow)]
 )
-def test_two_halves_become_one(minutes: int, count: int) -> None:
+def test_two_halves_merge_after_a_partition(minutes: int, count: int) -> None:
 
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, count, SMALL)
@@ -90,8 +92,10 @@ def test_two_halves_become_one(minutes: int, count: int) -> None:
     play(scenario, seed=minutes + count)
 
 
-def test_the_sample_of_lost_peers_alone_is_enough() -> None:
-    """No book, no bootstrap, and no lookup that leads across: what is left is whom each peer has lost."""
+def test_the_sample_of_lost_peers_alone_merges_a_partition() -> None:
+    """Without a book, a bootstrap or a lookup that leads across, each peer's sample of lost peers must
+    suffice.
+    """
 
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 12, SMALL)
@@ -101,7 +105,7 @@ def test_the_sample_of_lost_peers_alone_is_enough() -> None:
         )
         await asyncio.sleep(1800)
         for service in services:
-            service._upkeep._strangers._told.clear()
+            service._upkeep._rejoin_candidates._bootstrap.clear()
             for known in service.book.known():
                 if known.peer_id not in service.overlay.table:
                     service.book.forget(known.peer_id)
@@ -112,9 +116,9 @@ def test_the_sample_of_lost_peers_alone_is_enough() -> None:
     play(scenario, seed=4)
 
 
-def test_a_cut_in_one_direction_hides_nothing_and_heals() -> None:
-    """Six peers hear the other six and cannot answer them. Neither side waits for the other for ever;
-    afterwards they are one.
+def test_a_one_way_partition_hides_no_record_and_heals() -> None:
+    """Six peers receive from the other six and cannot answer them. Neither side waits for ever, and
+    afterwards they are one swarm.
     """
     network = OneWayCut(seed=3)
 
@@ -149,8 +153,10 @@ def test_a_cut_in_one_direction_hides_nothing_and_heals() -> None:
     run_virtual(scenario())
 
 
-def test_a_peer_alone_finds_the_swarm_again_through_its_book() -> None:
-    """Every peer that it was told to join by is gone for good, and it has lost everybody else for two hours."""
+def test_an_isolated_peer_rejoins_through_its_book() -> None:
+    """All of the peer's bootstrap peers are gone for good, and it has been without any contact for two
+    hours.
+    """
 
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 10)
@@ -170,7 +176,7 @@ def test_a_peer_alone_finds_the_swarm_again_through_its_book() -> None:
     play(scenario, seed=5)
 
 
-def test_bootstraps_are_called_for_ever_and_seldom() -> None:
+def test_bootstrap_peers_are_retried_for_ever_but_rarely() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 4)
         gone = network.peer()
@@ -189,6 +195,6 @@ def test_bootstraps_are_called_for_ever_and_seldom() -> None:
         back = service_of(gone)
         await asyncio.sleep(400)
         assert back.peer_id in late.overlay.table
-        assert len(back.overlay.table) == 5, "and is led to everybody else"
+        assert len(back.overlay.table) == 5, "it finds all others"
 
     play(scenario, seed=6)

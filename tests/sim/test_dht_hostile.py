@@ -1,4 +1,4 @@
-"""Strangers who lie, forge, flood and send nonsense, against the production service."""
+"""Hostile peers that lie, forge, flood and send malformed messages to the production service."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def offer(attacker: SimulatedPeer, victim: DhtService, *records: DhtRecord
     return list(reply.refusals)
 
 
-def test_forged_replayed_and_misdated_records_change_nothing() -> None:
+def test_forged_replayed_and_misdated_records_are_refused() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=1)
         victim, attacker, writer = service_of(network.peer()), network.peer(), network.peer()
@@ -72,7 +72,7 @@ def test_forged_replayed_and_misdated_records_change_nothing() -> None:
     run_virtual(scenario())
 
 
-def test_nonsense_is_refused_and_ends_nothing() -> None:
+def test_malformed_calls_are_refused_and_the_service_continues() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=2)
         victim, attacker = service_of(network.peer()), network.peer()
@@ -129,7 +129,7 @@ def test_nonsense_is_refused_and_ends_nothing() -> None:
     run_virtual(scenario())
 
 
-def test_a_flood_fills_its_own_quota_only() -> None:
+def test_a_flood_fills_only_the_attackers_quota() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=3)
         config = DhtConfig(storage=StorageConfig(entries_per_writer_max=100))
@@ -150,7 +150,7 @@ def test_a_flood_fills_its_own_quota_only() -> None:
 
 
 class Liar:
-    """Answers every call, with records and contacts of its choice."""
+    """A peer that answers every call with records and contacts of its choice."""
 
     def __init__(self, peer: SimulatedPeer, records: list[DhtRecord], contacts: list[WireContact]) -> None:
         self.peer, self.records, self.contacts = peer, records, contacts
@@ -170,7 +170,7 @@ class Liar:
         return DhtStoreReply(refusals=["no " * 1000], nearest=self.contacts)
 
 
-def test_liars_among_the_replicas_mislead_nobody() -> None:
+def test_lying_replicas_do_not_mislead_readers() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=4)
         honest = [service_of(network.peer()) for _ in range(6)]
@@ -193,22 +193,22 @@ def test_liars_among_the_replicas_mislead_nobody() -> None:
             if contacts is nonsense:
                 breaker = liar.peer
             for service in honest:
-                service.overlay.met(liar.peer.contact)
-        told = 0
+                service.overlay.on_answer(liar.peer.contact)
+        refusals = 0
         for number, service in enumerate(honest):
             result = await service.store(KEY, number, ttl_s=60)
             assert result.ok
             assert all(len(refusal) <= 200 for refusal in result.refusals)
-            told += len(result.refusals)
+            refusals += len(result.refusals)
             for other in honest:
                 answer = await other.get(KEY)
                 assert isinstance(answer, Entry)
                 assert answer.value == number
         for service in honest:
-            answer = await service.get(KEY, latest=True)  # asks everybody
+            answer = await service.get(KEY, latest=True)  # asks all peers
             assert isinstance(answer, Entry)
             assert answer.value == len(honest) - 1
-        assert told, "no liar was asked to store anything"
+        assert refusals, "no liar was asked to store anything"
         assert all(service.clock.offset_s == 0.0 for service in honest)
         assert all(breaker.peer_id not in service.overlay.table for service in honest), (
             "who sends nonsense is dropped"
@@ -219,7 +219,7 @@ def test_liars_among_the_replicas_mislead_nobody() -> None:
     run_virtual(scenario())
 
 
-def test_joining_through_a_liar_raises_nothing() -> None:
+def test_joining_through_a_lying_peer_raises_no_error() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=5)
         liar = Liar(network.peer(), [], [WireContact(peer_id=b"nonsense")])
@@ -232,7 +232,7 @@ def test_joining_through_a_liar_raises_nothing() -> None:
     run_virtual(scenario())
 
 
-def test_mistakes_of_the_user_are_named_before_anything_is_sent() -> None:
+def test_usage_errors_are_raised_before_anything_is_sent() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=6)
         service = service_of(network.peer())

@@ -1,4 +1,6 @@
-"""How old an answer may be: what is remembered, who answers by itself, and what no memory brings back."""
+"""Tests of the age of answers: which are cached, which peers answer from memory, and that no cache revives
+deleted entries.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ KEY = Key.parse("thing")
 SMALL = DhtConfig(routing=RoutingConfig(bucket_max=8))
 
 
-def test_answers_are_remembered_for_as_long_as_the_reader_allows() -> None:
+def test_answers_are_cached_for_as_long_as_the_reader_allows() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 8)
         reader = next(service for service in services if service not in nearest(services, KEY))
@@ -50,8 +52,8 @@ def test_answers_are_remembered_for_as_long_as_the_reader_allows() -> None:
 
 
 @pytest.mark.parametrize("ahead", [(2,), (4,), (1, 3), (0, 1, 2)])
-def test_a_majority_is_asked_and_the_others_when_it_is_at_odds(ahead: tuple[int, ...]) -> None:
-    """`ahead`: the replicas, by nearness, that hold a newer record than the others."""
+def test_the_other_replicas_are_asked_only_when_the_majority_disagrees(ahead: tuple[int, ...]) -> None:
+    """`ahead` gives the replicas, numbered by nearness, that hold a newer record than the others."""
 
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 8)
@@ -74,7 +76,7 @@ def test_a_majority_is_asked_and_the_others_when_it_is_at_odds(ahead: tuple[int,
     play(scenario, seed=3)
 
 
-def test_what_only_the_farthest_replica_holds_is_found() -> None:
+def test_a_record_held_only_by_the_farthest_replica_is_found() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 8)
         replicas = nearest(services, KEY)
@@ -86,10 +88,10 @@ def test_what_only_the_farthest_replica_holds_is_found() -> None:
     play(scenario, seed=4)
 
 
-def test_own_writes_and_deletions_are_seen_whatever_is_remembered() -> None:
+def test_own_writes_and_deletions_are_seen_despite_the_cache() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 8)
-        for service in services:  # replicas and others
+        for service in services:  # replicas and other peers
             await service.store(KEY, service.peer_id.short, ttl_s=600)
             assert await value_at(service, KEY, max_age_s=100) == service.peer_id.short
             await service.delete(KEY)
@@ -107,7 +109,7 @@ def test_own_writes_and_deletions_are_seen_whatever_is_remembered() -> None:
     play(scenario, seed=2)
 
 
-def test_a_replica_answers_its_own_reads_while_its_neighbourhood_stands_still() -> None:
+def test_a_replica_answers_its_own_reads_while_its_neighbourhood_is_stable() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 8)
         replica, writer = nearest(services, KEY)[0], nearest(services, KEY, 8)[7]
@@ -133,7 +135,7 @@ def test_a_replica_answers_its_own_reads_while_its_neighbourhood_stands_still() 
     play(scenario, seed=3)
 
 
-def test_a_change_in_the_neighbourhood_ends_it() -> None:
+def test_a_replica_asks_again_after_a_change_of_its_neighbourhood() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 8)
         replica, writer = nearest(services, KEY)[0], nearest(services, KEY, 8)[7]
@@ -146,8 +148,8 @@ def test_a_change_in_the_neighbourhood_ends_it() -> None:
 
         assert not await asks()
         await network.crash(peer_of(network, nearest(services, KEY)[1]))
-        replica.overlay.failed(nearest(services, KEY)[1].peer_id, broke_protocol=True)
-        assert await asks(), "somebody went: what it was given first may not be all any more"
+        replica.overlay.on_failure(nearest(services, KEY)[1].peer_id, broke_protocol=True)
+        assert await asks(), "a neighbour left: its first answer may be incomplete now"
         assert await asks(), "and others may not have noticed yet"
         await asyncio.sleep(3)
         assert not await asks(), "compared since, and quiet for a while"
@@ -158,7 +160,7 @@ def test_a_change_in_the_neighbourhood_ends_it() -> None:
     play(scenario, seed=7)
 
 
-def test_a_machine_that_slept_asks_again() -> None:
+def test_a_replica_asks_again_after_its_machine_was_suspended() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 8)
         replica = nearest(services, KEY)[0]
@@ -166,7 +168,7 @@ def test_a_machine_that_slept_asks_again() -> None:
         network.trace.clear()
         assert await value_at(replica, KEY) == 1
         assert not network.trace
-        # its monotonic clock stood still for an hour, its own time went on
+        # Its monotonic clock stood still for an hour, while its wall clock went on.
         peer_of(network, replica).clock.skew_s += 3600.0
         assert await value_at(replica, KEY) == 1
         assert network.trace
@@ -174,9 +176,9 @@ def test_a_machine_that_slept_asks_again() -> None:
     play(scenario, seed=8)
 
 
-def test_a_new_replica_asks_until_it_has_been_told() -> None:
-    """A dictionary of many writers: who has just become its replica must not take the part that reached it
-    for the whole.
+def test_a_new_replica_asks_until_it_has_received_its_records() -> None:
+    """A dictionary of many writers: a peer that has just become a replica must not answer from the part that
+    reached it.
     """
 
     async def scenario(network: SimulatedNetwork) -> None:
@@ -197,8 +199,8 @@ def test_a_new_replica_asks_until_it_has_been_told() -> None:
     play(scenario, seed=4)
 
 
-def test_reads_and_writes_from_everywhere_are_consistent() -> None:
-    """Every read that begins after a write has ended sees it or a later one: whoever reads, remembers, holds."""
+def test_reads_after_writes_are_consistent_on_every_peer() -> None:
+    """Every read that begins after a write has ended returns that write or a later one, on every peer."""
 
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 10, SMALL)
@@ -229,7 +231,7 @@ def test_reads_and_writes_from_everywhere_are_consistent() -> None:
     play(scenario, seed=5)
 
 
-def test_a_replica_that_lacks_something_is_mended_by_a_read() -> None:
+def test_a_read_repairs_a_replica_that_lacks_a_record() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 8)
         replicas = nearest(services, KEY)
@@ -249,10 +251,10 @@ def test_a_replica_that_lacks_something_is_mended_by_a_read() -> None:
     play(scenario, seed=6)
 
 
-def test_who_is_known_is_not_named_again() -> None:
+def test_answers_omit_peers_that_the_caller_knows() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         one, two, *_ = services = await swarm_of(network, 9)
-        everybody = [service.own() for service in services]
+        all_contacts = [service.own() for service in services]
         caller, sender = peer_of(network, one).caller, one.overlay.sender
 
         async def named(known: bytes) -> list[object]:
@@ -276,30 +278,30 @@ def test_who_is_known_is_not_named_again() -> None:
 
         near = await named(b"")
         assert len(near) == 5
-        assert await named(known_to_wire(everybody)) == []
+        assert await named(known_to_wire(all_contacts)) == []
         for place in range(5):
-            assert await named(known_to_wire(contact for contact in everybody if contact != near[place])) == [
-                near[place]
-            ]
+            assert await named(
+                known_to_wire(contact for contact in all_contacts if contact != near[place])
+            ) == [near[place]]
         assert await named(bytes(8)) == near
         for wrong in (b"1234567", bytes(8 * KNOWN_MAX + 8)):
             with pytest.raises(PeerError, match=f"at most {KNOWN_MAX} known peers"):
                 await named(wrong)
-        assert one.overlay.known == known_to_wire(one.overlay.table)
-        one.overlay.left(two.peer_id)
-        assert one.overlay.known == known_to_wire(one.overlay.table), (
+        assert one.overlay.known_peers == known_to_wire(one.overlay.table)
+        one.overlay.on_goodbye(two.peer_id)
+        assert one.overlay.known_peers == known_to_wire(one.overlay.table), (
             "a list of long ago would hide who came back"
         )
 
     play(scenario, seed=3)
 
 
-def test_a_replica_that_the_reader_has_never_met_is_named_to_it_and_asked() -> None:
+def test_a_replica_unknown_to_the_reader_is_named_and_asked() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 8)
         replicas = nearest(services, KEY)
         reader = next(service for service in services if service not in replicas)
-        reader.overlay.table.failed(replicas[0].peer_id, at_once=True)
+        reader.overlay.table.on_failure(replicas[0].peer_id, at_once=True)
         network.trace.clear()
         await reader.get(KEY)
         own, other = peer_of(network, reader).index, peer_of(network, replicas[0]).index
@@ -309,8 +311,8 @@ def test_a_replica_that_the_reader_has_never_met_is_named_to_it_and_asked() -> N
 
 
 @pytest.mark.parametrize("how", ["crashed", "refusing"])
-def test_a_read_that_fails_everywhere_is_not_called_an_empty_one(how: str) -> None:
-    """At once, and for one key as for many: nobody has said that there is nothing."""
+def test_a_read_fails_when_no_replica_answers(how: str) -> None:
+    """The read fails at once, for one key as for many: no peer has said that there is nothing."""
 
     async def scenario(network: SimulatedNetwork) -> None:
         reader, *others = await swarm_of(network, 5)
@@ -331,8 +333,8 @@ def test_a_read_that_fails_everywhere_is_not_called_an_empty_one(how: str) -> No
     play(scenario, seed=3)
 
 
-def test_a_search_that_nobody_answers_ends_and_says_so() -> None:
-    """Also when the reader would wait for longer, and however many answers come that lead nowhere."""
+def test_a_search_without_answers_ends_with_an_error() -> None:
+    """This holds even if the reader would wait longer, and for any number of answers that lead nowhere."""
 
     async def scenario(network: SimulatedNetwork) -> None:
         reader, *others = await swarm_of(network, 8, DhtConfig(search_timeout_s=2.0))

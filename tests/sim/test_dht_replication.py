@@ -1,4 +1,4 @@
-"""As many copies as there should be, whoever comes and goes; and no more traffic than that takes."""
+"""Tests of replication under churn: the number of copies is kept, without excess traffic."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.sim.dht_scenarios import holders, nearest, peer_of, play, record_by, 
 SMALL = DhtConfig(routing=RoutingConfig(bucket_max=8, near_count=10))
 
 
-def test_departures_one_after_the_other_lose_nothing() -> None:
-    """Twenty of thirty peers die, one every four minutes: far more than all replicas of any key, and nobody
-    renews a record.
+def test_successive_departures_lose_no_record() -> None:
+    """Twenty of thirty peers die, one every four minutes: far more than the replicas of any key, and no
+    record is renewed.
     """
 
     async def scenario(network: SimulatedNetwork) -> None:
@@ -64,9 +64,9 @@ def test_a_repair_sends_each_record_about_once() -> None:
     play(scenario, seed=2)
 
 
-def test_goodbyes_are_heard_and_leave_nothing_behind() -> None:
-    """What only the leaver holds is handed on, its neighbours forget it at once, and all of it is done in its
-    time.
+def test_a_leaving_peer_hands_over_its_records_and_is_forgotten() -> None:
+    """Records that only the leaving peer holds are handed over, its neighbours forget it at once, all within
+    its time limit.
     """
 
     async def scenario(network: SimulatedNetwork) -> None:
@@ -97,9 +97,9 @@ def test_goodbyes_are_heard_and_leave_nothing_behind() -> None:
     play(scenario, seed=3)
 
 
-def test_holders_compare_what_they_hold_now_and_then_and_only_once_between_them() -> None:
-    """A replica that lost a record (a restart, a quota that was full) gets it back; in between the holders
-    exchange a few bytes.
+def test_one_holder_of_a_key_compares_it_periodically() -> None:
+    """A replica that lost a record (a restart, a full quota) gets it back; between comparisons the holders
+    exchange few bytes.
     """
 
     async def scenario(network: SimulatedNetwork) -> None:
@@ -124,13 +124,13 @@ def test_holders_compare_what_they_hold_now_and_then_and_only_once_between_them(
     play(scenario, seed=4)
 
 
-def test_a_tombstone_is_replicated_like_any_record_and_nothing_brings_the_dead_back() -> None:
+def test_a_tombstone_is_replicated_and_deleted_entries_stay_deleted() -> None:
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 12, SMALL)
         key = Key.parse("thing")
         await services[0].store(key, "old", ttl_s=8 * 3600)
         late = nearest(services, key)[1]
-        peer_of(network, late).frozen = True  # it will have missed the deletion
+        peer_of(network, late).frozen = True  # it misses the deletion
         assert (await services[0].delete(key)).replicas >= 4
         await asyncio.sleep(30)
         peer_of(network, late).frozen = False
@@ -155,7 +155,7 @@ def test_a_tombstone_is_replicated_like_any_record_and_nothing_brings_the_dead_b
 
 @pytest.mark.parametrize("seed", [6, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 16))])
 def test_reads_survive_churn(seed: int) -> None:
-    """A fifth of the peers is exchanged in ten minutes; records live for an hour and nobody renews them."""
+    """A fifth of the peers is exchanged in ten minutes; records live for an hour and are not renewed."""
 
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 40, SMALL)
@@ -180,8 +180,10 @@ def test_reads_survive_churn(seed: int) -> None:
     play(scenario, seed=seed)
 
 
-def test_a_swarm_at_rest_is_quiet() -> None:
-    """Nobody asks anything: who was heard from is not pinged, who has lived for long is pinged seldom."""
+def test_an_idle_swarm_causes_little_traffic() -> None:
+    """Without operations, a peer heard from recently is not pinged, and a long-lived peer is pinged
+    rarely.
+    """
 
     async def scenario(network: SimulatedNetwork) -> None:
         services = await swarm_of(network, 20)
@@ -197,6 +199,6 @@ def test_a_swarm_at_rest_is_quiet() -> None:
         )
         assert messages < 1200, "per peer and hour; 794 for forty peers when this was written"
         assert size_bytes < 250_000, "147 kB for forty peers"
-        assert all(len(service.overlay.table) >= 16 for service in services), "and nobody was forgotten"
+        assert all(len(service.overlay.table) >= 16 for service in services), "no peer was forgotten"
 
     play(scenario, seed=8)

@@ -17,7 +17,7 @@ from tests.sim.dht_scenarios import peer_of, service_of, value_at
 
 
 async def swarm_of(network: SimulatedNetwork, count: int) -> list[DhtService]:
-    """Peers that joined one after the other, each through one that was there before."""
+    """Return peers that joined one after the other, each through an earlier one."""
     services: list[DhtService] = []
     for _ in range(count):
         peer = network.peer()
@@ -25,7 +25,7 @@ async def swarm_of(network: SimulatedNetwork, count: int) -> list[DhtService]:
         if services:
             await service.join([network.rng.choice(services).own()])
         services.append(service)
-    await asyncio.sleep(1)  # whoever was called by a newcomer checks that it can be called back
+    await asyncio.sleep(1)  # peers that a newcomer called check that it can be called back
     return services
 
 
@@ -71,9 +71,9 @@ def test_store_and_get_are_one_round_each_in_a_small_swarm() -> None:
     run_virtual(scenario())
 
 
-def test_a_newcomer_counts_as_soon_as_it_has_called() -> None:
-    """A bug once: a store right after the last peer had joined left that one out until its answer to a ping
-    had come.
+def test_a_newcomer_is_a_replica_as_soon_as_it_has_called() -> None:
+    """Regression test: a store right after the last peer had joined omitted that peer until its answer to a
+    ping had arrived.
     """
 
     async def scenario() -> None:
@@ -90,7 +90,7 @@ def test_a_newcomer_counts_as_soon_as_it_has_called() -> None:
     run_virtual(scenario())
 
 
-def test_newcomers_are_handed_what_they_should_hold() -> None:
+def test_newcomers_receive_the_records_they_should_hold() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=3)
         (founder,) = await swarm_of(network, 1)
@@ -112,7 +112,7 @@ def test_newcomers_are_handed_what_they_should_hold() -> None:
     run_virtual(scenario())
 
 
-def test_a_hundred_peers_of_which_some_crash() -> None:
+def test_a_hundred_peers_keep_their_records_when_some_crash() -> None:
     seed = 4
 
     async def scenario() -> None:
@@ -162,7 +162,7 @@ async def stop_all(network: SimulatedNetwork, services: Sequence[DhtService]) ->
         await network.crash(peer_of(network, service))
 
 
-def test_joining_is_retried_until_the_bootstrap_comes_up() -> None:
+def test_joining_is_retried_until_the_bootstrap_peer_is_up() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=7)
         bootstrap = network.peer()
@@ -181,7 +181,7 @@ def test_joining_is_retried_until_the_bootstrap_comes_up() -> None:
     run_virtual(scenario())
 
 
-def test_a_frozen_peer_delays_reads_once_or_twice_and_not_for_ever() -> None:
+def test_a_frozen_peer_delays_at_most_a_few_reads() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=8)
         services = await swarm_of(network, 4)
@@ -216,7 +216,7 @@ def test_operations_end_by_their_timeout() -> None:
         started_s = loop.time()
         result = await services[0].store(Key.parse("nowhere"), 1, ttl_s=60, timeout_s=0.3)
         assert loop.time() - started_s == pytest.approx(0.3, abs=0.01)
-        assert (result.ok, result.replicas) == (True, 1)  # here, at least
+        assert (result.ok, result.replicas) == (True, 1)  # at least on the writer itself
         await finish(network)
 
     run_virtual(scenario())
@@ -233,14 +233,14 @@ def test_concurrent_reads_share_a_search() -> None:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(value_at(services[1], key)) for _ in range(20)]
         assert [task.result() for task in tasks] == [1] * 20
-        # it holds a copy itself, and two more are a majority of the replicas
+        # It holds a copy itself, and two more are a majority of the replicas.
         assert len(network.trace) - before == 2 * 2
         await finish(network)
 
     run_virtual(scenario())
 
 
-def test_a_read_after_a_write_sees_it_whoever_wrote() -> None:
+def test_a_read_after_a_write_by_any_peer_sees_it() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=11)
         services = await swarm_of(network, 6)
@@ -254,14 +254,14 @@ def test_a_read_after_a_write_sees_it_whoever_wrote() -> None:
     run_virtual(scenario())
 
 
-def test_deletion_stays_deleted_and_lets_others_be() -> None:
+def test_a_deleted_entry_stays_deleted_and_other_entries_remain() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=12)
         services = await swarm_of(network, 8)
         key = Key.parse("public/dictionary")
         for number, service in enumerate(services):
             await service.store(key, number, ttl_s=600, subkey="same" if number < 2 else f"sub{number}")
-        # its own, which does not exist: nobody else's
+        # Deletes this peer's own entry, which does not exist, and no other.
         assert (await services[0].delete(key, subkey="sub5")).ok
         answer = await services[3].get(key)
         assert isinstance(answer, dict)
@@ -277,7 +277,7 @@ def test_deletion_stays_deleted_and_lets_others_be() -> None:
         assert (await services[1].delete(key, subkey="same")).replicas == 5
         answer = await services[3].get(key)
         assert isinstance(answer, dict)
-        assert answer["same"].value == 0  # the other writer's comes to light
+        assert answer["same"].value == 0  # the other writer's entry becomes visible
         assert len(await services[4].get_all(key)) == 7
         await asyncio.sleep(601)
         assert await services[3].get(key) is None
@@ -309,7 +309,7 @@ def test_a_wrong_clock_is_corrected_from_its_peers() -> None:
     run_virtual(scenario())
 
 
-def test_a_healed_cut_becomes_one_swarm() -> None:
+def test_a_healed_partition_becomes_one_swarm() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=14)
         services = await swarm_of(network, 12)

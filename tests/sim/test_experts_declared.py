@@ -1,5 +1,5 @@
-"""Experts declared in a simulated DHT: found level by level, by replica, and forgotten when their server is
-gone.
+"""Experts declared in a simulated DHT are found level by level, by replica, and forgotten when their server
+is dead.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def test_replicas_are_found_level_by_level_best_first_and_withdrawn() -> None:
     run_virtual(scenario())
 
 
-def test_experts_are_renewed_and_those_of_a_server_that_died_are_forgotten() -> None:
+def test_declarations_are_renewed_and_those_of_a_dead_server_expire() -> None:
     async def scenario() -> None:
         network, services = await grown(2, 5)
         declared = declarations(services[1], uids("ffn.0"), ttl_s=30.0, renew_s=10.0)
@@ -119,7 +119,7 @@ def test_a_large_grid_takes_a_record_per_prefix_and_server() -> None:
     run_virtual(scenario())
 
 
-def test_servers_name_their_grids_for_whoever_knows_none() -> None:
+def test_grids_are_listed_for_readers_that_know_none() -> None:
     async def scenario() -> None:
         network, services = await grown(4, 6)
         directory = Directory(services[4])
@@ -132,7 +132,7 @@ def test_servers_name_their_grids_for_whoever_knows_none() -> None:
         )
         assert (await services[3].store_many([hostile], ttl_s=30.0))[0].ok
         found = [str(grid) for grid in await directory.grids(timeout_s=10.0)]
-        # most servers first; each counts once; what is no grid's name is nobody's business
+        # most servers first; each counts once; invalid grid names are ignored
         assert found == ["ffn", "attention", "mine"]
         await first.withdraw()
         assert [str(grid) for grid in await directory.grids(timeout_s=10.0)] == ["ffn", "mine"]

@@ -1,6 +1,4 @@
-"""What mixture layers do when servers die, freeze, dawdle, refuse or answer nonsense. Virtual time, from
-seeds.
-"""
+"""Mixture layers whose servers die, freeze, slow down, refuse or answer nonsense, in virtual time."""
 
 from __future__ import annotations
 
@@ -13,6 +11,7 @@ import torch
 
 from moe.client.logic.hedging import HedgingConfig
 from moe.client.mixture.layer import MixtureConfig
+from moe.client.replicas.calling import ReplicaCalls
 from swarm.core.errors import NotEnoughPeers
 from swarm.testing.expert_swarm import ExpertSwarm
 from tests.sim.mixture_scenarios import (
@@ -34,7 +33,7 @@ def swarm() -> Iterator[ExpertSwarm]:
         yield one
 
 
-def test_those_who_are_gone_are_passed_over_and_the_gate_renormalises(swarm: ExpertSwarm) -> None:
+def test_dead_experts_are_passed_over_and_the_weights_renormalised(swarm: ExpertSwarm) -> None:
     servers = serve_rows(swarm)
     layer, x = layer_of(swarm), batch()
     output_of(layer, x)
@@ -44,7 +43,7 @@ def test_those_who_are_gone_are_passed_over_and_the_gate_renormalises(swarm: Exp
     assert report is not None
     assert set(report.failed) == {f"ffn.1.{column}" for column in range(4)}
     survivors = {name for name in MODULES if not name.startswith("ffn.1.")}
-    # chosen among all, mixed over those who answered
+    # selected among all, weighted over those that answered
     scores = layer.gate(x)
     everything = (scores[0][:, :, None] + scores[1][:, None, :]).flatten(1)
     best = everything.topk(4, dim=1).indices
@@ -52,7 +51,7 @@ def test_those_who_are_gone_are_passed_over_and_the_gate_renormalises(swarm: Exp
     for sample in range(len(x)):
         chosen = [place for place in best[sample].tolist() if names[place] in survivors]
         if not chosen:
-            continue  # replaced; below
+            continue  # replaced; tested below
         weights = everything[sample, chosen].softmax(0)
         wanted = sum(
             weight * MODULES[names[place]](x[sample : sample + 1])[0]
@@ -67,11 +66,11 @@ def test_those_who_are_gone_are_passed_over_and_the_gate_renormalises(swarm: Exp
     assert_close(gradients(layer, again, x), gradients(layer, wanted_again, x))
 
 
-def test_a_sample_that_lost_all_its_experts_gets_the_next_best(swarm: ExpertSwarm) -> None:
+def test_a_sample_that_lost_all_its_experts_gets_the_next_best_ones(swarm: ExpertSwarm) -> None:
     servers = serve_rows(swarm)
     layer, x = layer_of(swarm, k_best=2, k_min=2), batch()
     with torch.no_grad():
-        layer.gate.projection.bias[0] += 100.0  # everybody wants row 0
+        layer.gate.projection.bias[0] += 100.0  # all samples prefer row 0
     output_of(layer, x)
     swarm.crash(servers[0])
     output = output_of(layer, x)
@@ -84,7 +83,7 @@ def test_a_sample_that_lost_all_its_experts_gets_the_next_best(swarm: ExpertSwar
     )
 
 
-def test_who_is_late_is_dropped_then_avoided_for_a_growing_while(swarm: ExpertSwarm) -> None:
+def test_a_late_server_is_dropped_and_avoided_for_growing_pauses(swarm: ExpertSwarm) -> None:
     servers = serve_rows(swarm)
     layer, x = layer_of(swarm), batch()
     output_of(layer, x)
@@ -99,7 +98,7 @@ def test_who_is_late_is_dropped_then_avoided_for_a_growing_while(swarm: ExpertSw
             waits_s.append(at_s)
             assert set(layer.last_forward.failed.values()) == {"it was too late"}
             assert 0.5 <= layer.last_forward.seconds < 0.7, (
-                "k_min was there at once; the others had half a second"
+                "k_min answers came at once; the others had half a second"
             )
         else:
             assert layer.last_forward.seconds < 0.1
@@ -115,7 +114,7 @@ def test_who_is_late_is_dropped_then_avoided_for_a_growing_while(swarm: ExpertSw
     assert any(name.startswith("ffn.2.") for name in layer.last_forward.answered), "it is used again"
 
 
-def test_an_expert_that_answers_nonsense_is_dropped_and_blamed(swarm: ExpertSwarm) -> None:
+def test_an_expert_that_answers_nan_is_dropped_and_avoided(swarm: ExpertSwarm) -> None:
     servers = serve_rows(swarm)
     servers[3].poisoned.add("ffn.3.1")
     layer, x = layer_of(swarm), batch()
@@ -135,7 +134,9 @@ def test_an_expert_that_answers_nonsense_is_dropped_and_blamed(swarm: ExpertSwar
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_with_nobody_left_the_layer_does_what_it_was_told(swarm: ExpertSwarm, allowed: bool) -> None:
+def test_without_experts_the_layer_raises_or_returns_zeros_as_configured(
+    swarm: ExpertSwarm, allowed: bool
+) -> None:
     servers = serve_rows(swarm)
     layer, x = layer_of(swarm, allow_zero_outputs=allowed), batch()
     output_of(layer, x)
@@ -154,9 +155,7 @@ def test_with_nobody_left_the_layer_does_what_it_was_told(swarm: ExpertSwarm, al
             ):
                 layer(x)
     swarm.restart(servers[0])
-    assert output_of(layer, x).any(dim=1).all(), (
-        "at once: when nobody else is left, those who are avoided are asked"
-    )
+    assert output_of(layer, x).any(dim=1).all(), "at once: avoided servers are asked when no other is left"
 
 
 def test_a_branch_lost_in_the_backward_pass_is_dropped(swarm: ExpertSwarm) -> None:
@@ -173,7 +172,7 @@ def test_a_branch_lost_in_the_backward_pass_is_dropped(swarm: ExpertSwarm) -> No
     assert torch.isfinite(found[0]).all()
 
 
-def test_backward_k_min_is_an_error_when_it_is_not_met(swarm: ExpertSwarm) -> None:
+def test_backward_raises_when_backward_k_min_is_not_met(swarm: ExpertSwarm) -> None:
     servers = serve_rows(swarm)
     layer, x = layer_of(swarm, backward_k_min=4), batch()
     output = output_of(layer, x)
@@ -182,7 +181,7 @@ def test_backward_k_min_is_an_error_when_it_is_not_met(swarm: ExpertSwarm) -> No
         output.sum().backward()  # type: ignore[no-untyped-call]
 
 
-def test_a_network_that_delivers_twice_trains_once() -> None:
+def test_duplicated_messages_train_once() -> None:
     with ExpertSwarm(seed=9) as swarm:
         servers = serve_rows(swarm, learning_rate=0.1)
         layer, x = layer_of(swarm), batch()
@@ -195,9 +194,9 @@ def test_a_network_that_delivers_twice_trains_once() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_slow_replica_is_hedged_and_used_less(seed: int) -> None:
-    """Half of the servers become slow at once. As many calls as second requests were saved up lose a moment;
-    an expert beyond these, if the draw sent more to the slow half, is replaced for its samples. After that
-    nobody is tried again who could not be hedged.
+    """Half of the servers become slow at once. As many calls are delayed for a moment as second requests had
+    accumulated; an expert beyond these, if the draw sent more calls to the slow half, is replaced for its
+    samples. After that no slow server is tried again unless the call could be hedged.
     """
     with ExpertSwarm(seed=seed) as swarm:
         fast, slow = serve_rows(swarm), serve_rows(swarm)
@@ -217,7 +216,7 @@ def test_a_slow_replica_is_hedged_and_used_less(seed: int) -> None:
             to_slow.append(sum(server.forwards.total() for server in slow) - before)
             assert layer.last_forward is not None
             late = [list(MODULES).index(name) for name in layer.last_forward.failed]
-            assert len(late) <= max(to_slow[0] - HedgingConfig().saved_max, 0) * (step == 0), (
+            assert len(late) <= max(to_slow[0] - HedgingConfig().budget_max, 0) * (step == 0), (
                 layer.last_forward.failed
             )
             unharmed = ~torch.isin(best, torch.tensor(late)).any(dim=1)
@@ -229,7 +228,7 @@ def test_a_slow_replica_is_hedged_and_used_less(seed: int) -> None:
         assert sum(server.forwards.total() for server in fast) > 16 * 12
 
 
-def test_a_full_server_is_passed_over_and_not_blamed(swarm: ExpertSwarm) -> None:
+def test_a_full_server_is_passed_over_and_not_avoided(swarm: ExpertSwarm) -> None:
     one, two = serve_rows(swarm), serve_rows(swarm)
     for server in one:
         server.full = True
@@ -239,18 +238,18 @@ def test_a_full_server_is_passed_over_and_not_blamed(swarm: ExpertSwarm) -> None
         assert layer.last_forward is not None
         assert not layer.last_forward.failed
     assert all(server.forwards for server in two)
-    fleet = layer._remote.calls.fleet
+    stats = swarm.node.service(ReplicaCalls.from_node).stats
     peers = [server.peer.peer_id for server in one]
-    assert all(fleet.why_avoided(name, peer, swarm.now_s) is None for peer in peers for name in MODULES)
+    assert all(stats.why_avoided(name, peer, swarm.now_s) is None for peer in peers for name in MODULES)
 
 
-def test_newcomers_are_found_and_who_leaves_is_forgotten(swarm: ExpertSwarm) -> None:
+def test_new_servers_are_found_and_dead_ones_forgotten(swarm: ExpertSwarm) -> None:
     swarm.serve({name: MODULES[name] for name in list(MODULES)[:4]})
     layer, x = layer_of(swarm), batch()
     output_of(layer, x)
     newcomer = swarm.serve({name: MODULES[name] for name in list(MODULES)[4:]})
     swarm.sleep(2.5)
-    output_of(layer, x)  # knows the old grid, and reads anew behind the trainer's back
+    output_of(layer, x)  # uses the cached grid, and reads it again in the background
     swarm.sleep(0.5)
     output_of(layer, x)
     assert layer.last_forward is not None
@@ -264,7 +263,7 @@ def test_newcomers_are_found_and_who_leaves_is_forgotten(swarm: ExpertSwarm) -> 
     assert not layer.last_forward.failed
 
 
-def test_replacements_can_be_switched_off(swarm: ExpertSwarm) -> None:
+def test_no_replacement_is_asked_when_replacements_max_is_0(swarm: ExpertSwarm) -> None:
     servers = serve_rows(swarm)
     layer, x = (
         layer_of(swarm, allow_zero_outputs=True, k_best=1, config=MixtureConfig(replacements_max=0)),
@@ -279,7 +278,7 @@ def test_replacements_can_be_switched_off(swarm: ExpertSwarm) -> None:
     assert torch.equal(~output.any(dim=1), lost)
 
 
-def test_a_step_that_is_given_up_leaves_nothing_behind(swarm: ExpertSwarm) -> None:
+def test_a_forward_pass_that_times_out_leaves_no_task(swarm: ExpertSwarm) -> None:
     serve_rows(swarm, compute_s=5.0)
     layer = layer_of(swarm, forward_timeout_s=1.0)
     with pytest.raises(NotEnoughPeers):
@@ -292,13 +291,13 @@ def test_a_step_that_is_given_up_leaves_nothing_behind(swarm: ExpertSwarm) -> No
 
 
 def test_a_frozen_server_that_holds_all_experts_of_a_sample_costs_no_timeout(swarm: ExpertSwarm) -> None:
-    """Found by killing processes: nothing fails when a server freezes, so that its samples waited for the
+    """Regression, found by killing processes: a frozen server causes no error, so its samples waited for the
     whole `forward_timeout_s`.
     """
     servers = serve_rows(swarm)
     layer, x = layer_of(swarm, k_best=2), batch()
     with torch.no_grad():
-        layer.gate.projection.bias[0] += 2.0  # most want row 0, some do not
+        layer.gate.projection.bias[0] += 2.0  # most samples prefer row 0
     output_of(layer, x)
     servers[0].peer.frozen = True
     begun_s = swarm.now_s
@@ -325,6 +324,6 @@ def test_a_server_that_freezes_before_the_backward_pass_costs_no_timeout(swarm: 
 
 
 def test_slow_experts_are_waited_for_when_there_are_no_others(swarm: ExpertSwarm) -> None:
-    swarm.serve(MODULES, compute_s=0.5)  # one after the other: 8 seconds for all
+    swarm.serve(MODULES, compute_s=0.5)  # one request after the other: 8 seconds for all
     layer, x = layer_of(swarm, timeout_after_k_min_s=30.0, k_min=4), batch()
     assert torch.allclose(output_of(layer, x), local_mixture(layer, MODULES, x), atol=1e-5)

@@ -1,5 +1,5 @@
-"""A training loop over sixteen experts on four simulated servers that crash, freeze and come back every few
-seconds: from seeds.
+"""A training loop over sixteen experts on four simulated servers that crash, freeze and return every few
+seconds, from seeds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def modules(row: int) -> dict[str, nn.Module]:
 
 
 class Events:
-    """Every few seconds a server crashes, freezes, or one that did comes back."""
+    """Every few seconds a server crashes or freezes, or one that did returns."""
 
     def __init__(self, swarm: ExpertSwarm, servers: list[SimulatedExperts], seed: int) -> None:
         self._swarm, self._servers, self._chance = swarm, servers, Chance(seed, "events")
@@ -60,7 +60,7 @@ class Events:
 
 
 def train(seed: int) -> tuple[list[float], Counter[str], str, list[float]]:
-    """(losses, events, what the network saw, seconds of each step)."""
+    """Return (losses, events, traffic of the network, seconds of each step)."""
     with ExpertSwarm(seed) as swarm:
         servers = [swarm.serve(modules(row), learning_rate=0.05) for row in range(4)]
         events = Events(swarm, servers, seed)
@@ -84,9 +84,9 @@ def train(seed: int) -> tuple[list[float], Counter[str], str, list[float]]:
             begun_s = swarm.now_s
             x = torch.randn(32, 4)
             hidden = before(x)
-            mixed = layer(hidden)
-            assert isinstance(mixed, torch.Tensor)
-            loss = (after(hidden + mixed) - 3.0 * truth(x)).square().mean()
+            output = layer(hidden)
+            assert isinstance(output, torch.Tensor)
+            loss = (after(hidden + output) - 3.0 * truth(x)).square().mean()
             optimizer.zero_grad()
             loss.backward()
             assert all(one.grad is not None and torch.isfinite(one.grad).all() for one in before.parameters())
@@ -101,7 +101,7 @@ def train(seed: int) -> tuple[list[float], Counter[str], str, list[float]]:
 @pytest.mark.parametrize(
     "seed", [4, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3, 5, 6))]
 )
-def test_training_goes_on_while_servers_come_and_go(seed: int) -> None:
+def test_training_continues_while_servers_crash_and_return(seed: int) -> None:
     losses, counts, _, took_s = train(seed)
     assert len(losses) == STEPS, "no step failed"
     assert sum(counts.values()) >= 5, counts

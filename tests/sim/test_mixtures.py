@@ -1,4 +1,4 @@
-"""Mixture layers over simulated servers equal the same mixture computed here. Virtual time."""
+"""Mixture layers over simulated servers equal the same mixture computed locally. Virtual time."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from moe.client.replicas.calling import ReplicaCalls
 from swarm.core.errors import UsageError
 from swarm.testing.expert_swarm import ExpertSwarm
 from tests.sim.mixture_scenarios import (
@@ -49,7 +50,7 @@ def test_the_experts_learn_as_local_ones_would(swarm: ExpertSwarm) -> None:
                 assert torch.allclose(there, parameter - 0.1 * parameter.grad, atol=1e-5)
 
 
-def test_one_call_for_each_expert_and_batch(swarm: ExpertSwarm) -> None:
+def test_each_expert_is_called_once_per_batch(swarm: ExpertSwarm) -> None:
     servers = serve_rows(swarm)
     layer = layer_of(swarm)
     for _ in range(3):
@@ -60,7 +61,7 @@ def test_one_call_for_each_expert_and_batch(swarm: ExpertSwarm) -> None:
     assert sum(server.rows.total() for server in servers) == 3 * 256 * 4
 
 
-def test_a_second_backward_pass_of_one_forward_counts_as_well(swarm: ExpertSwarm) -> None:
+def test_a_second_backward_pass_of_one_forward_is_applied_as_well(swarm: ExpertSwarm) -> None:
     servers = serve_rows(swarm, learning_rate=0.1)
     layer, x = layer_of(swarm), batch()
     output = output_of(layer, x)
@@ -94,7 +95,7 @@ def test_inputs_and_losses_that_are_not_finite_reach_no_expert(swarm: ExpertSwar
     assert not any(server.backwards for server in servers)
 
 
-def test_inputs_of_another_precision_or_without_gradient(swarm: ExpertSwarm) -> None:
+def test_inputs_of_another_precision_or_without_gradient_work(swarm: ExpertSwarm) -> None:
     servers = serve_rows(swarm, learning_rate=0.1)
     layer, x = layer_of(swarm), batch()
     output = output_of(layer, x.to(torch.bfloat16))
@@ -110,7 +111,7 @@ def test_inputs_of_another_precision_or_without_gradient(swarm: ExpertSwarm) -> 
         assert not output_of(layer, x).requires_grad
 
 
-def test_inputs_with_dimensions_between_are_gated_by_their_mean(swarm: ExpertSwarm) -> None:
+def test_inputs_with_middle_dimensions_are_gated_by_their_mean(swarm: ExpertSwarm) -> None:
     sample = torch.zeros(1, 3, WIDTH)
     swarm.serve(MODULES, sample=sample)
     layer = layer_of(swarm)
@@ -138,16 +139,16 @@ def test_steps_do_not_wait_for_the_dht(swarm: ExpertSwarm) -> None:
     serve_rows(swarm)
     layer, x = layer_of(swarm), batch()
     output_of(layer, x)
-    atlas = layer._remote.calls.atlas
-    reads = atlas.reads
+    directory = swarm.node.service(ReplicaCalls.from_node).directory
+    reads = directory.reads
     for _ in range(8):
         output_of(layer, x)
         assert layer.last_forward is not None
         assert layer.last_forward.seconds < 0.03
-    assert atlas.reads - reads <= 1
+    assert directory.reads - reads <= 1
 
 
-def test_wrong_arguments_are_the_callers_fault(swarm: ExpertSwarm) -> None:
+def test_wrong_arguments_raise_usage_errors(swarm: ExpertSwarm) -> None:
     serve_rows(swarm)
     for wrong in (
         {"k_best": 0},

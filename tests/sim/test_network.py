@@ -1,4 +1,4 @@
-"""The simulated network itself: what it delivers, what it loses, and that a seed repeats."""
+"""Tests of the simulated network: what it delivers, what it loses, and that a seed repeats a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def echo(caller: PeerId, request: WireContact) -> WireContact:
     return WireContact(peer_id=caller.to_bytes(), addresses=request.addresses)
 
 
-def test_calls_travel_and_errors_are_those_of_the_transport() -> None:
+def test_calls_are_delivered_and_raise_the_transports_errors() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=1, config=LinkConfig(delay_s=0.05, jitter=0.0))
         one, two = network.peer(), network.peer()
@@ -71,7 +71,7 @@ def test_calls_travel_and_errors_are_those_of_the_transport() -> None:
     run_virtual(scenario())
 
 
-def test_streams_keep_order_end_and_break() -> None:
+def test_streams_keep_the_order_of_messages_and_end_or_break() -> None:
     async def double(stream: Stream) -> None:
         while (message := await stream.receive()) is not None:
             if message == b"refuse":
@@ -162,7 +162,7 @@ def test_a_duplicated_request_is_handled_twice_and_answered_once() -> None:
     run_virtual(scenario())
 
 
-def test_messages_overtake_one_another() -> None:
+def test_messages_can_overtake_one_another() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=6, config=LinkConfig(jitter=0.0, reorder=0.2, reorder_s=0.5))
         one, two = network.peer(), network.peer()
@@ -186,7 +186,7 @@ def test_messages_overtake_one_another() -> None:
     run_virtual(scenario())
 
 
-def test_a_cut_may_be_one_way_and_heals_alone() -> None:
+def test_a_partition_can_be_one_way_and_heals_by_itself() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=7)
         peers = [network.peer() for _ in range(3)]
@@ -219,13 +219,13 @@ def test_a_cut_may_be_one_way_and_heals_alone() -> None:
     run_virtual(scenario())
 
 
-def test_the_dead_may_be_silent() -> None:
+def test_a_dead_peer_can_be_silent() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=8, config=LinkConfig(dead_are_silent=True))
         one, two = network.peer(), network.peer()
-        nobody = Contact(two.peer_id, (Address("10.9.9.9", 9),))
+        absent = Contact(two.peer_id, (Address("10.9.9.9", 9),))
         await network.crash(two)
-        for contact in (two.contact, nobody):
+        for contact in (two.contact, absent):
             started_s = asyncio.get_running_loop().time()
             with pytest.raises(DeadlineExceeded):
                 await one.caller.call(contact, ECHO, WireContact(), timeout_s=2)
@@ -235,7 +235,7 @@ def test_the_dead_may_be_silent() -> None:
     run_virtual(scenario())
 
 
-def test_a_clock_drifts() -> None:
+def test_a_simulated_clock_drifts() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=9)
         right, wrong = network.peer(), network.peer(skew_s=-5.0, drift=1e-3)
@@ -253,7 +253,7 @@ def test_a_peer_book_on_disk_outlives_a_restart(tmp_path: Path) -> None:
     async def scenario(disk: Path | None) -> list[PeerId]:
         network = SimulatedNetwork(seed=10, disk=disk)
         one, two = network.peer(), network.peer()
-        one.book.seen(two.contact)
+        one.book.record_seen(two.contact)
         await network.crash(one)
         network.restart(one)
         return [known.peer_id for known in one.book.known()]
@@ -270,13 +270,15 @@ from swarm.testing.virtual_loop import run_virtual
 from tests.sim.test_network import ECHO, echo, exchange
 
 print(run_virtual(exchange()))
-config = ScenarioConfig(seed=5, peers=15, hours=0.03, name="crash", faults_s=80.0, settle_s=20.0, repair_s=1e9, every_s=5.0)
+config = ScenarioConfig(
+    seed=5, peers=15, hours=0.03, name="crash", faults_s=80.0, settle_s=20.0, repair_s=1e9, every_s=5.0
+)
 print(run_scenario(config).digest)
 """
 
 
 async def exchange() -> str:
-    """A few hundred messages with every adversity, between handlers that do nothing."""
+    """Exchange a few hundred messages under every adversity, between handlers that do nothing."""
     network = SimulatedNetwork(seed=11, config=LinkConfig(loss=0.1, duplication=0.1, reorder=0.1))
     peers = [network.peer() for _ in range(8)]
     for peer in peers:
@@ -295,9 +297,9 @@ async def exchange() -> str:
     return network.digest
 
 
-def test_the_order_of_hashes_changes_nothing() -> None:
-    """The same scenarios in processes whose sets of text are ordered differently; and the first one as it was
-    on every Python so far.
+def test_the_hash_seed_does_not_change_a_trace() -> None:
+    """Run the same scenarios in processes with different hash orders of strings, and compare the first with
+    its trace on every Python so far.
     """
     digests = []
     for hash_seed in ("1", "2"):
@@ -312,7 +314,7 @@ def test_the_order_of_hashes_changes_nothing() -> None:
     assert digests[0].split()[0] == run_virtual(exchange()) == EXCHANGE_DIGEST
 
 
-def test_chances_are_the_same_on_every_python() -> None:
+def test_random_choices_are_the_same_on_every_python() -> None:
     chance = Chance(7, "pinned")
     drawn = [
         chance.below(100),
@@ -327,7 +329,7 @@ def test_chances_are_the_same_on_every_python() -> None:
     assert Chance(7, "pinned").random() != Chance(7, "other").random()
 
 
-def test_virtual_time_ends_what_would_hang() -> None:
+def test_a_scenario_that_would_hang_ends_in_virtual_time() -> None:
     async def hang() -> None:
         await asyncio.Event().wait()
 

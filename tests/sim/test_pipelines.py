@@ -1,5 +1,5 @@
-"""Pipelines over simulated servers: equal to the same stages computed here; peers that die, freeze and dawdle
-on the way. Virtual time.
+"""Pipelines over simulated servers equal the same stages computed locally, also when peers die, freeze or are
+slow. Virtual time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def swarm() -> Iterator[ExpertSwarm]:
 def serve(
     swarm: ExpertSwarm, servers: int = 3, replicas: int = 1, **settings: float
 ) -> list[list[SimulatedExperts]]:
-    """The stages cut into as many runs as there are servers, each run held by `replicas` of them."""
+    """Split the stages into one run per server; each run is hosted by `replicas` of them."""
     share = STAGES // servers
     return [
         [
@@ -85,7 +85,7 @@ def test_values_and_gradients_equal_the_local_model(swarm: ExpertSwarm, samples:
     assert pipeline.last_forward.rerouted == []
 
 
-def test_micro_batches_travel_at_the_same_time(swarm: ExpertSwarm) -> None:
+def test_micro_batches_are_processed_concurrently(swarm: ExpertSwarm) -> None:
     serve(swarm, servers=6, compute_s=0.1)
     took_s = {}
     for in_flight in (1, 8):
@@ -121,7 +121,7 @@ def test_every_stage_learns_once_per_micro_batch(swarm: ExpertSwarm) -> None:
 
 
 @pytest.mark.parametrize("how", ["crash", "freeze"])
-def test_a_peer_that_goes_in_the_forward_pass_is_replaced(swarm: ExpertSwarm, how: str) -> None:
+def test_a_peer_that_dies_in_the_forward_pass_is_replaced(swarm: ExpertSwarm, how: str) -> None:
     servers = serve(swarm, replicas=2)
     pipeline, x = pipeline_of(swarm, config=PipelineConfig(stage_timeout_s=2.0)), batch()
     check_both_ways(pipeline, x)
@@ -133,7 +133,7 @@ def test_a_peer_that_goes_in_the_forward_pass_is_replaced(swarm: ExpertSwarm, ho
 
 @pytest.mark.parametrize("how", ["crash", "freeze"])
 @pytest.mark.parametrize("run", [0, 1, 2])
-def test_a_peer_that_goes_between_forward_and_backward_is_replaced(
+def test_a_peer_that_dies_between_forward_and_backward_is_replaced(
     swarm: ExpertSwarm, how: str, run: int
 ) -> None:
     servers = serve(swarm, replicas=2)
@@ -173,12 +173,12 @@ def test_a_stage_whose_only_peer_restarts_is_waited_for(swarm: ExpertSwarm) -> N
     assert 4.0 < swarm.now_s - begun_s < 8.0
 
 
-def test_a_stage_that_nobody_holds_is_named(swarm: ExpertSwarm) -> None:
+def test_an_error_names_the_stage_that_nobody_hosts(swarm: ExpertSwarm) -> None:
     serve(swarm)
     swarm.crash(swarm.servers[1])
     pipeline = pipeline_of(swarm, forward_timeout_s=5.0)
     begun_s = swarm.now_s
-    with pytest.raises(NotEnoughPeers, match=r"stage block\.2 was not done within 5 s"):
+    with pytest.raises(NotEnoughPeers, match=r"stage block\.2 was not computed within 5 s"):
         pipeline(batch())
     assert swarm.now_s - begun_s < 6.0
 
@@ -193,7 +193,7 @@ def test_quick_peers_get_more_of_the_work(swarm: ExpertSwarm) -> None:
     assert work[0] > 2 * work[1] > 0
 
 
-def test_a_second_backward_and_a_nonfinite_loss(swarm: ExpertSwarm) -> None:
+def test_a_second_backward_is_applied_and_a_nonfinite_loss_is_not(swarm: ExpertSwarm) -> None:
     servers = serve(swarm, learning_rate=0.01)
     pipeline, x = pipeline_of(swarm, micro_batch_size=16), batch()
     output = through(pipeline, x)
@@ -207,7 +207,7 @@ def test_a_second_backward_and_a_nonfinite_loss(swarm: ExpertSwarm) -> None:
     assert {version for (server,) in servers for version in server.versions.values()} == {2}
 
 
-def test_wrong_arguments_are_the_callers_fault(swarm: ExpertSwarm) -> None:
+def test_wrong_arguments_raise_usage_errors(swarm: ExpertSwarm) -> None:
     serve(swarm)
     for wrong in ({"micro_batch_size": 0}, {"forward_timeout_s": 0.0}, {"backward_timeout_s": -1.0}):
         with pytest.raises(UsageError):

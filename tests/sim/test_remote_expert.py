@@ -1,5 +1,5 @@
-"""One expert on other peers, called like a module, over simulated servers: equal to the module here, whoever
-dies, and applied once.
+"""A remote expert over simulated servers equals the local module, survives dead replicas, and is trained once
+per backward pass.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from moe.client.remote import RemoteExpert
+from moe.client.replicas.calling import ReplicaCalls
 from swarm.core.errors import NetworkError, NotEnoughPeers, UsageError
 from swarm.testing.expert_swarm import ExpertSwarm
 from tests.sim.mixture_scenarios import MODULES, WIDTH, batch, layer_of, output_of
@@ -33,7 +34,7 @@ def check_both_ways(expert: RemoteExpert) -> None:
     assert torch.allclose(*(torch.autograd.grad(one.square().sum(), x)[0] for one in outputs), atol=1e-6)
 
 
-def test_it_goes_on_while_one_replica_lives_and_when_another_has_come(swarm: ExpertSwarm) -> None:
+def test_calls_succeed_while_one_replica_is_alive(swarm: ExpertSwarm) -> None:
     servers = [swarm.serve({NAME: MODULE}) for _ in range(3)]
     expert = RemoteExpert(swarm.node, NAME, forward_timeout_s=5.0)
     for server in servers[:2]:
@@ -51,13 +52,15 @@ def test_it_goes_on_while_one_replica_lives_and_when_another_has_come(swarm: Exp
         expert(batch())
 
 
-def test_it_and_the_layers_of_a_node_learn_from_each_other_whom_to_avoid(swarm: ExpertSwarm) -> None:
+def test_experts_and_layers_of_a_node_share_what_they_avoid(swarm: ExpertSwarm) -> None:
     one, two = swarm.serve(MODULES), swarm.serve(MODULES)
     layer, expert = layer_of(swarm), RemoteExpert(swarm.node, NAME)
     output_of(layer, batch())
     expert(batch())
     swarm.crash(one)
-    while not layer._remote.calls.fleet.why_avoided("ffn.3.3", one.peer.peer_id, swarm.now_s):
+    while not swarm.node.service(ReplicaCalls.from_node).stats.why_avoided(
+        "ffn.3.3", one.peer.peer_id, swarm.now_s
+    ):
         expert(batch())
     output_of(layer, batch())
     assert layer.last_forward is not None
@@ -65,7 +68,7 @@ def test_it_and_the_layers_of_a_node_learn_from_each_other_whom_to_avoid(swarm: 
     assert two.forwards
 
 
-def test_an_answer_that_was_lost_is_asked_for_again_and_applied_once(swarm: ExpertSwarm) -> None:
+def test_a_backward_pass_whose_answer_was_lost_is_repeated_and_applied_once(swarm: ExpertSwarm) -> None:
     server = swarm.serve({NAME: MODULE}, learning_rate=0.1)
     expert, local = RemoteExpert(swarm.node, NAME, backward_timeout_s=10.0), copy.deepcopy(MODULE)
     server.lose_replies = 1
@@ -80,7 +83,7 @@ def test_an_answer_that_was_lost_is_asked_for_again_and_applied_once(swarm: Expe
         assert torch.allclose(there, parameter - 0.1 * parameter.grad, atol=1e-6)
 
 
-def test_a_second_backward_and_a_nonfinite_loss(swarm: ExpertSwarm) -> None:
+def test_a_second_backward_is_applied_and_a_nonfinite_loss_is_not(swarm: ExpertSwarm) -> None:
     server = swarm.serve({NAME: MODULE}, learning_rate=0.1)
     expert, x = RemoteExpert(swarm.node, NAME), batch()
     y = expert(x)
@@ -94,7 +97,7 @@ def test_a_second_backward_and_a_nonfinite_loss(swarm: ExpertSwarm) -> None:
     assert list(server.versions.values()) == [2]
 
 
-def test_what_cannot_be_sent_is_asked_of_nobody(swarm: ExpertSwarm) -> None:
+def test_invalid_inputs_reach_no_server(swarm: ExpertSwarm) -> None:
     server = swarm.serve({NAME: MODULE})
     expert = RemoteExpert(swarm.node, NAME)
     with pytest.raises(UsageError, match="NaN"):
@@ -102,4 +105,4 @@ def test_what_cannot_be_sent_is_asked_of_nobody(swarm: ExpertSwarm) -> None:
     with pytest.raises(UsageError, match="float32"):
         expert(torch.zeros(2, WIDTH + 1))
     assert not server.forwards
-    assert copy.deepcopy(nn.Sequential(expert))[0]._remote is expert._remote
+    assert copy.deepcopy(nn.Sequential(expert))[0]._bridge is expert._bridge

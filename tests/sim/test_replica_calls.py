@@ -1,5 +1,5 @@
-"""Calls of one expert among its replicas, the calls themselves scripted: retries, deadlines, blame; and what
-is known of who is there.
+"""Calls of one expert among its replicas, with scripted servers: retries, deadlines, avoidance; and the
+directory cache.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from moe.client.logic.replica_stats import ReplicaStats
 from moe.client.replicas.calling import ForwardCall, ForwardResult, ReplicaCalls
-from moe.client.replicas.directory_cache import AtlasConfig, ExpertDirectoryCache
+from moe.client.replicas.directory_cache import DirectoryCacheConfig, ExpertDirectoryCache
 from moe.protocol.calls import UNCOMPRESSED, BackwardReply, ExpertClient, ForwardReply, GradientPass
 from moe.protocol.declarations import ExpertReplica, GridBranch
 from moe.protocol.errors import ExpertApplied, ExpertFailed, ExpertMissing, ExpertOverloaded, ExpertRefused
@@ -38,7 +38,7 @@ Answer = Callable[[], Awaitable[None]]
 
 
 class Scripted:
-    """Stands where `ExpertCalls` would: each call waits, then raises or answers, as told per peer."""
+    """A stand-in for `ExpertCalls`: each call waits, then raises or answers, as scripted per peer."""
 
     def __init__(
         self,
@@ -65,12 +65,12 @@ class Scripted:
         self,
         replica: ExpertReplica,
         uid: ExpertUid,
-        forwarded: ForwardReply,
+        forward_reply: ForwardReply,
         tensors: GradientPass,
         **settings: Any,
     ) -> BackwardReply:
         self.asked.append((asyncio.get_running_loop().time(), replica.peer_id))
-        self.request_ids.append(forwarded.request_id)
+        self.request_ids.append(forward_reply.request_id)
         try:
             async with asyncio.timeout(settings["timeout_s"]):
                 await self._play(self._backward.pop(0) if self._backward else 0.1)
@@ -97,25 +97,27 @@ def calls_of(scripted: Scripted, table: Table | None = None) -> ReplicaCalls:
 def forward(
     calls: ReplicaCalls, replicas: Sequence[ExpertReplica], deadline_s: float = 10.0
 ) -> Awaitable[ForwardResult]:
-    return calls.forward(ForwardCall(UID, replicas, INPUTS, True), deadline_s=deadline_s, travel=UNCOMPRESSED)
+    return calls.forward(ForwardCall(UID, replicas, INPUTS, True), deadline_s=deadline_s, codecs=UNCOMPRESSED)
 
 
-def made() -> ForwardResult:
+def forward_result() -> ForwardResult:
     return ForwardResult(
         UID, REPLICAS[0], ForwardReply(outputs=[INPUTS[0]], version=1, request_id=b"one", wait_s=0.0)
     )
 
 
 def backward(calls: ReplicaCalls, deadline_s: float = 10.0) -> Awaitable[BackwardReply]:
-    return calls.backward(made(), GradientPass(INPUTS, INPUTS), deadline_s=deadline_s, travel=UNCOMPRESSED)
+    return calls.backward(
+        forward_result(), GradientPass(INPUTS, INPUTS), deadline_s=deadline_s, codecs=UNCOMPRESSED
+    )
 
 
-def anybody(calls: ReplicaCalls, timeout_s: float = 10.0) -> Awaitable[ForwardResult]:
+def forward_any(calls: ReplicaCalls, timeout_s: float = 10.0) -> Awaitable[ForwardResult]:
     deadline_s = asyncio.get_running_loop().time() + timeout_s
-    return calls.forward_of(UID, INPUTS, keep=True, deadline_s=deadline_s, travel=UNCOMPRESSED)
+    return calls.forward_any(UID, INPUTS, keep=True, deadline_s=deadline_s, codecs=UNCOMPRESSED)
 
 
-def test_a_failure_goes_to_the_next_replica_at_once() -> None:
+def test_after_a_failure_the_next_replica_is_asked_at_once() -> None:
     async def scenario() -> None:
         scripted = Scripted({PEERS[0]: NetworkError("gone"), PEERS[1]: ExpertFailed("NaN")})
         calls = calls_of(scripted)
@@ -127,29 +129,29 @@ def test_a_failure_goes_to_the_next_replica_at_once() -> None:
     run_virtual(scenario())
 
 
-def test_a_replica_that_dawdles_is_overtaken_and_comes_last_then() -> None:
+def test_a_slow_replica_is_overtaken_and_then_comes_last() -> None:
     async def scenario() -> None:
         scripted = Scripted({PEERS[0]: 30.0, PEERS[1]: 0.2})
         calls = calls_of(scripted)
-        calls.fleet.answered(str(UID), PEERS[1], 5.0)  # so that the other is asked first
+        calls.stats.answered(str(UID), PEERS[1], 5.0)  # so that the other is asked first
         answer = await forward(calls, REPLICAS[:2])
         assert answer.replica.peer_id == PEERS[1]
         assert asyncio.get_running_loop().time() == pytest.approx(1.2), (
-            "a second of patience with the unknown, 0.2 for the answer"
+            "a second until the unknown replica is hedged, 0.2 for the answer"
         )
-        assert calls.fleet.available(str(UID), PEERS[:2], 1.2) == [PEERS[1]]
+        assert calls.stats.available(str(UID), PEERS[:2], 1.2) == [PEERS[1]]
         assert len([task for task in asyncio.all_tasks() if task is not asyncio.current_task()]) == 0
 
     run_virtual(scenario())
 
 
-def test_the_one_that_dawdles_may_still_win() -> None:
+def test_a_slow_replica_may_still_answer_first() -> None:
     async def scenario() -> None:
         calls = calls_of(Scripted({PEERS[0]: 1.5, PEERS[1]: 9.0}))
-        calls.fleet.answered(str(UID), PEERS[1], 5.0)
+        calls.stats.answered(str(UID), PEERS[1], 5.0)
         assert (await forward(calls, REPLICAS[:2])).replica.peer_id == PEERS[0]
         assert asyncio.get_running_loop().time() == pytest.approx(1.5)
-        assert calls.fleet.available(str(UID), PEERS[:2], 1.5) == PEERS[:2], "the second was not late"
+        assert calls.stats.available(str(UID), PEERS[:2], 1.5) == PEERS[:2], "the second was not late"
 
     run_virtual(scenario())
 
@@ -158,35 +160,35 @@ def test_the_one_that_dawdles_may_still_win() -> None:
     "error",
     [ExpertOverloaded("full", 9), ExpertMissing("gone"), ExpertRefused("no"), DeadlineExceeded("silent")],
 )
-def test_what_one_replica_says_is_not_the_last_word(error: SwarmError) -> None:
+def test_after_a_refusal_another_replica_is_asked(error: SwarmError) -> None:
     async def scenario() -> None:
         scripted = Scripted({PEERS[0]: error})
         calls = calls_of(scripted)
-        calls.fleet.answered(str(UID), PEERS[1], 5.0)  # so that the other is asked first
+        calls.stats.answered(str(UID), PEERS[1], 5.0)  # so that the other is asked first
         for _ in range(3):
             assert (await forward(calls, REPLICAS[:2])).replica.peer_id == PEERS[1]
         assert [peer for _, peer in scripted.asked] == [PEERS[0], *PEERS[1:2] * 3], (
             "and it comes last for a while"
         )
-        held = calls.fleet.why_avoided(str(UID), PEERS[0], 0.5)
-        assert held is None if isinstance(error, ExpertOverloaded) else held == str(error)
+        reason = calls.stats.why_avoided(str(UID), PEERS[0], 0.5)
+        assert reason is None if isinstance(error, ExpertOverloaded) else reason == str(error)
 
     run_virtual(scenario())
 
 
-def test_when_all_queues_are_full_that_is_said_at_once() -> None:
+def test_when_all_queues_are_full_the_call_fails_at_once() -> None:
     async def scenario() -> None:
         scripted = Scripted({peer: ExpertOverloaded("full", 9) for peer in PEERS})
         for _ in range(2):
             with pytest.raises(ExpertOverloaded):
-                await anybody(calls_of(scripted, Table(REPLICAS)), 60.0)
+                await forward_any(calls_of(scripted, Table(REPLICAS)), 60.0)
         assert asyncio.get_running_loop().time() < 1.0
         assert len(scripted.asked) == 6
 
     run_virtual(scenario())
 
 
-def test_an_expert_for_which_there_is_no_other_is_asked_of_everybody_and_then_of_those_who_came() -> None:
+def test_forward_any_asks_every_replica_and_then_new_ones() -> None:
     async def scenario() -> None:
         many = [
             ExpertReplica(
@@ -199,39 +201,39 @@ def test_an_expert_for_which_there_is_no_other_is_asked_of_everybody_and_then_of
             Scripted({replica.peer_id: NetworkError("gone") for replica in many[:5]}),
         )
         calls = calls_of(scripted, table)
-        assert (await anybody(calls)).replica == many[5]
+        assert (await forward_any(calls)).replica == many[5]
         scripted._forward = {replica.peer_id: NetworkError("gone") for replica in many[:8]}
         table.branches_of[ROOT] = GridBranch({0: tuple(many)})
-        assert (await anybody(calls)).replica == many[8]
+        assert (await forward_any(calls)).replica == many[8]
         del scripted._forward[many[0].peer_id]
         scripted._forward[many[8].peer_id] = NetworkError("gone, too")
-        assert (await anybody(calls)).replica == many[0], "though it is avoided"
+        assert (await forward_any(calls)).replica == many[0], "though it is avoided"
         scripted._forward[many[0].peer_id] = NetworkError("gone")
         with pytest.raises(NetworkError, match="gone"):
-            await anybody(calls)
+            await forward_any(calls)
 
     run_virtual(scenario())
 
 
-def test_nobody_hosts_it_or_the_dht_is_silent() -> None:
+def test_a_call_fails_when_nobody_hosts_the_expert_or_the_dht_is_silent() -> None:
     async def scenario() -> None:
         table = Table()
-        for ask in (anybody, lambda calls: calls.schema(UID, deadline_s=10.0)):
+        for ask in (forward_any, lambda calls: calls.schema(UID, deadline_s=10.0)):
             with pytest.raises(NotEnoughPeers, match=r"nobody hosts ffn\.0"):
                 await ask(calls_of(Scripted(), table))
         table.down = True
         with pytest.raises(NetworkError, match="the DHT is silent"):
-            await anybody(calls_of(Scripted(), table))
+            await forward_any(calls_of(Scripted(), table))
 
     run_virtual(scenario())
 
 
-def test_a_schema_is_asked_of_one_after_the_other() -> None:
+def test_replicas_are_asked_for_the_schema_in_turn() -> None:
     async def scenario() -> None:
-        told = {PEERS[0]: NetworkError("gone"), PEERS[1]: ExpertMissing("not here")}
-        calls = calls_of(Scripted(schema=dict(told)), Table(REPLICAS))
+        failures = {PEERS[0]: NetworkError("gone"), PEERS[1]: ExpertMissing("not here")}
+        calls = calls_of(Scripted(schema=dict(failures)), Table(REPLICAS))
         assert await calls.schema(UID, deadline_s=10.0) == SCHEMA
-        alone = calls_of(Scripted(schema=dict(told)), Table(REPLICAS[:2]))
+        alone = calls_of(Scripted(schema=dict(failures)), Table(REPLICAS[:2]))
         with pytest.raises((NetworkError, ExpertMissing)):
             await alone.schema(UID, deadline_s=10.0)
         assert not alone.available(UID, REPLICAS[:2])
@@ -239,7 +241,7 @@ def test_a_schema_is_asked_of_one_after_the_other() -> None:
     run_virtual(scenario())
 
 
-def test_the_deadline_ends_it_and_who_was_out_is_blamed() -> None:
+def test_a_replica_that_is_pending_at_the_deadline_is_avoided() -> None:
     async def scenario() -> None:
         calls = calls_of(Scripted({PEERS[0]: 30.0}))
         with pytest.raises(DeadlineExceeded):
@@ -257,8 +259,8 @@ def test_a_call_that_is_cancelled_counts_as_late() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
                 await forward(calls, REPLICAS[:1])
-        assert calls.fleet.why_avoided(str(UID), PEERS[0], 0.6) == "it was too slow to be waited for"
-        assert calls.fleet.expected_s(str(UID), PEERS[0]) == 0.05, "nothing is in flight there any more"
+        assert calls.stats.why_avoided(str(UID), PEERS[0], 0.6) == "it was too slow to be waited for"
+        assert calls.stats.expected_s(str(UID), PEERS[0]) == 0.05, "nothing is in flight there any more"
 
     run_virtual(scenario())
 
@@ -293,7 +295,7 @@ def test_backward_is_repeated_under_the_same_request_id_until_it_is_answered() -
         ([ExpertApplied("twice")], ExpertApplied, False),
     ],
 )
-def test_a_backward_pass_that_is_lost_is_an_error(
+def test_a_backward_pass_that_fails_raises_the_last_error(
     outcomes: list[Exception], error: type[Exception], avoided: bool
 ) -> None:
     async def scenario() -> None:
@@ -303,13 +305,13 @@ def test_a_backward_pass_that_is_lost_is_an_error(
             await backward(calls)
         assert len(scripted.asked) == (4 if len(outcomes) == 9 else 1)
         assert (
-            calls.fleet.why_avoided(str(UID), PEERS[0], asyncio.get_running_loop().time()) is not None
+            calls.stats.why_avoided(str(UID), PEERS[0], asyncio.get_running_loop().time()) is not None
         ) == avoided
 
     run_virtual(scenario())
 
 
-def test_an_answer_that_is_lost_is_asked_for_again_while_there_is_time() -> None:
+def test_a_lost_backward_answer_is_asked_for_again_before_the_deadline() -> None:
     async def scenario() -> None:
         scripted = Scripted(backward=[1e6])
         await backward(calls_of(scripted))
@@ -323,7 +325,7 @@ def test_an_answer_that_is_lost_is_asked_for_again_while_there_is_time() -> None
 
 
 class Table:
-    """Stands where the DHT's directory would."""
+    """A stand-in for the DHT's directory."""
 
     def __init__(self, replicas: Sequence[ExpertReplica] = ()) -> None:
         self.branches_of: dict[ExpertUid, GridBranch] = (
@@ -343,51 +345,53 @@ class Table:
 ROOT = ExpertUid.parse_prefix("ffn")
 
 
-def test_an_atlas_reads_once_then_behind_the_callers_back_and_drops_what_expired() -> None:
+def test_the_directory_cache_refreshes_in_the_background_and_drops_expired_replicas() -> None:
     async def scenario() -> None:
         loop, table, clock = asyncio.get_running_loop(), Table(), VirtualClock()
-        atlas = ExpertDirectoryCache(
-            table, clock, Supervisor(), AtlasConfig(fresh_s=2.0, stale_s=10.0, empty_s=0.5)
+        directory = ExpertDirectoryCache(
+            table, clock, Supervisor(), DirectoryCacheConfig(fresh_s=2.0, stale_s=10.0, empty_s=0.5)
         )
         soon = ExpertReplica(REPLICAS[0].contact, b"", expiration=EPOCH_UNIX_S + 5.0)
         table.branches_of[ROOT] = GridBranch({0: (soon,), 1: (soon, REPLICAS[1])})
-        assert set((await atlas.look([ROOT], timeout_s=1.0))[ROOT].experts) == {0, 1}
+        assert set((await directory.branches([ROOT], timeout_s=1.0))[ROOT].experts) == {0, 1}
         assert loop.time() == pytest.approx(0.1)
         await asyncio.sleep(1.0)
-        await atlas.look([ROOT], timeout_s=1.0)
+        await directory.branches([ROOT], timeout_s=1.0)
         assert len(table.reads) == 1
         await asyncio.sleep(2.0)
         at_s = loop.time()
         for _ in range(3):
-            await atlas.look([ROOT], timeout_s=1.0)
-        assert loop.time() == at_s, "nobody waits"
+            await directory.branches([ROOT], timeout_s=1.0)
+        assert loop.time() == at_s, "no caller waits"
         await asyncio.sleep(0.2)
         assert len(table.reads) == 2
         table.down = True
         await asyncio.sleep(3.0)
-        found = (await atlas.look([ROOT], timeout_s=1.0))[ROOT]
+        found = (await directory.branches([ROOT], timeout_s=1.0))[ROOT]
         assert found.experts == {1: (REPLICAS[1],)}, "what has expired is dropped, though the DHT is silent"
         await asyncio.sleep(20.0)
-        assert (await atlas.look([ROOT], timeout_s=1.0))[ROOT].experts == {1: (REPLICAS[1],)}
+        assert (await directory.branches([ROOT], timeout_s=1.0))[ROOT].experts == {1: (REPLICAS[1],)}
         with pytest.raises(NetworkError):
-            await atlas.look([ExpertUid.parse_prefix("other")], timeout_s=1.0)
+            await directory.branches([ExpertUid.parse_prefix("other")], timeout_s=1.0)
 
     run_virtual(scenario())
 
 
-def test_an_atlas_believes_for_a_moment_that_there_is_nothing_and_is_bounded() -> None:
+def test_the_directory_cache_keeps_empty_branches_briefly_and_is_bounded() -> None:
     async def scenario() -> None:
         table = Table()
-        atlas = ExpertDirectoryCache(table, VirtualClock(), Supervisor(), AtlasConfig(prefixes_max=3))
-        assert await atlas.replicas(UID, timeout_s=1.0) == ()
-        assert await atlas.replicas(UID, timeout_s=1.0) == ()
+        directory = ExpertDirectoryCache(
+            table, VirtualClock(), Supervisor(), DirectoryCacheConfig(prefixes_max=3)
+        )
+        assert await directory.replicas(UID, timeout_s=1.0) == ()
+        assert await directory.replicas(UID, timeout_s=1.0) == ()
         assert len(table.reads) == 1
         table.branches_of[ROOT] = GridBranch({0: (REPLICAS[0],)})
         await asyncio.sleep(0.6)
-        assert await atlas.replicas(UID, timeout_s=1.0) == (REPLICAS[0],)
-        assert await atlas.replicas(UID, timeout_s=1.0, anew=True) == (REPLICAS[0],)
+        assert await directory.replicas(UID, timeout_s=1.0) == (REPLICAS[0],)
+        assert await directory.replicas(UID, timeout_s=1.0, refresh=True) == (REPLICAS[0],)
         assert len(table.reads) == 3
-        await atlas.look([ExpertUid("ffn", (place,)) for place in range(10)], timeout_s=1.0)
-        assert len(atlas) == 3
+        await directory.branches([ExpertUid("ffn", (place,)) for place in range(10)], timeout_s=1.0)
+        assert len(directory) == 3
 
     run_virtual(scenario())

@@ -1,4 +1,4 @@
-"""Each checker must be able to fail: what it promises is broken here on purpose."""
+"""Tests of the checkers: each promise is broken on purpose, and the checker must report it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def written(ledger: Ledger, member: SwarmMember, ttl_s: float = 600.0) -> 
     return write
 
 
-def test_what_nobody_wrote_is_seen() -> None:
+def test_a_value_that_was_never_written_is_detected() -> None:
     async def scenario() -> None:
         swarm = await swarm_of(2)
         ledger, violations = Ledger(), Violations()
@@ -73,7 +73,7 @@ def test_what_nobody_wrote_is_seen() -> None:
     run_virtual(scenario())
 
 
-def test_what_outlives_its_time_is_seen() -> None:
+def test_a_record_that_outlives_its_expiration_is_detected() -> None:
     async def scenario() -> None:
         swarm = await swarm_of(1)
         ledger, violations = Ledger(), Violations()
@@ -93,7 +93,7 @@ def test_what_outlives_its_time_is_seen() -> None:
 
 
 @pytest.mark.parametrize(("repair_s", "broken"), [(300.0, False), (50.0, True)])
-def test_what_dies_before_its_time_is_seen(repair_s: float, broken: bool) -> None:
+def test_a_record_lost_before_its_expiration_is_detected(repair_s: float, broken: bool) -> None:
     async def scenario() -> None:
         swarm = await swarm_of(8)
         ledger, violations, loop = Ledger(), Violations(), asyncio.get_running_loop()
@@ -112,13 +112,13 @@ def test_what_dies_before_its_time_is_seen(repair_s: float, broken: bool) -> Non
         await asyncio.sleep(100.0)
         for _ in range(2):
             survival.check(swarm.live, loop.time())
-        assert (violations.count, survival.unlucky) == ((1, 0) if broken else (0, 1)), "told once"
+        assert (violations.count, survival.unlucky) == ((1, 0) if broken else (0, 1)), "reported once"
         await swarm.network.close()
 
     run_virtual(scenario())
 
 
-def test_a_replica_that_holds_a_forgery_is_seen() -> None:
+def test_a_replica_that_holds_a_forgery_is_detected() -> None:
     async def scenario() -> None:
         swarm = await swarm_of(3)
         ledger, violations, loop = Ledger(), Violations(), asyncio.get_running_loop()
@@ -142,7 +142,7 @@ def test_a_replica_that_holds_a_forgery_is_seen() -> None:
     run_virtual(scenario())
 
 
-def test_late_and_forgotten_operations_are_seen() -> None:
+def test_late_and_unfinished_operations_are_detected() -> None:
     violations = Violations()
     deadlines = Deadlines(violations)
     in_time, late, _ = (deadlines.begin(what, 10.0) for what in ("one", "two", "three"))
@@ -158,7 +158,7 @@ def test_late_and_forgotten_operations_are_seen() -> None:
     ]
 
 
-def test_what_grows_is_seen_wherever_it_is() -> None:
+def test_unbounded_growth_is_detected() -> None:
     async def scenario() -> None:
         swarm = await swarm_of(3)
         violations = Violations()
@@ -186,8 +186,8 @@ def test_islands_are_counted() -> None:
         for member in left:
             for other in swarm.members[3:]:
                 while other.peer.peer_id in member.service.overlay.table:
-                    member.service.overlay.table.failed(other.peer.peer_id, at_once=True)
-        assert one.parts(swarm.members) == 2, "three know nobody of the others, who know them"
+                    member.service.overlay.table.on_failure(other.peer.peer_id, at_once=True)
+        assert one.parts(swarm.members) == 2, "three peers know none of the others, which know them"
         one.check(swarm.members, 0.0)
         assert one._violations.count == 1
         await swarm.network.close()
@@ -195,7 +195,7 @@ def test_islands_are_counted() -> None:
     run_virtual(scenario())
 
 
-def test_the_ledger_knows_what_must_be_found() -> None:
+def test_the_ledger_knows_which_records_must_be_found() -> None:
     async def scenario() -> None:
         swarm = await swarm_of(1)
         ledger = Ledger()

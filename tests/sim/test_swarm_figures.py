@@ -1,5 +1,5 @@
-"""The measurements of `benchmarks.simulated`, in small: that they run, count rightly, and stay within their
-bounds.
+"""Tests of the measurements of `benchmarks.simulated` on a small scale: they run, count correctly, and stay
+within their bounds.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ def test_hops_grow_with_the_logarithm(peers: int) -> None:
     assert max(simulated.hops(peers, lookups=20)) <= math.log2(peers) / 2 + 2
 
 
-def test_a_settled_table_is_a_grown_one() -> None:
-    """The overview's tables obey the table's own rule: being told of everybody changes no bucket's range."""
+def test_a_constructed_table_equals_a_grown_one() -> None:
+    """The constructed tables obey the table's own rule: adding all peers changes no bucket's range."""
 
     async def scenario() -> None:
         swarm = DhtSwarm(SimulatedNetwork(seed=2))
-        everybody = swarm.settle(300)
+        settled = swarm.settle(300)
         for member in swarm.members[:20]:
             table = member.service.overlay.table
             known, buckets = len(table), table.bucket_count
             for other in swarm.members:
-                table.met(other.peer.contact, 1.0)
+                table.on_answer(other.peer.contact, 1.0)
             assert (len(table), table.bucket_count) == (known, buckets)
         place = swarm.members[0].peer.peer_id.dht_id
-        assert everybody.nearest(place, 1) == [swarm.members[0].peer.contact]
+        assert settled.nearest(place, 1) == [swarm.members[0].peer.contact]
         await swarm.network.close()
 
     run_virtual(scenario())
 
 
-def test_a_lazy_swarm_makes_who_is_asked() -> None:
+def test_a_lazy_swarm_creates_peers_when_they_are_asked() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=3)
         swarm = LazySwarm(network, 300)
@@ -52,7 +52,7 @@ def test_a_lazy_swarm_makes_who_is_asked() -> None:
     run_virtual(scenario())
 
 
-def test_identities_near_a_key_are_nearest() -> None:
+def test_identities_generated_near_a_key_are_nearest() -> None:
     sought = near(12345, 3, 200, "x")
     assert len(sought) == 3
     others = Overview([])
@@ -86,14 +86,14 @@ def test_every_figure_becomes_a_row() -> None:
     assert cells[6].startswith("≤ 4.5")
 
 
-def test_churn_reads_count_what_is_lost() -> None:
+def test_churn_reads_count_lost_records() -> None:
     found, reads, lost = simulated.churn_reads(30, keys=20, churn_s=600.0, seed=Chance(1).below(100))
     assert reads >= 6
     assert found <= reads
     assert lost <= 20
 
 
-def test_a_round_sends_little_but_its_tensors_and_survives_a_crash() -> None:
+def test_a_round_has_little_overhead_and_survives_a_crash() -> None:
     rows = {
         row.identifier: row.ours.median or 0.0
         for section in simulated_rounds.rows(lambda text: None, (16,))
@@ -101,7 +101,7 @@ def test_a_round_sends_little_but_its_tensors_and_survives_a_crash() -> None:
     }
     assert rows["simulated-round-16-bytes"] < 2.0, "per cent over the butterfly's own bytes"
     assert rows["simulated-round-16-messages"] < 9 * (simulated_rounds.GROUP_SIZE - 1)
-    # open and chunk, average, vote and its answer: four messages that follow one upon the other
+    # Open and chunk, average, vote and its answer: four messages in sequence.
     assert rows["simulated-round-16-time"] < 4 * 1.25 * simulated_rounds.LINK.delay_s + 0.15
     assert (
         rows["simulated-round-16-time"]

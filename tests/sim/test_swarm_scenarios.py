@@ -1,4 +1,4 @@
-"""Whole swarms with everything going wrong, in short; `make sim` is the long form. A failure names the line
+"""Whole swarms under every fault, for a short time; `make sim` is the long form. A failure names the command
 that replays it.
 """
 
@@ -15,14 +15,14 @@ from swarm.testing.scenarios import SCENARIOS, ScenarioConfig, ScenarioFailed, r
 
 @pytest.fixture(autouse=True)
 def _quiet() -> None:
-    logging.getLogger("swarm.dht").setLevel(logging.ERROR)  # clocks are wrong here, and each says so
+    logging.getLogger("swarm.dht").setLevel(logging.ERROR)  # clocks are wrong here, and each peer logs it
 
 
 @pytest.mark.parametrize(
     ("name", "seed"),
     [("churn", 2), ("crash", 3), ("clock", 4), ("split", 5), ("loss", 6), ("storm", 7), ("storm", 8)],
 )
-def test_no_promise_is_broken(name: str, seed: int) -> None:
+def test_a_scenario_breaks_no_promise(name: str, seed: int) -> None:
     config = ScenarioConfig(seed=seed, peers=30, hours=0.15, name=name, faults_s=300.0, settle_s=240.0)
     report = run_scenario(config)
     assert report.audited
@@ -31,14 +31,14 @@ def test_no_promise_is_broken(name: str, seed: int) -> None:
     assert report.messages > 1000
 
 
-def test_the_same_seed_is_the_same_run() -> None:
+def test_the_same_seed_repeats_the_run() -> None:
     config = ScenarioConfig(
         seed=9, peers=12, hours=0.02, name="crash", faults_s=60.0, settle_s=10.0, every_s=10.0
     )
     assert run_scenario(config).digest == run_scenario(config).digest
 
 
-def test_a_failure_ends_with_the_line_that_replays_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_names_the_command_that_replays_it(monkeypatch: pytest.MonkeyPatch) -> None:
     config = ScenarioConfig(
         seed=3,
         peers=6,
@@ -50,7 +50,7 @@ def test_a_failure_ends_with_the_line_that_replays_it(monkeypatch: pytest.Monkey
         operations_per_s=5.0,
     )
     with monkeypatch.context() as broken:
-        # says that it holds what it throws away
+        # Claims to store what it discards.
         broken.setattr(Storage, "store", lambda self, *args, **kwargs: None)
         with pytest.raises(ScenarioFailed, match="is held by nobody") as caught:
             run_scenario(config)
@@ -63,13 +63,13 @@ def test_a_failure_ends_with_the_line_that_replays_it(monkeypatch: pytest.Monkey
     assert crashed.value.__notes__ == ["replay: make sim SEED=3 PEERS=6 HOURS=0.01 SCENARIO=calm"]
 
 
-def test_a_scenario_that_does_not_exist_is_named() -> None:
+def test_an_unknown_scenario_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=f"there are {', '.join(SCENARIOS)}"):
         run_scenario(ScenarioConfig(name="flood"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["churn", "storm"])
-def test_a_thousand_peers(name: str) -> None:
+def test_a_thousand_peers_break_no_promise(name: str) -> None:
     report = run_scenario(ScenarioConfig(seed=1, peers=1000, hours=0.2, name=name, operations_per_s=2.0))
     assert report.audited

@@ -42,7 +42,7 @@ def switched(layer: RemoteSwitchMixtureOfExperts, x: torch.Tensor) -> tuple[torc
 
 
 def local_switch(layer: RemoteSwitchMixtureOfExperts, x: torch.Tensor) -> torch.Tensor:
-    """The oracle: the most probable expert of the grid, times its probability."""
+    """Compute the oracle: the most probable expert of the grid, times its probability."""
     scores = layer.gate(x)
     probabilities = (scores[0][:, :, None] + scores[1][:, None, :]).flatten(1).softmax(dim=1)
     value, best = probabilities.max(dim=1)
@@ -85,7 +85,7 @@ def test_losses_of_several_batches_can_be_differentiated_together(swarm: ExpertS
     assert layer.gate.projection.weight.grad is not None
 
 
-def test_training_on_the_loss_alone_evens_out_what_is_used(swarm: ExpertSwarm) -> None:
+def test_training_on_the_balancing_loss_alone_evens_out_utilization(swarm: ExpertSwarm) -> None:
     layer, x = layer_of(swarm, SwitchConfig(utilization_alpha=0.5)), batch(64).detach()
     with torch.no_grad():
         layer.gate.projection.bias[0] += 3.0
@@ -101,7 +101,7 @@ def test_training_on_the_loss_alone_evens_out_what_is_used(swarm: ExpertSwarm) -
     assert float(layer.utilization[0].max()) < 0.8
 
 
-def test_jitter_moves_the_gate_and_leaves_the_input_alone(swarm: ExpertSwarm) -> None:
+def test_jitter_changes_the_gate_input_only(swarm: ExpertSwarm) -> None:
     layer, x = layer_of(swarm, SwitchConfig(jitter_eps=0.5)), batch()
     before = x.detach().clone()
     losses = {switched(layer, x)[1].item() for _ in range(4)}
@@ -111,7 +111,7 @@ def test_jitter_moves_the_gate_and_leaves_the_input_alone(swarm: ExpertSwarm) ->
     assert torch.equal(switched(layer, x)[0], switched(layer, x)[0])
 
 
-def test_what_experts_see_is_not_jittered(swarm: ExpertSwarm) -> None:
+def test_the_inputs_of_experts_are_not_jittered(swarm: ExpertSwarm) -> None:
     layer, x = layer_of(swarm, SwitchConfig(jitter_eps=0.01)), batch()
     torch.manual_seed(7)
     output, _ = switched(layer, x)
@@ -138,7 +138,7 @@ def test_grid_dropout_hides_coordinates_in_training_only(swarm: ExpertSwarm) -> 
     assert torch.allclose(switched(layer, x)[0], local_switch(layer, x), atol=1e-5)
 
 
-def test_samples_whose_expert_is_gone_are_zeros(swarm: ExpertSwarm) -> None:
+def test_samples_whose_expert_is_dead_are_zeros(swarm: ExpertSwarm) -> None:
     layer, x = layer_of(swarm, forward_timeout_s=2.0).eval(), batch()
     switched(layer, x)
     swarm.crash(swarm.servers[0])
@@ -149,7 +149,7 @@ def test_samples_whose_expert_is_gone_are_zeros(swarm: ExpertSwarm) -> None:
     assert torch.isfinite(layer.gate.projection.weight.grad).all()
 
 
-def test_wrong_settings() -> None:
+def test_wrong_settings_are_refused() -> None:
     for wrong in ({"utilization_alpha": 1.0}, {"grid_dropout": 0.0}, {"jitter_eps": 1.0}):
         with pytest.raises(UsageError):
             SwitchConfig(**wrong)

@@ -71,7 +71,7 @@ def expert(module: torch.nn.Module | None = None, optimizer: Any = None, **optio
 
 
 class Gated(torch.nn.Module):
-    """Computes when it is let."""
+    """A module that computes while its gate is open."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Gated(torch.nn.Module):
 
 def gated() -> tuple[Gated, swarm.Expert]:
     module = Gated()
-    made = swarm.Expert(module, (torch.zeros(1, 16),))
+    hosted = swarm.Expert(module, (torch.zeros(1, 16),))
     module.entered.clear()
     module.open.clear()
-    return module, made
+    return module, hosted

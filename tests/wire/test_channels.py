@@ -1,4 +1,4 @@
-"""Connections on real sockets: dialed once, raced, bounded, and dialed afresh when they broke."""
+"""Tests of connections on real sockets: dialed once, raced, bounded, and dialed again after they broke."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from swarm.wire import peer_pb2
 from tests.wire.call_pair import ECHO, echo, pair, run, until
 
 
-def test_nobody_there_names_the_peer_and_every_address() -> None:
+def test_an_unreachable_peer_is_reported_with_every_address() -> None:
     async def scenario() -> None:
         channels = Channels(Identity.generate())
         peer_id = Identity.generate().peer_id
@@ -40,8 +40,8 @@ def test_nobody_there_names_the_peer_and_every_address() -> None:
     run(scenario)
 
 
-def test_a_black_hole_costs_its_timeout_and_not_more() -> None:
-    """A listening socket that never answers: TCP connects, TLS never comes."""
+def test_an_unresponsive_address_costs_only_its_timeout() -> None:
+    """A listening socket that never answers: TCP connects, but the TLS handshake gets no reply."""
 
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as hole:
@@ -56,7 +56,7 @@ def test_a_black_hole_costs_its_timeout_and_not_more() -> None:
     run(scenario)
 
 
-def test_addresses_are_raced_past_those_that_do_not_answer() -> None:
+def test_an_answering_address_wins_over_unresponsive_ones() -> None:
     async def scenario() -> None:
         with socket.create_server(("127.0.0.1", 0)) as hole:
             async with pair() as two:
@@ -74,8 +74,8 @@ def test_addresses_are_raced_past_those_that_do_not_answer() -> None:
     run(scenario)
 
 
-def test_a_peer_that_comes_back_is_dialed_at_once() -> None:
-    """gRPC by itself would wait for its backoff: a second, and up to two minutes after some failures."""
+def test_a_restarted_peer_is_dialed_at_once() -> None:
+    """gRPC by itself would wait for its backoff: a second, and up to two minutes after repeated failures."""
 
     async def scenario() -> None:
         async with pair() as two:
@@ -129,7 +129,7 @@ def test_many_callers_share_one_connection_attempt() -> None:
     run(scenario)
 
 
-def test_the_pool_is_bounded_and_closes_what_is_idle() -> None:
+def test_the_pool_is_bounded_and_closes_idle_connections() -> None:
     async def scenario() -> None:
         async with pair(config=ChannelsConfig(connections_max=2, idle_s=0.0)) as two:
             two.handlers.unary(ECHO, echo)
@@ -149,14 +149,14 @@ def test_the_pool_is_bounded_and_closes_what_is_idle() -> None:
             await asyncio.sleep(0.01)
             await two.channels.close_idle()
             assert not two.channels._links
-            assert not two.channels._uses
+            assert not two.channels._pooled
             for server in servers:
                 await server.stop(0)
 
     run(scenario)
 
 
-def test_closing_ends_calls_in_progress_with_an_error_of_ours() -> None:
+def test_closing_ends_calls_in_progress_with_a_swarm_error() -> None:
     async def scenario() -> None:
         async with pair() as two:
             entered = asyncio.Event()

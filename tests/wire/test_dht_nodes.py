@@ -1,4 +1,4 @@
-"""The DHT of real nodes on loopback."""
+"""Tests of the DHT between real nodes on loopback."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def test_four_nodes_store_read_merge_and_delete(nodes: list[Node]) -> None:
         assert entry.expiration - entry.issued_at == pytest.approx(60)
     for number, node in enumerate(nodes):
         assert node.dht.store(Key("run.abc", "presence"), number, ttl_s=60).replicas == 4
-    everybody = nodes[3].dht.get("run.abc/presence")
-    assert isinstance(everybody, dict)
-    assert {subkey: entry.value for subkey, entry in everybody.items()} == {
+    entries = nodes[3].dht.get("run.abc/presence")
+    assert isinstance(entries, dict)
+    assert {subkey: entry.value for subkey, entry in entries.items()} == {
         str(node.peer_id): number for number, node in enumerate(nodes)
     }
     one = nodes[0].dht.get("run.abc/presence", writer=nodes[2].peer_id)
@@ -58,7 +58,7 @@ def test_four_nodes_store_read_merge_and_delete(nodes: list[Node]) -> None:
     assert nodes[0].dht.get("nothing") is None
 
 
-def test_writers_cannot_touch_one_another(nodes: list[Node]) -> None:
+def test_writers_cannot_change_each_others_entries(nodes: list[Node]) -> None:
     nodes[0].dht.store("shared", "first", ttl_s=60)
     nodes[1].dht.store("shared", "second", ttl_s=60)
     assert value_at(nodes[2], "shared") == "second"
@@ -81,7 +81,7 @@ def test_the_swarm_survives_its_first_peer(nodes: list[Node]) -> None:
     assert time.monotonic() - started_s < 5
 
 
-def test_records_reach_a_newcomer() -> None:
+def test_a_newcomer_receives_records() -> None:
     with Node(listen=LISTEN) as founder:
         for number in range(20):
             assert founder.dht.store(f"run.abc/thing{number}", bytes(50_000), ttl_s=60).replicas == 1
@@ -105,7 +105,7 @@ def test_a_client_reads_and_writes_but_holds_nothing() -> None:
         assert client.dht.service.storage.entry_count == 0
 
 
-def test_many_threads_at_once(nodes: list[Node]) -> None:
+def test_many_threads_can_use_the_dht_concurrently(nodes: list[Node]) -> None:
     failures: list[str] = []
 
     def work(worker: int) -> None:
@@ -137,7 +137,7 @@ def test_a_restarted_peer_owns_its_records_again() -> None:
             assert value_at(server, "mine") == "after"
 
 
-def test_a_closed_node_says_so() -> None:
+def test_operations_on_a_closed_node_are_usage_errors() -> None:
     node = Node(listen=LISTEN)
     node.close()
     with pytest.raises(UsageError, match="closed"):

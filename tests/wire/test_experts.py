@@ -12,9 +12,12 @@ import pytest
 import torch
 
 import swarm
+from moe.client.replicas.calling import ReplicaCalls
 from moe.protocol.calls import GradientPass
 from moe.protocol.declarations import Directory
 from moe.protocol.names import ExpertUid
+from moe.server.hosting import HostingService
+from moe.server.logic.input_cache import InputCache
 from swarm.core.errors import NotEnoughPeers, UsageError
 from tests.wire.expert_pair import UID, expert, gated, network, pair, sgd
 
@@ -35,8 +38,8 @@ def test_a_frozen_expert_equals_the_local_module_bit_by_bit(batch: int) -> None:
         assert torch.equal(x.grad, mirror.grad)
 
 
-def test_it_learns_as_the_local_module_does() -> None:
-    """Within 1e-5 of the recorded version, also when no input needs a gradient."""
+def test_an_expert_learns_as_the_local_module_does() -> None:
+    """The result is within 1e-5 of the local one, also when no input needs a gradient."""
     local = network()
     with pair({"ffn.0": expert(copy.deepcopy(local), sgd)}) as two:
         remote, optimizer = two.remote(), sgd(local.parameters())
@@ -59,7 +62,7 @@ class Nested(torch.nn.Module):
         }
 
 
-def test_several_inputs_and_outputs_nested_and_in_bfloat16() -> None:
+def test_nested_bfloat16_inputs_and_outputs_equal_the_local_module() -> None:
     sample = (torch.zeros(1, dtype=torch.int64), {"x": torch.zeros(1, 3, dtype=torch.bfloat16)})
     with pair({"ffn.0": swarm.Expert(Nested(), sample)}) as two:
         ids, x = torch.tensor([4, 5]), torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
@@ -75,15 +78,15 @@ def test_several_inputs_and_outputs_nested_and_in_bfloat16() -> None:
             two.remote()(ids, {"x": torch.ones(2, 3)})
 
 
-def test_codecs_for_activations_and_gradients() -> None:
+def test_codecs_keep_outputs_and_gradients_close() -> None:
     local = network()
-    travel = swarm.WireCodecs(
+    codecs = swarm.WireCodecs(
         inputs="float16", outputs="int8", gradients="bfloat16", input_gradients="float16"
     )
     with pair({"ffn.0": expert(copy.deepcopy(local))}) as two:
         x = torch.randn(64, 16, requires_grad=True)
         mirror = x.detach().clone().requires_grad_()
-        y, expected = two.remote(travel=travel)(x), local(mirror)
+        y, expected = two.remote(codecs=codecs)(x), local(mirror)
         assert 0 < float((y - expected).detach().abs().max()) < 0.02
         y.sum().backward()
         expected.sum().backward()
@@ -97,14 +100,14 @@ def test_a_repeated_backward_pass_is_applied_once() -> None:
         calls, x, gradient = two.calls, torch.randn(4, 16), torch.randn(4, 16)
 
         async def repeat() -> list[Any]:
-            forwarded = await calls.forward(two.replica, UID, [x], timeout_s=5.0)
+            forward_reply = await calls.forward(two.replica, UID, [x], timeout_s=5.0)
             passed = GradientPass([x], [gradient])
             async with asyncio.TaskGroup() as tasks:
                 same = [
-                    tasks.create_task(calls.backward(two.replica, UID, forwarded, passed, timeout_s=5.0))
+                    tasks.create_task(calls.backward(two.replica, UID, forward_reply, passed, timeout_s=5.0))
                     for _ in range(5)
                 ]
-            again = await calls.backward(two.replica, UID, forwarded, passed, timeout_s=5.0)
+            again = await calls.backward(two.replica, UID, forward_reply, passed, timeout_s=5.0)
             return [again, *(task.result() for task in same)]
 
         answers = two.run(repeat())
@@ -114,23 +117,21 @@ def test_a_repeated_backward_pass_is_applied_once() -> None:
 
 
 class Writing(torch.nn.Module):
-    """Overwrites what it is given."""
+    """A module that overwrites its input."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x.clone() if torch.is_grad_enabled() else x).mul_(3.0).square()
 
 
 @pytest.mark.parametrize("forgets", ["nothing", "all", "what was written to"])
-def test_inputs_are_sent_again_only_when_the_server_has_them_no_more(forgets: str) -> None:
+def test_inputs_are_sent_again_only_when_the_server_no_longer_has_them(forgets: str) -> None:
     module = Writing() if forgets == "what was written to" else torch.nn.Tanh()
     with pair({"ffn.0": expert(module)}) as two:
         remote, x = two.remote(), torch.randn(4, 16, requires_grad=True)
         mirror = x.detach().clone().requires_grad_()
         y = remote(x)
         if forgets == "all":
-            service = two.server._service
-            for name in list(service._inputs._entries):
-                service._inputs.drop(*name)
+            two.host.service(HostingService).input_cache = InputCache()
         y.sum().backward()
         module(mirror.clone()).sum().backward()
         assert x.grad is not None
@@ -139,15 +140,15 @@ def test_inputs_are_sent_again_only_when_the_server_has_them_no_more(forgets: st
         assert two.server.statistics().experts["ffn.0"].refusals == (
             {} if forgets == "nothing" else {"EXPERT_FORGOTTEN": 1}
         )
-        assert not two.server._service._inputs.size_bytes
+        assert not two.host.service(HostingService).input_cache.size_bytes
 
 
-def test_nobody_hosts_it() -> None:
+def test_calling_an_expert_that_nobody_hosts_raises() -> None:
     with pair({"ffn.0": expert()}) as two, pytest.raises(NotEnoughPeers, match=r"nobody hosts ffn\.5"):
         two.remote("ffn.5")(torch.zeros(1, 16))
 
 
-def test_a_second_replica_is_asked_when_the_first_is_slow_and_backward_goes_to_who_answered() -> None:
+def test_when_the_first_replica_is_slow_a_second_answers_and_gets_the_backward_pass() -> None:
     module, slow = gated()
     with (
         pair({"ffn.0": slow}) as two,
@@ -159,10 +160,10 @@ def test_a_second_replica_is_asked_when_the_first_is_slow_and_backward_goes_to_w
         remote = two.remote()
 
         async def slow_one_first() -> None:
-            calls = remote._remote.calls
-            found = await calls.atlas.replicas(UID, timeout_s=5.0)
+            calls = two.guest.service(ReplicaCalls.from_node)
+            found = await calls.directory.replicas(UID, timeout_s=5.0)
             assert {replica.peer_id for replica in found} == {two.host.peer_id, other.peer_id}
-            calls.fleet.answered(str(UID), other.peer_id, 1e3)
+            calls.stats.answered(str(UID), other.peer_id, 1e3)
 
         two.run(slow_one_first())
         x = torch.ones(2, 16, requires_grad=True)
@@ -175,7 +176,7 @@ def test_a_second_replica_is_asked_when_the_first_is_slow_and_backward_goes_to_w
         module.open.set()
 
 
-def test_another_replica_answers_when_the_first_is_gone() -> None:
+def test_another_replica_answers_when_the_first_is_dead() -> None:
     with (
         pair({"ffn.0": expert()}) as two,
         swarm.Node(bootstrap=two.host.addresses, listen="127.0.0.1:0") as other,
@@ -188,7 +189,7 @@ def test_another_replica_answers_when_the_first_is_gone() -> None:
             assert remote(torch.zeros(1, 16)).shape == (1, 16)
 
 
-def test_replicas_are_averaged_and_a_newcomer_takes_over_what_was_learned() -> None:
+def test_replicas_are_averaged_and_a_new_one_takes_over_the_parameters() -> None:
     with (
         pair({"ffn.0": expert(optimizer=sgd)}) as two,
         swarm.Node(bootstrap=two.host.addresses, listen="127.0.0.1:0") as other,
@@ -218,7 +219,7 @@ def test_replicas_are_averaged_and_a_newcomer_takes_over_what_was_learned() -> N
             assert newcomer.experts[UID].version == two.server.experts[UID].version == 2
 
 
-def test_a_server_that_closes_is_no_longer_found_and_names_are_taken_once() -> None:
+def test_a_closed_server_is_not_found_and_names_are_hosted_once() -> None:
     with pair({"ffn.0": expert(), "block.3.1": expert()}) as two:
         with pytest.raises(UsageError, match=r"ffn\.0 is hosted on this node already"):
             swarm.ExpertServer(two.host, {"ffn.0": expert()})
@@ -236,7 +237,7 @@ def test_a_server_that_closes_is_no_longer_found_and_names_are_taken_once() -> N
             two.run(two.calls.forward(two.replica, UID, [torch.zeros(1, 16)], timeout_s=5.0))
 
 
-def test_dataset_workers_and_wrong_arguments() -> None:
+def test_wrong_arguments_and_use_in_dataset_workers_raise() -> None:
     with pair({"ffn.0": expert()}) as two:
         for wrong in ({}, {"ffn": expert()}, {"ffn.-1": expert()}):
             with pytest.raises(UsageError):

@@ -1,5 +1,5 @@
-"""Servers whose experts are on devices of their own: the same answers, nothing on the network thread, and the
-end when a device is lost.
+"""Servers whose experts are on devices of their own: the same answers, no device work on the network thread,
+and an orderly end when a device is lost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import swarm
 from moe.protocol.declarations import Directory
 from moe.protocol.names import ExpertUid
-from moe.server.checkpoints import kept_names
+from moe.server.checkpoints import saved_names
 from tests.moe.late_link import LateLink
 from tests.wire.expert_pair import UID, expert, gated, network, pair, sgd, until
 
@@ -25,28 +25,28 @@ LOST = "CUDA error: device-side assert triggered"
 
 @pytest.fixture
 def links(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LateLink]]:
-    """Every device has a link, which fails for whoever uses it on another thread than the experts' own."""
-    made: list[LateLink] = []
+    """Give every device a link that fails when used on a thread other than the experts' own."""
+    created: list[LateLink] = []
 
     def link_of(device: torch.device) -> LateLink:
-        made.append(LateLink())
-        return made[-1]
+        created.append(LateLink())
+        return created[-1]
 
     monkeypatch.setattr("moe.server.expert_server.link_of", link_of)
-    yield made
-    assert made
+    yield created
+    assert created
 
 
 @pytest.mark.parametrize("batch", [1, 9000])  # within a call, and in a stream
 @pytest.mark.parametrize(
-    "travel",
+    "codecs",
     [
         swarm.WireCodecs(),
         swarm.WireCodecs(inputs="int8", outputs="float16", gradients="int8", input_gradients="int4"),
     ],
 )
 def test_a_server_with_a_link_answers_as_one_on_the_host(
-    links: list[LateLink], batch: int, travel: swarm.WireCodecs
+    links: list[LateLink], batch: int, codecs: swarm.WireCodecs
 ) -> None:
     local = network()
     answers: list[list[torch.Tensor]] = []
@@ -57,11 +57,11 @@ def test_a_server_with_a_link_answers_as_one_on_the_host(
             with pair({"ffn.0": expert(copy.deepcopy(local), sgd)}, max_batch_size=10_000) as two:
                 chance = torch.Generator().manual_seed(batch)
                 x = torch.randn(batch, 16, generator=chance).requires_grad_()
-                y = two.remote(travel=travel)(x)
+                y = two.remote(codecs=codecs)(x)
                 # with the inputs that the server has kept
                 y.backward(torch.randn(batch, 16, generator=chance))
                 assert x.grad is not None
-                answers.append([y.detach(), x.grad, two.remote(travel=travel)(x).detach()])
+                answers.append([y.detach(), x.grad, two.remote(codecs=codecs)(x).detach()])
                 assert two.server.statistics().experts["ffn.0"].refusals == {}
                 assert two.server.statistics().experts["ffn.0"].version == 1
     assert all(torch.equal(one, other) for one, other in zip(*answers, strict=True))
@@ -69,8 +69,8 @@ def test_a_server_with_a_link_answers_as_one_on_the_host(
     assert [name for name, _ in links[0].events].count("in") == 3
 
 
-def test_each_device_computes_by_itself(links: list[LateLink]) -> None:
-    """One expert is on another device of the same memory: while it computes, the other answers."""
+def test_each_device_computes_independently(links: list[LateLink]) -> None:
+    """One expert is on another device of the same memory: while it computes, the other one answers."""
     module, slow = gated()
     slow.device = torch.device("cpu", 0)
     with pair({"ffn.0": slow, "ffn.1": expert(network())}) as two:
@@ -101,7 +101,7 @@ def test_each_device_computes_by_itself(links: list[LateLink]) -> None:
 
 
 class Fragile(torch.nn.Module):
-    """Loses its device when it is asked for a negative index."""
+    """A module that loses its device on a negative index."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Fragile(torch.nn.Module):
         return x * self.weight
 
 
-def test_a_lost_device_takes_the_server_out_of_the_swarm_and_keeps_the_last_good_checkpoint(
+def test_a_lost_device_ends_the_server_and_keeps_the_last_good_checkpoint(
     tmp_path: Path,
 ) -> None:
     fragile, sound = expert(Fragile(), sgd), expert(network(), sgd)
@@ -148,15 +148,15 @@ def test_a_lost_device_takes_the_server_out_of_the_swarm_and_keeps_the_last_good
         assert not any(two.run(found()).values())
         with pytest.raises(swarm.ExpertMissing):
             two.run(calls.forward(two.replica, UID, [torch.ones(1, 16)], timeout_s=5.0))
-    assert [str(uid) for uid in kept_names(tmp_path)] == ["ffn.0", "ffn.1"]
+    assert [str(uid) for uid in saved_names(tmp_path)] == ["ffn.0", "ffn.1"]
     kept = torch.load(tmp_path / "ffn.0.expert.pt", weights_only=True)
     assert kept["version"] == good["version"] == 1
     # the other device's was saved
     assert torch.load(tmp_path / "ffn.1.expert.pt", weights_only=True)["version"] == 1
 
 
-def test_what_waits_for_a_lost_device_is_answered_with_a_sentence() -> None:
-    module, made = gated()
+def test_requests_waiting_for_a_lost_device_get_a_reason() -> None:
+    module, hosted = gated()
 
     def lost(x: torch.Tensor) -> torch.Tensor:
         module.entered.set()
@@ -164,7 +164,7 @@ def test_what_waits_for_a_lost_device_is_answered_with_a_sentence() -> None:
         raise RuntimeError(LOST)
 
     module.forward = lost  # type: ignore[method-assign]
-    with pair({"ffn.0": made}) as two:
+    with pair({"ffn.0": hosted}) as two:
         calls = two.calls
 
         async def together() -> list[str]:
@@ -190,14 +190,14 @@ def test_what_waits_for_a_lost_device_is_answered_with_a_sentence() -> None:
 def test_a_checkpoint_that_finds_the_device_lost_ends_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = expert(network(), sgd)
-    with pair({"ffn.0": made}, config=swarm.ExpertServerConfig(checkpoints=tmp_path)) as two:
+    hosted = expert(network(), sgd)
+    with pair({"ffn.0": hosted}, config=swarm.ExpertServerConfig(checkpoints=tmp_path)) as two:
         two.remote()(torch.ones(2, 16)).sum().backward()
 
         def lost() -> Any:
             raise RuntimeError(LOST)
 
-        monkeypatch.setattr(made.module, "state_dict", lost)
+        monkeypatch.setattr(hosted.module, "state_dict", lost)
         assert two.server.save() == 0
         assert two.server.ended.wait(10.0)
         assert two.server.failed is not None

@@ -1,5 +1,5 @@
-"""What a server of experts refuses, and how: bad requests, full queues, computations that fail. Nothing costs
-others anything.
+"""Refusals of a server of experts: bad requests, full queues and failing computations affect only their own
+caller.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from swarm.wire.expert_pb2 import ExpertReply, ExpertRequest, TensorHeader
 from tests.wire.expert_pair import UID, Gated, Pair, expert, gated, pair, sgd, until
 
 
-def test_a_full_queue_says_so_at_once_and_tells_how_many_wait() -> None:
-    module, made = gated()
+def test_a_full_queue_refuses_at_once_with_its_length() -> None:
+    module, hosted = gated()
     batching = BatchingConfig(queued_requests_max=3)
     with pair(
-        {"ffn.0": made}, max_batch_size=10_000, config=swarm.ExpertServerConfig(batching=batching)
+        {"ffn.0": hosted}, max_batch_size=10_000, config=swarm.ExpertServerConfig(batching=batching)
     ) as two:
         calls = two.calls
 
@@ -46,9 +46,9 @@ def test_a_full_queue_says_so_at_once_and_tells_how_many_wait() -> None:
                 for batch in (1, 5000):  # within a call, and as a stream
                     with pytest.raises(
                         swarm.ExpertOverloaded, match="overloaded, the queue is full: 3 queued"
-                    ) as told:
+                    ) as caught:
                         await calls.forward(two.replica, UID, [torch.ones(batch, 16)], timeout_s=10.0)
-                    assert told.value.queued == 3
+                    assert caught.value.queued == 3
                 module.open.set()
             assert all(torch.equal(task.result().outputs[0], torch.ones(1, 16)) for task in waiting)
 
@@ -58,9 +58,9 @@ def test_a_full_queue_says_so_at_once_and_tells_how_many_wait() -> None:
         assert (statistics.counts.forward_requests, statistics.counts.forward_batches) == (4, 2)
 
 
-def test_a_call_that_is_given_up_while_it_waits_is_not_computed() -> None:
-    module, made = gated()
-    with pair({"ffn.0": made}) as two:
+def test_a_call_cancelled_while_it_waits_is_not_computed() -> None:
+    module, hosted = gated()
+    with pair({"ffn.0": hosted}) as two:
         calls = two.calls
 
         async def give_up() -> None:
@@ -112,7 +112,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_malformed_requests_are_told_what_is_wrong_and_cost_nothing(streamed: bool) -> None:
+def test_malformed_requests_get_a_reason_and_are_not_computed(streamed: bool) -> None:
     with pair({"ffn.0": expert(optimizer=sgd)}) as two:
 
         async def ask(request: ExpertRequest) -> ExpertReply:
@@ -141,7 +141,7 @@ def test_malformed_requests_are_told_what_is_wrong_and_cost_nothing(streamed: bo
                     setattr(request, name, value)
             try:
                 reply = two.run(ask(request))
-            # a stream that ends before its bytes do, or is refused before it has sent them
+            # a stream that ends before its payload, or is refused before it is sent
             except (PeerError, NetworkError):
                 assert streamed
                 continue
@@ -168,7 +168,7 @@ class Unlucky(torch.nn.Module):
         return x / (x != 14).to(x.dtype)
 
 
-def test_a_failing_computation_is_its_callers_alone() -> None:
+def test_a_failing_computation_fails_only_its_caller() -> None:
     with pair({"ffn.0": expert(Unlucky())}) as two:
         remote = two.remote()
         with pytest.raises(swarm.ExpertFailed, match="unlucky number"):
@@ -186,10 +186,10 @@ class GatedUnlucky(Gated):
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_a_poisonous_request_in_a_batch_is_its_callers_alone(backward: bool) -> None:
+def test_a_bad_request_in_a_batch_fails_only_its_caller(backward: bool) -> None:
     module = GatedUnlucky()
-    made = swarm.Expert(module, (torch.zeros(1, 16),))
-    with pair({"ffn.0": made}) as two:
+    hosted = swarm.Expert(module, (torch.zeros(1, 16),))
+    with pair({"ffn.0": hosted}) as two:
         calls = two.calls
 
         async def one(value: float) -> Any:
@@ -197,8 +197,10 @@ def test_a_poisonous_request_in_a_batch_is_its_callers_alone(backward: bool) -> 
             if not backward:
                 return (await calls.forward(two.replica, UID, [x], timeout_s=10.0)).outputs[0]
             passed = GradientPass([x], [torch.ones(1, 16)])
-            forwarded = ForwardReply(outputs=[x], version=0, request_id=os.urandom(16), wait_s=0.0)
-            return (await calls.backward(two.replica, UID, forwarded, passed, timeout_s=10.0)).gradients[0]
+            forward_reply = ForwardReply(outputs=[x], version=0, request_id=os.urandom(16), wait_s=0.0)
+            return (await calls.backward(two.replica, UID, forward_reply, passed, timeout_s=10.0)).gradients[
+                0
+            ]
 
         async def together() -> list[Any]:
             await one(0.0)

@@ -22,7 +22,7 @@ WAIT_S = 60.0
 
 @pytest.fixture
 def nodes() -> Iterator[tuple[swarm.Node, list[swarm.Node]]]:
-    """A trainer's, and two for servers."""
+    """Return a trainer's node and two for servers."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with (
@@ -35,8 +35,8 @@ def nodes() -> Iterator[tuple[swarm.Node, list[swarm.Node]]]:
 
 
 class LocalMixture(nn.Module):
-    """The same mixture with its experts here: each has an optimizer of its own, which steps when the expert
-    was used.
+    """The same mixture with local experts: each has an optimizer of its own, which steps when the expert was
+    used.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class LocalMixture(nn.Module):
         torch.autograd.Variable._execution_engine.queue_callback(self._step)  # type: ignore[attr-defined]
 
     def _step(self) -> None:
-        """At the end of the backward pass."""
+        """Step at the end of the backward pass."""
         for optimizer in self._optimizers:
-            optimizer.step()  # skips what has no gradient
+            optimizer.step()  # skips parameters without a gradient
             optimizer.zero_grad(set_to_none=True)
 
 
@@ -155,10 +155,10 @@ def test_a_switch_layer_and_a_pipeline_over_real_servers(nodes: tuple[swarm.Node
         found, expected = (torch.autograd.grad(one.square().sum(), x)[0] for one in (output, wanted))
         assert torch.allclose(found, expected, atol=1e-6)
         switch = swarm.RemoteSwitchMixtureOfExperts(trainer, 8, grid="sw.[0:4]").eval()
-        mixed, loss = switch(x)
+        mixture, loss = switch(x)
         probabilities = switch.gate(x)[0].softmax(dim=1)
         value, best = probabilities.max(dim=1)
         outputs = torch.stack([module(x) for module in experts.values()], dim=1)
-        assert isinstance(mixed, torch.Tensor)
-        assert torch.allclose(mixed, value[:, None] * outputs[torch.arange(10), best], atol=1e-6)
+        assert isinstance(mixture, torch.Tensor)
+        assert torch.allclose(mixture, value[:, None] * outputs[torch.arange(10), best], atol=1e-6)
         assert loss.item() == pytest.approx(1.0, rel=1e-5), "even utilization: the probabilities sum to one"

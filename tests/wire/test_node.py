@@ -1,4 +1,4 @@
-"""A node's life on real sockets: start, join, be found again, close."""
+"""Tests of a node's life on real sockets: start, join, rejoin, close."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from swarm.node import Node, NodeConfig
 from swarm.wire import peer_pb2
 
 HERE = "127.0.0.1:0"
-QUICK = NodeConfig(joining=JoiningConfig(hello_timeout_s=2, retry_first_s=0.05, retry_max_s=0.1, again_s=0.1))
+QUICK = NodeConfig(
+    joining=JoiningConfig(hello_timeout_s=2, retry_first_s=0.05, retry_max_s=0.1, rejoin_interval_s=0.1)
+)
 
 
 def free_port() -> int:
@@ -51,7 +53,7 @@ def test_two_nodes_in_one_process_find_each_other() -> None:
         assert (entry.value, entry.writer) == ("value", one.peer_id)
 
 
-def test_starting_and_closing_is_quick() -> None:
+def test_starting_and_closing_a_node_is_fast() -> None:
     with Node(listen=HERE) as bootstrap:
         started_s = time.monotonic()
         node = Node(bootstrap.addresses, listen=HERE)
@@ -67,13 +69,13 @@ def test_starting_and_closing_is_quick() -> None:
 
 
 def wait_refused(node: Node) -> None:
-    """Until its first attempt to join has failed: on a busy machine that may take a while."""
+    """Wait until the node's first attempt to join has failed, which takes a while on a busy machine."""
     deadline_s = time.monotonic() + 15.0
     while not node.join_failures and time.monotonic() < deadline_s:
         assert not node.wait_joined(0.05)
 
 
-def test_a_bootstrap_that_is_down_is_joined_when_it_comes_up() -> None:
+def test_a_bootstrap_peer_that_is_down_is_joined_when_it_comes_up() -> None:
     identity, port = Identity.generate(), free_port()
     address = f"/ip4/127.0.0.1/tcp/{port}/tls/http/p2p/{identity.peer_id}"
     with Node([address], listen=HERE, config=QUICK) as node:
@@ -85,7 +87,7 @@ def test_a_bootstrap_that_is_down_is_joined_when_it_comes_up() -> None:
             assert node.peers()[0].peer_id == identity.peer_id
 
 
-def test_a_black_hole_for_a_bootstrap_delays_neither_start_nor_close() -> None:
+def test_an_unresponsive_bootstrap_address_delays_neither_start_nor_close() -> None:
     with socket.create_server(("127.0.0.1", 0)) as hole:
         address = f"/ip4/127.0.0.1/tcp/{hole.getsockname()[1]}/p2p/{Identity.generate().peer_id}"
         started_s = time.monotonic()
@@ -96,7 +98,7 @@ def test_a_black_hole_for_a_bootstrap_delays_neither_start_nor_close() -> None:
         assert time.monotonic() - started_s < 2
 
 
-def test_the_peer_book_leads_back_when_every_bootstrap_is_dead(tmp_path: Path) -> None:
+def test_a_node_rejoins_through_its_book_when_every_bootstrap_peer_is_dead(tmp_path: Path) -> None:
     with Node(listen=HERE) as friend:
         with (
             Node(listen=HERE) as bootstrap,
@@ -134,7 +136,7 @@ def test_a_second_node_with_the_same_identity_file_is_refused_until_the_first_is
         ({"listen": "192.0.2.1:0"}, "cannot listen on 192.0.2.1"),
     ],
 )
-def test_a_wrong_argument_leaves_nothing_behind(
+def test_a_wrong_argument_leaves_no_thread_or_lock(
     arguments: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     threads = threading.active_count()
@@ -151,7 +153,7 @@ def test_a_port_that_is_taken_is_refused() -> None:
         Node(listen=f"127.0.0.1:{node.contact.addresses[0].port}")
 
 
-def test_announced_addresses_take_the_place_of_those_found() -> None:
+def test_announced_addresses_replace_the_detected_ones() -> None:
     with Node(listen=HERE, config=NodeConfig(announce=("203.0.113.7:4000",))) as node:
         assert node.addresses == [f"/ip4/203.0.113.7/tcp/4000/tls/http/p2p/{node.peer_id}"]
 
@@ -163,7 +165,7 @@ def test_a_node_that_does_not_listen_can_still_call() -> None:
         assert one.book.contact(client.peer_id) == Contact(client.peer_id)
 
 
-def test_who_introduces_itself_as_another_is_refused() -> None:
+def test_an_introduction_under_another_name_is_refused() -> None:
     with Node(listen=HERE) as one, Node(listen=HERE) as liar:
         message = peer_pb2.Hello(contact=peer_pb2.Contact(peer_id=Identity.generate().peer_id.to_bytes()))
         with pytest.raises(PeerError, match=liar.peer_id.short):
@@ -171,7 +173,7 @@ def test_who_introduces_itself_as_another_is_refused() -> None:
         assert all(known.peer_id == liar.peer_id for known in one.peers())
 
 
-def test_services_say_goodbye_in_reverse_order_and_cannot_hold_the_node_up() -> None:
+def test_services_close_in_reverse_order_and_cannot_delay_the_node() -> None:
     order: list[str] = []
     node, other = Node(listen=HERE), Node(listen=HERE)
 
@@ -222,7 +224,7 @@ def test_calls_from_the_users_thread_have_a_deadline_and_end_with_the_node() -> 
     assert "closed while this call was waiting" in str(outcome[0])
 
 
-def test_a_program_that_does_not_close_its_node_ends_quietly(tmp_path: Path) -> None:
+def test_a_program_that_does_not_close_its_node_ends_without_output(tmp_path: Path) -> None:
     program = (
         "import swarm, sys\n"
         f"one = swarm.Node(listen='{HERE}')\n"
@@ -244,7 +246,7 @@ def test_a_program_that_does_not_close_its_node_ends_quietly(tmp_path: Path) -> 
     assert (tmp_path / "key.peers").exists(), "the exit hook closed it"
 
 
-def test_a_program_that_raises_shows_its_own_error_only() -> None:
+def test_a_program_that_raises_shows_only_its_own_error() -> None:
     program = f"import swarm\nnode = swarm.Node(listen='{HERE}')\nraise SystemError('mine')\n"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=30
@@ -254,7 +256,7 @@ def test_a_program_that_raises_shows_its_own_error_only() -> None:
     assert done.stderr.rstrip().endswith("SystemError: mine")
 
 
-def test_a_call_that_is_still_tidying_up_when_its_node_closes_prints_nothing(
+def test_a_call_that_is_still_ending_when_its_node_closes_prints_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """gRPC prints a traceback for each of its own tasks that is cancelled."""
@@ -299,7 +301,7 @@ def test_a_bootstrap_peer_needs_no_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_addresses_of_the_same_bootstrap_are_one_peer() -> None:
+def test_addresses_of_the_same_bootstrap_peer_are_merged() -> None:
     with Node(listen=HERE) as one:
         wrong = Contact(one.peer_id, (Address("127.0.0.1", 1),))
         with Node([wrong, *one.addresses, one.contact], listen=HERE) as two:
@@ -307,7 +309,7 @@ def test_addresses_of_the_same_bootstrap_are_one_peer() -> None:
             assert len(two.peers()) == 1
 
 
-def test_an_optimizer_that_finds_nobody_says_that_its_node_has_reached_nobody() -> None:
+def test_an_optimizer_without_peers_reports_that_its_node_has_reached_none() -> None:
     with Node([], listen=HERE) as gone:
         dead = gone.addresses
     with Node(dead, listen=HERE, config=QUICK) as node:

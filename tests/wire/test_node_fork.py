@@ -1,5 +1,5 @@
-"""Forked children beside a live node: DataLoader workers run, the node's handles refuse to, and none of its
-sockets stays open in them.
+"""Tests of forked children beside a live node: DataLoader workers run, the node's handles refuse to, and no
+socket of the node stays open in them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HERE = "127.0.0.1:0"
 
 
 def in_child(body: object) -> str:
-    """Run `body()` in a forked child; what it returned, or the error it raised."""
+    """Run `body()` in a forked child. Returns its result, or the error it raised."""
     assert callable(body)
     reading, writing = os.pipe()
     child = os.fork()
@@ -49,7 +49,7 @@ def ports_of(process: psutil.Process) -> set[int]:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_child_keeps_none_of_the_nodes_sockets_and_all_of_its_own() -> None:
+def test_a_child_keeps_its_own_sockets_and_none_of_the_nodes() -> None:
     with (
         Node(listen=HERE) as one,
         Node(one.addresses, listen=HERE) as two,
@@ -95,7 +95,8 @@ def test_a_data_loader_with_workers_runs_beside_a_node() -> None:
             with swarm.Node(one.addresses, listen="127.0.0.1:0") as two:   # made after the workers
                 assert two.wait_joined(5)
                 assert sum(float(batch.sum()) for batch in loader) == 2016.0
-                assert sum(float(batch.sum()) for batch in DataLoader(Numbers(), batch_size=8, num_workers=2)) == 2016.0
+                second = DataLoader(Numbers(), batch_size=8, num_workers=2)
+                assert sum(float(batch.sum()) for batch in second) == 2016.0
                 assert two.dht.store("key", 1, ttl_s=5).ok
         print("done")
     """)
@@ -107,8 +108,8 @@ def test_a_data_loader_with_workers_runs_beside_a_node() -> None:
     assert "fork" not in done.stderr.lower()
 
 
-def test_a_killed_parents_connections_close_although_its_worker_lives_on(tmp_path: Path) -> None:
-    """The peers of a trainer that is killed must see it at once, whatever its orphans do."""
+def test_a_killed_parents_connections_close_while_its_worker_lives(tmp_path: Path) -> None:
+    """The peers of a killed trainer must notice its death at once, even while its orphaned workers live."""
     method = StreamMethod(name="/swarm.Test/Watch")
     with Node(listen=HERE) as watcher:
         broke, opened = watcher.network.run(_events(), 5)
@@ -127,7 +128,8 @@ def test_a_killed_parents_connections_close_although_its_worker_lives_on(tmp_pat
             from swarm.net.rpc import StreamMethod
             node = swarm.Node({watcher.addresses!r}, listen="127.0.0.1:0")
             async def hold():
-                watcher, method = Contact.parse({watcher.addresses[0]!r}), StreamMethod(name="/swarm.Test/Watch")
+                watcher = Contact.parse({watcher.addresses[0]!r})
+                method = StreamMethod(name="/swarm.Test/Watch")
                 async with node.channels.open_stream(watcher, method, timeout_s=None) as stream:
                     await stream.receive()
             node.network.submit(hold())

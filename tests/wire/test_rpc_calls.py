@@ -1,4 +1,6 @@
-"""Unary calls on real sockets: what each failure is called, and that none of them harms the next call."""
+"""Tests of unary calls on real sockets: the error for each kind of failure, and that none of them harms the
+next call.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def test_a_refusal_reaches_the_caller_with_its_reason() -> None:
     run(scenario)
 
 
-def test_a_bug_in_a_handler_is_logged_here_and_not_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_exception_in_a_handler_is_logged_and_not_sent(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with pair() as two:
 
@@ -69,7 +71,7 @@ def test_a_bug_in_a_handler_is_logged_here_and_not_told(caplog: pytest.LogCaptur
     assert "secret" in caplog.text
 
 
-def test_what_the_handler_could_not_reach_is_the_networks_fault() -> None:
+def test_a_network_failure_inside_a_handler_is_a_network_error() -> None:
     async def scenario() -> None:
         async with pair() as two:
 
@@ -83,7 +85,7 @@ def test_what_the_handler_could_not_reach_is_the_networks_fault() -> None:
     run(scenario)
 
 
-def test_limits_hold_at_both_ends() -> None:
+def test_size_limits_hold_at_both_ends() -> None:
     async def scenario() -> None:
         loose = Method(name=ECHO.name, request=peer_pb2.Hello, reply=peer_pb2.Hello)
         async with pair() as two:
@@ -127,9 +129,9 @@ def test_a_message_beyond_the_transports_own_limit_ends_only_its_call(
     run(scenario)
 
 
-def test_what_cannot_be_parsed_is_the_senders_fault() -> None:
+def test_a_malformed_message_is_refused_naming_its_sender() -> None:
     class Garbage:
-        """Serializes to bytes that are no protobuf message."""
+        """A message that serializes to bytes that are no protobuf message."""
 
         def SerializeToString(self) -> bytes:
             return b"\xff\xff\xff"
@@ -151,7 +153,7 @@ def test_what_cannot_be_parsed_is_the_senders_fault() -> None:
     run(scenario)
 
 
-def test_a_handler_is_cancelled_when_its_caller_goes_away() -> None:
+def test_a_handler_is_cancelled_when_its_caller_disconnects() -> None:
     async def scenario() -> None:
         async with pair() as two:
             entered, cancelled = asyncio.Event(), asyncio.Event()
@@ -182,7 +184,7 @@ def test_a_handler_is_cancelled_when_its_caller_goes_away() -> None:
     run(scenario)
 
 
-def test_a_caller_has_a_bounded_number_of_calls_open() -> None:
+def test_open_calls_per_caller_are_limited() -> None:
     async def scenario() -> None:
         async with pair(Server(calls_per_peer_max=3)) as two:
             release = asyncio.Event()

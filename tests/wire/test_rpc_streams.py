@@ -1,5 +1,5 @@
-"""Streams on real sockets: the same on both ends, with flow control, and never mistaken for finished when
-they broke.
+"""Tests of streams on real sockets: both ends behave the same, flow control works, and a broken stream is
+never mistaken for a finished one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TALK = StreamMethod(name="/swarm.Test/Talk", message_bytes_max=1 << 20)
 
 @dataclass
 class Line:
-    """A caller, a server, and what its handler saw."""
+    """A caller, a server, and the messages that its handler received."""
 
     channels: Channels
     handlers: Handlers
@@ -76,7 +76,7 @@ async def echo(stream: Stream) -> None:
         await stream.send(message)
 
 
-def test_messages_go_both_ways_until_both_ends_finish() -> None:
+def test_messages_travel_in_both_directions_until_both_ends_finish() -> None:
     async def scenario() -> None:
         async with line() as one:
             one.serve(echo)
@@ -98,7 +98,7 @@ def test_messages_go_both_ways_until_both_ends_finish() -> None:
     run(scenario)
 
 
-def test_the_handler_knows_its_caller_and_may_speak_first_and_last() -> None:
+def test_the_handler_knows_its_caller_and_may_send_first_and_last() -> None:
     async def scenario() -> None:
         async with line() as one:
 
@@ -122,7 +122,7 @@ def test_the_handler_knows_its_caller_and_may_speak_first_and_last() -> None:
     run(scenario)
 
 
-def test_a_refusal_reaches_the_caller_whatever_it_does() -> None:
+def test_a_refusal_reaches_a_sending_and_a_receiving_caller() -> None:
     async def scenario() -> None:
         async with line() as one:
 
@@ -144,7 +144,7 @@ def test_a_refusal_reaches_the_caller_whatever_it_does() -> None:
     run(scenario)
 
 
-def test_a_stream_that_nobody_serves_says_so() -> None:
+def test_a_stream_without_a_handler_is_refused() -> None:
     async def scenario() -> None:
         async with line() as one, one.channels.open_stream(one.contact, TALK, timeout_s=10) as stream:
             with pytest.raises(PeerError, match="does not serve"):
@@ -153,7 +153,7 @@ def test_a_stream_that_nobody_serves_says_so() -> None:
     run(scenario)
 
 
-def test_limits_hold_at_both_ends() -> None:
+def test_size_limits_hold_at_both_ends() -> None:
     async def scenario() -> None:
         loose = StreamMethod(name=TALK.name)
         async with line() as one:
@@ -183,7 +183,7 @@ def test_limits_hold_at_both_ends() -> None:
     run(scenario)
 
 
-def test_a_caller_that_breaks_off_does_not_look_finished() -> None:
+def test_a_caller_that_breaks_off_is_not_mistaken_for_finished() -> None:
     async def scenario() -> None:
         async with line() as one:
             first = asyncio.Event()
@@ -203,7 +203,7 @@ def test_a_caller_that_breaks_off_does_not_look_finished() -> None:
     run(scenario)
 
 
-def test_a_handler_that_cancels_is_the_networks_fault_to_the_caller() -> None:
+def test_a_handler_that_cancels_its_stream_is_a_network_error_for_the_caller() -> None:
     async def scenario() -> None:
         async with line() as one:
 
@@ -221,7 +221,7 @@ def test_a_handler_that_cancels_is_the_networks_fault_to_the_caller() -> None:
     run(scenario)
 
 
-def test_a_handler_that_returns_early_is_seen_by_a_sender() -> None:
+def test_a_sender_notices_a_handler_that_returns_early() -> None:
     async def scenario() -> None:
         async with line() as one:
 
@@ -254,7 +254,7 @@ def test_a_server_that_dies_ends_the_stream() -> None:
     run(scenario)
 
 
-def test_the_deadline_is_for_the_whole_stream() -> None:
+def test_the_deadline_covers_the_whole_stream() -> None:
     async def scenario() -> None:
         async with line() as one:
             one.serve(echo)
@@ -267,7 +267,7 @@ def test_the_deadline_is_for_the_whole_stream() -> None:
     run(scenario)
 
 
-def test_a_sender_waits_for_a_reader_that_does_not_read() -> None:
+def test_a_sender_waits_for_a_slow_reader() -> None:
     async def scenario() -> None:
         async with line() as one:
             go = asyncio.Event()
@@ -294,7 +294,7 @@ def test_a_sender_waits_for_a_reader_that_does_not_read() -> None:
                 async with asyncio.TaskGroup() as group:
                     group.create_task(push())
                     before = -1
-                    while before != sent:  # until nothing moves any more
+                    while before != sent:  # until no more bytes move
                         before = sent
                         await asyncio.sleep(0.2)
                     assert sent < count // 2, "flow control holds the sender back"
@@ -304,7 +304,7 @@ def test_a_sender_waits_for_a_reader_that_does_not_read() -> None:
     run(scenario)
 
 
-def test_lanes_are_connections_of_their_own() -> None:
+def test_each_lane_has_its_own_connection() -> None:
     async def scenario() -> None:
         async with line() as one:
             one.serve(echo)

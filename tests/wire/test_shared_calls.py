@@ -1,5 +1,5 @@
-"""Small calls on one stream: they share messages, and none of them can harm another, the callee or its count
-of open calls.
+"""Small calls on one stream share messages, and none of them can harm another, the callee, or its count of
+open calls.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SLOW = Method(name="/swarm.Test/Slow", request=peer_pb2.Hello, reply=peer_pb2.He
 
 
 class Pair:
-    """A server that echoes, also slowly, and a caller."""
+    """A server that echoes, with or without delay, and a caller."""
 
     def __init__(self, server: Server, contact: Contact, channels: Channels, handlers: Handlers) -> None:
         self.server, self.contact, self.channels, self.handlers = server, contact, channels, handlers
@@ -55,7 +55,7 @@ class Pair:
         return request
 
     async def raw_stream(self) -> Any:
-        """A stream of shared calls as a stranger may write it."""
+        """Open a stream of shared calls for messages that the test writes itself."""
         await self.call(ECHO, "connect")
         link = next(iter(self.channels._links.values()))
         assert link.connection is not None
@@ -100,7 +100,7 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_calls_made_together_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simultaneous_calls_share_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     original = calls.CallStream._next_batch
 
@@ -122,14 +122,14 @@ def test_calls_made_together_travel_together(monkeypatch: pytest.MonkeyPatch) ->
             assert len(sizes) < 25
             assert max(sizes) <= calls._BATCH_CALLS_MAX
             async with asyncio.timeout(10):
-                # a call is counted out when its answer's write has ended, which may be after the answer came
+                # a call is open until the write of its answer has ended, which may be after the answer came
                 while two.open_calls:  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
 
     run(scenario)
 
 
-def test_a_slow_call_holds_no_other_up() -> None:
+def test_a_slow_call_does_not_delay_others() -> None:
     async def scenario() -> None:
         async with pair() as two, asyncio.TaskGroup() as group:
             slow = group.create_task(two.call(SLOW, "slow"))
@@ -143,7 +143,7 @@ def test_a_slow_call_holds_no_other_up() -> None:
     run(scenario)
 
 
-def test_a_large_request_has_a_call_of_its_own() -> None:
+def test_a_large_request_is_sent_as_a_call_of_its_own() -> None:
     async def scenario() -> None:
         async with pair() as two:
             text = "x" * (calls.SHARED_REQUEST_BYTES_MAX + 1)
@@ -226,7 +226,7 @@ def test_a_stream_that_breaks_the_protocol_is_refused_and_nothing_stays_open(
     run(scenario)
 
 
-def test_a_caller_that_goes_away_takes_its_calls_along() -> None:
+def test_the_calls_of_a_vanished_caller_are_cancelled() -> None:
     async def scenario() -> None:
         async with pair() as two:
             stream = await two.raw_stream()
@@ -243,14 +243,14 @@ def test_a_caller_that_goes_away_takes_its_calls_along() -> None:
     run(scenario)
 
 
-def test_without_room_for_a_stream_calls_go_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_are_sent_separately_when_no_stream_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         monkeypatch.setattr(server, "_STREAMS_PER_PEER_MAX", 0)
         async with pair() as two:
             async with asyncio.TaskGroup() as group:
                 answers = [group.create_task(two.call(ECHO, str(number))) for number in range(20)]
             assert [answer.result() for answer in answers] == [str(number) for number in range(20)]
-            assert not next(iter(two.channels._uses.values())).shares
+            assert not next(iter(two.channels._pooled.values())).takes_shared_calls
 
     run(scenario)
 
@@ -282,7 +282,7 @@ def test_an_idle_server_stops_at_once() -> None:
 
 
 class Unread:
-    """What a handler sees of a caller that sends and sends and reads nothing: no write ever ends."""
+    """A handler's view of a caller that sends and never reads: no write ever ends."""
 
     def __init__(self, batches: int) -> None:
         self.batches = [
@@ -334,7 +334,9 @@ def test_a_call_is_open_until_its_answer_was_sent_and_a_caller_that_does_not_rea
     run(scenario)
 
 
-def test_nonsense_from_the_callee_ends_the_calls_as_its_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_messages_from_the_callee_fail_the_calls_as_its_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def scenario() -> None:
         async with pair() as two:
             monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Mutual TLS on real sockets: who is not who it says it is gets nowhere."""
+"""Attacks on mutual TLS over real sockets: no peer can pass for another."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def contact(peer_id: PeerId, port: int) -> Contact:
 
 
 async def ask(port: int, anchor: bytes, peer_id: PeerId, key: bytes | None, certificate: bytes | None) -> str:
-    """One raw call, as an attacker would make it: what came of it."""
+    """Make one raw call as an attacker would, and return its result as text."""
     options = [
         ("grpc.ssl_target_name_override", tls.tls_name(peer_id)),
         ("grpc.use_local_subchannel_pool", 1),
@@ -77,7 +77,7 @@ def test_every_handler_gets_the_authenticated_caller() -> None:
 
 
 def test_an_impostor_is_refused_in_the_handshake() -> None:
-    """Mallory listens where Alice is expected; its leaf says Alice, but Alice's key did not sign it."""
+    """Mallory listens where Alice is expected; its leaf names Alice, but Alice's key did not sign it."""
 
     async def scenario() -> None:
         async with serving(MALLORY) as port:
@@ -133,8 +133,8 @@ def test_a_caller_without_a_certificate_is_refused() -> None:
 
 
 def test_a_copied_extension_is_refused() -> None:
-    """Mallory saw Alice's certificate and put its extension into one for a key of its own, under the courtesy
-    CA, whose key is public.
+    """Mallory saw Alice's certificate and put its extension into one for its own key, under the courtesy CA,
+    whose key is public.
     """
 
     async def scenario() -> None:
@@ -163,7 +163,7 @@ def test_a_copied_certificate_is_useless_without_its_key() -> None:
     run(scenario)
 
 
-def test_a_leaf_for_servers_does_not_serve_a_caller() -> None:
+def test_a_server_certificate_is_refused_from_a_caller() -> None:
     async def scenario() -> None:
         leaf = tls.server_certificate(MALLORY)
         async with serving(ALICE) as port:
@@ -175,13 +175,13 @@ def test_a_leaf_for_servers_does_not_serve_a_caller() -> None:
     run(scenario)
 
 
-def test_who_speaks_no_tls_gets_nothing() -> None:
+def test_a_connection_without_tls_is_refused() -> None:
     async def scenario() -> None:
         async with serving(ALICE) as port:
             async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
                 with pytest.raises(aio.AioRpcError):
                     await channel.unary_unary(WHO.name)(b"", timeout=5)
-            channels = Channels(CALLER)  # and the server lives on
+            channels = Channels(CALLER)  # and the server still serves
             await channels.call(contact(ALICE.peer_id, port), WHO, peer_pb2.Contact(), timeout_s=5)
             await channels.close()
 

@@ -1,6 +1,6 @@
-"""Which samples go to which expert, and back: whole batches at a time.
+"""Dispatch of samples to experts and back, for whole batches at a time.
 
-Shapes: B samples, S places for experts per sample (-1: none), F features of an output.
+Shapes: B samples, S slots for experts per sample (-1: empty), F features of an output.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Places:
-    """Where the samples of one expert are: row (sample) and column (place) of each, int64, rows ascending and
+    """The places of one expert's samples: row (sample) and column (slot) of each, int64, rows ascending and
     distinct.
     """
 
@@ -21,39 +21,43 @@ class Places:
     columns: torch.Tensor
 
 
-def places_of(which_BS: torch.Tensor, experts: int) -> list[Places]:
-    """For experts 0 to `experts` - 1 their places in `which_BS`. One sort of the batch, however many experts
-    there are.
+def places_of(indices_BS: torch.Tensor, experts: int) -> list[Places]:
+    """Return the places in `indices_BS` of each expert from 0 to `experts` - 1. The batch is sorted once,
+    whatever the number of experts.
     """
-    width = max(which_BS.shape[1], 1)
-    flat = which_BS.flatten()
+    width = max(indices_BS.shape[1], 1)
+    flat = indices_BS.flatten()
     order = flat.argsort(stable=True)
     counts = torch.bincount(flat + 1, minlength=experts + 1)
     order = order[int(counts[0]) :]
     return [Places(part // width, part % width) for part in torch.split(order, counts[1:].tolist())]
 
 
-def not_among(
-    which_BK: torch.Tensor, found_BKD: torch.Tensor, before_BSD: torch.Tensor, there_BS: torch.Tensor, k: int
+def exclude_known(
+    indices_BK: torch.Tensor,
+    found_BKD: torch.Tensor,
+    known_BSD: torch.Tensor,
+    occupied_BS: torch.Tensor,
+    k: int,
 ) -> torch.Tensor:
-    """For each sample the first `k` of `which_BK` (coordinates `found_BKD`) that are not among those it has
-    already, then -1: [B, k].
+    """Return for each sample the first `k` of `indices_BK` (with coordinates `found_BKD`) that are not among
+    the experts it already has, then -1: [B, k].
     """
-    same_BKS = (found_BKD.unsqueeze(2) == before_BSD.unsqueeze(1)).all(dim=-1) & there_BS.unsqueeze(1)
-    is_new_BK = (which_BK >= 0) & ~same_BKS.any(dim=-1)
+    same_BKS = (found_BKD.unsqueeze(2) == known_BSD.unsqueeze(1)).all(dim=-1) & occupied_BS.unsqueeze(1)
+    is_new_BK = (indices_BK >= 0) & ~same_BKS.any(dim=-1)
     first = is_new_BK.to(torch.int64).argsort(dim=1, descending=True, stable=True)[:, :k]
-    return torch.where(is_new_BK, which_BK, -1).gather(1, first)
+    return torch.where(is_new_BK, indices_BK, -1).gather(1, first)
 
 
-def spread(
+def scatter_outputs(
     batch: int,
     width: int,
     places: Sequence[Places],
     answers: Sequence[Sequence[torch.Tensor]],
     empty: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Answers of experts, in one tensor [B, S, …] for each output; zeros where nobody answered. `empty`: what
-    an output is like.
+    """Return the answers of experts as one tensor [B, S, …] for each output, with zeros where no expert
+    answered. `empty` gives the shape and dtype of each output.
     """
     spread_out = [like.new_zeros((batch, width, *like.shape[1:])) for like in empty]
     for place, answer in zip(places, answers, strict=True):
@@ -62,11 +66,11 @@ def spread(
     return spread_out
 
 
-def add_up(
+def sum_input_gradients(
     inputs: Sequence[torch.Tensor], parts: Iterable[tuple[Places, Sequence[torch.Tensor | None]]]
 ) -> list[torch.Tensor | None]:
-    """The gradients of floating inputs: those of all experts added, in the order of the experts. None where
-    nobody gave one.
+    """Return the gradients of the floating-point inputs: those of all experts added, in the order of the
+    experts. None for an input to which no expert gave a gradient.
     """
     floating = [tensor for tensor in inputs if tensor.is_floating_point()]
     sums: list[torch.Tensor | None] = [None] * len(floating)
@@ -83,8 +87,10 @@ def add_up(
     return sums
 
 
-def mixed(weights_BS: torch.Tensor, outputs_BS: torch.Tensor) -> torch.Tensor:
-    """The sum over experts of weight times output: [B, S], [B, S, …] -> [B, …], in the outputs' dtype."""
+def weighted_sum(weights_BS: torch.Tensor, outputs_BS: torch.Tensor) -> torch.Tensor:
+    """Return the sum over experts of weight times output: [B, S], [B, S, …] -> [B, …], in the outputs'
+    dtype.
+    """
     batch, width = weights_BS.shape
     flat_BSF = outputs_BS.reshape(batch, width, -1)
     total_B1F = torch.bmm(weights_BS.to(flat_BSF.dtype).unsqueeze(1), flat_BSF)

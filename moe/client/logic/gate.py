@@ -1,10 +1,10 @@
-"""The gate of a mixture: how much each sample wants each expert of a grid.
+"""The gate of a mixture: it scores every expert of a grid for each sample.
 
 Product keys (Lample et al., "Large Memory Layers with Product Keys", 2019): one linear layer gives a score
-for every coordinate of every dimension, the score of expert (i, j, …) is the sum of theirs, so that a grid of
-256 × 256 experts needs 512 scores.
+for every coordinate of every dimension, and the score of expert (i, j, …) is the sum of its coordinates'
+scores. A grid of 256 × 256 experts therefore needs 512 scores.
 
-Shapes: B samples, N_d coordinates of dimension d, S places for experts per sample, D dimensions.
+Shapes: B samples, N_d coordinates of dimension d, S slots for experts per sample, D dimensions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from swarm.core.errors import UsageError
 
 
 class ProductKeyGate(nn.Module):
-    """float [B, in_features] -> for each dimension float [B, N_d]."""
+    """Maps float [B, in_features] to one float [B, N_d] for each dimension."""
 
     def __init__(self, in_features: int, shape: Sequence[int]) -> None:
         super().__init__()
@@ -30,8 +30,8 @@ class ProductKeyGate(nn.Module):
 
 
 def gate_input(inputs: torch.Tensor, in_features: int, like: torch.Tensor) -> torch.Tensor:
-    """One vector per sample: [B, in_features], or [B, …, in_features] averaged over what lies between; where
-    and as the gate is.
+    """Return one vector per sample, in the dtype and on the device of `like`: [B, in_features] as it is, [B,
+    …, in_features] averaged over the dimensions between. Raises UsageError for another shape.
     """
     if inputs.ndim < 2 or inputs.shape[-1] != in_features:
         raise UsageError(
@@ -43,8 +43,8 @@ def gate_input(inputs: torch.Tensor, in_features: int, like: torch.Tensor) -> to
 
 
 def logits_of(scores: Sequence[torch.Tensor], coordinates_BSD: torch.Tensor) -> torch.Tensor:
-    """The scores of experts at given places of the grid, [B, S]; differentiable. Places count from 0 in each
-    dimension.
+    """Return the scores of the experts at these coordinates, [B, S]; differentiable. Coordinates count from 0
+    in each dimension.
     """
     parts = [
         score.gather(1, coordinates_BSD[:, :, dimension].to(score.device))
@@ -53,43 +53,44 @@ def logits_of(scores: Sequence[torch.Tensor], coordinates_BSD: torch.Tensor) -> 
     return torch.stack(parts).sum(dim=0)
 
 
-def softmax_over(logits_BS: torch.Tensor, there_BS: torch.Tensor) -> torch.Tensor:
-    """Softmax over those that are there, zero for the others; rows where nobody is are zero, and have no
-    gradient.
+def softmax_over(logits_BS: torch.Tensor, answered_BS: torch.Tensor) -> torch.Tensor:
+    """Return the softmax over the experts that answered, and zero for the others. Rows in which no expert
+    answered are zero and have no gradient.
     """
-    somebody_B1 = there_BS.any(dim=1, keepdim=True)
-    masked = logits_BS.masked_fill(~there_BS, float("-inf")).masked_fill(~somebody_B1, 0.0)
-    return masked.softmax(dim=1) * there_BS
+    any_B1 = answered_BS.any(dim=1, keepdim=True)
+    masked = logits_BS.masked_fill(~answered_BS, float("-inf")).masked_fill(~any_B1, 0.0)
+    return masked.softmax(dim=1) * answered_BS
 
 
 def switch_weights(
     scores: Sequence[torch.Tensor],
     coordinates_BSD: torch.Tensor,
-    chosen_BS: torch.Tensor,
-    there_BS: torch.Tensor,
+    selected_BS: torch.Tensor,
+    answered_BS: torch.Tensor,
 ) -> torch.Tensor:
-    """Each expert's probability in the whole grid (Fedus et al., "Switch Transformers", 2021, section 2.1),
-    [B, S].
+    """Return each expert's probability in the whole grid (Fedus et al., "Switch Transformers", 2021, section
+    2.1), [B, S].
 
-    What was chosen and did not answer hands its probability on to those who did, in proportion. A softmax
-    over sums factorises: the probability of (i, j, …) is the product of the dimensions' own.
+    The probability of selected experts that did not answer is distributed among those that did, in
+    proportion. A softmax over sums factorises: the probability of (i, j, …) is the product of its dimensions'
+    probabilities.
     """
     logs = logits_of([score.log_softmax(dim=-1) for score in scores], coordinates_BSD)
-    chosen = logs.masked_fill(~chosen_BS, float("-inf"))
-    some_B1 = there_BS.any(dim=1, keepdim=True)
-    mass_B1 = chosen.masked_fill(~some_B1, 0.0).logsumexp(dim=1, keepdim=True)
-    return softmax_over(logs, there_BS) * mass_B1.exp()
+    selected = logs.masked_fill(~selected_BS, float("-inf"))
+    any_B1 = answered_BS.any(dim=1, keepdim=True)
+    mass_B1 = selected.masked_fill(~any_B1, 0.0).logsumexp(dim=1, keepdim=True)
+    return softmax_over(logs, answered_BS) * mass_B1.exp()
 
 
 def balancing_loss(scores: Sequence[torch.Tensor], utilization: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum over dimensions d of N_d · Σ_i f_i · P_i: f_i is the share of samples that went to coordinate i,
-    P_i the mean probability of it.
+    """Return the sum over dimensions d of N_d · Σ_i f_i · P_i, where f_i is the share of samples that went to
+    coordinate i, and P_i its mean probability.
 
-    Fedus et al., section 2.2, for each dimension of the grid. It is D when both are even, and at least that
-    when f is P. Gradients flow through P.
+    Fedus et al., section 2.2, for each dimension of the grid. The loss is D when both are uniform, and at
+    least D when f equals P. Gradients flow through P.
     """
     parts = [
-        len(used) * (used.to(score.device) * score.softmax(dim=-1).mean(dim=0)).sum()
-        for score, used in zip(scores, utilization, strict=True)
+        len(share_used) * (share_used.to(score.device) * score.softmax(dim=-1).mean(dim=0)).sum()
+        for score, share_used in zip(scores, utilization, strict=True)
     ]
     return torch.stack(parts).sum()

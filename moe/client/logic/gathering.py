@@ -1,8 +1,8 @@
-"""When a mixture layer has waited long enough: the answers of experts, counted per sample.
+"""Gathering of experts' answers: it decides, per sample, when a mixture layer has waited long enough.
 
-Each sample chose up to K experts, and needs `k_min` of them. Once every sample has that many, or can get no
-more, those who are still out get a little longer (`patience`), and then it is over: late ones are dropped. A
-pure machine; experts are numbers, `slots_BK` their places per sample (-1: none).
+Each sample selected up to K experts and needs `k_min` of them. Once every sample has that many, or can get no
+more, pending experts have a little more time (`GatherTimeouts`), and are then dropped. Pure logic; experts
+are numbers, and each is expected for some rows (samples) of the batch.
 """
 
 from __future__ import annotations
@@ -13,132 +13,139 @@ import torch
 
 from swarm.core.errors import UsageError
 
+_WAIT_S_MAX = 5.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherTimeouts:
-    """How long to wait for those who are still out, after all samples have enough."""
+    """The time for which pending experts are awaited after all samples have enough answers."""
 
-    after_k_min_s: float | None = None  # None: `share` of what that took, within the two bounds below
-    share: float = 1.0
-    least_s: float = 0.1
-    most_s: float = 5.0
+    after_k_min_s: float | None = None  # None: as long as it took until then, within bounds
+    wait_s_min: float = 0.1
 
     def __post_init__(self) -> None:
         if self.after_k_min_s is not None and not self.after_k_min_s >= 0.0:
             raise UsageError(
                 f"timeout_after_k_min_s is a number of seconds from 0 up, or None, not {self.after_k_min_s!r}"
             )
-        if not (self.share >= 0.0 and self.least_s >= 0.0 and self.most_s >= 0.0):
-            raise UsageError("patience needs a share, least_s and most_s of at least 0")
+        if not self.wait_s_min >= 0.0:
+            raise UsageError(f"gather timeouts need a wait_s_min of at least 0, not {self.wait_s_min!r}")
 
-    def after_s(self, took_s: float) -> float:
+    def wait_s(self, elapsed_s: float) -> float:
+        """Return the additional waiting time after `elapsed_s` of waiting."""
         if self.after_k_min_s is not None:
             return self.after_k_min_s
-        return max(min(self.share * took_s, self.most_s), self.least_s)
+        return max(min(elapsed_s, _WAIT_S_MAX), self.wait_s_min)
 
 
 class Gathering:
-    """One pass, forward or backward. `deadline_s` ends it in any case.
+    """The answers of one pass, forward or backward. The pass is over at `deadline_s` in any case.
 
-    Whoever is still out when nothing has been heard for a while is doubted (`stalled`, `doubt`): others can
-    be asked in its place, and its answer still counts should it come.
+    Experts that are still pending when no answer has arrived for a while are suspected (`suspect_at_s`,
+    `suspect`): replacements can be asked, and their own answers still count if they come.
     """
 
     def __init__(
-        self, batch: int, k_min: int, patience: GatherTimeouts, begun_s: float, deadline_s: float
+        self, batch: int, k_min: int, timeouts: GatherTimeouts, begun_s: float, deadline_s: float
     ) -> None:
-        self._k_min, self._patience = k_min, patience
+        self._k_min, self._timeouts = k_min, timeouts
         self._begun_s, self._until_s = begun_s, deadline_s
         self._answered_B = torch.zeros(batch, dtype=torch.int64, device="cpu")
-        self._open_B = torch.zeros(batch, dtype=torch.int64, device="cpu")
-        self._doubted_B = torch.zeros(batch, dtype=torch.int64, device="cpu")
-        self._rows: dict[int, torch.Tensor] = {}  # of those that are still out
-        self._doubted: set[int] = set()
-        self._usual_s: dict[int, float] = {}
-        self._enough_s: float | None = None
-        self._heard_s = begun_s
-        self._heard = False  # of anybody at all
+        self._pending_B = torch.zeros(batch, dtype=torch.int64, device="cpu")
+        self._suspected_B = torch.zeros(batch, dtype=torch.int64, device="cpu")
+        self._rows: dict[int, torch.Tensor] = {}  # of pending experts
+        self._suspected: set[int] = set()
+        self._expected_s: dict[int, float] = {}
+        self._satisfied_s: float | None = None
+        self._last_reply_s = begun_s
+        self._has_reply = False  # some expert has answered or failed
 
-    def expect(self, expert: int, rows: torch.Tensor, now_s: float, usual_s: float = 0.0) -> None:
-        """This expert was asked for these samples (distinct places in the batch). Who was asked to replace
-        others starts patience anew.
+    def expect(self, expert: int, rows: torch.Tensor, now_s: float, expected_s: float = 0.0) -> None:
+        """Record that this expert was asked for these rows (distinct samples of the batch). Asking a
+        replacement restarts the additional waiting time.
 
-        `usual_s`: how long it may well take, going by its answers of late.
+        `expected_s` is how long it may well take, judged by its recent answers.
         """
         self._rows[expert] = rows
-        self._usual_s[expert] = usual_s
-        self._open_B[rows] += 1
-        self._enough_s, self._heard_s = None, now_s
+        self._expected_s[expert] = expected_s
+        self._pending_B[rows] += 1
+        self._satisfied_s, self._last_reply_s = None, now_s
 
     def answered(self, expert: int, now_s: float) -> None:
-        rows = self._gone(expert, now_s)
+        """Record an expert's answer."""
+        rows = self._remove(expert, now_s)
         if rows is not None:
             self._answered_B[rows] += 1
-            self._look(now_s)
+            self._check_satisfied(now_s)
 
     def failed(self, expert: int, now_s: float) -> None:
-        if self._gone(expert, now_s) is not None:
-            self._look(now_s)
+        """Record an expert's failure."""
+        if self._remove(expert, now_s) is not None:
+            self._check_satisfied(now_s)
 
-    def doubt(self) -> list[int]:
-        """Count no longer on those that are out; those of them that were counted on until now."""
-        new = [expert for expert in self._rows if expert not in self._doubted]
+    def suspect(self) -> list[int]:
+        """Stop counting on pending experts. Return those that were counted on until now."""
+        new = [expert for expert in self._rows if expert not in self._suspected]
         for expert in new:
             rows = self._rows[expert]
-            self._open_B[rows] -= 1
-            self._doubted_B[rows] += 1
-        self._doubted.update(new)
+            self._pending_B[rows] -= 1
+            self._suspected_B[rows] += 1
+        self._suspected.update(new)
         return new
 
     @property
-    def out(self) -> list[int]:
-        """Experts that have neither answered nor failed."""
+    def pending(self) -> list[int]:
+        """Return the experts that have neither answered nor failed."""
         return list(self._rows)
 
     @property
-    def short_rows(self) -> torch.Tensor:
-        """Samples that cannot get `k_min` answers any more, whatever those do that are out and not doubted."""
-        return (self._answered_B + self._open_B < self._k_min).nonzero().flatten()
+    def unsatisfiable_rows(self) -> torch.Tensor:
+        """Return the samples that cannot get `k_min` answers any more, even if every pending expert that is
+        not suspected answers.
+        """
+        return (self._answered_B + self._pending_B < self._k_min).nonzero().flatten()
 
     @property
-    def lacking_rows(self) -> torch.Tensor:
-        """Samples that have fewer than `k_min` answers now."""
+    def rows_below_k_min(self) -> torch.Tensor:
+        """Return the samples that have fewer than `k_min` answers now."""
         return (self._answered_B < self._k_min).nonzero().flatten()
 
-    def stalled_s(self) -> float | None:
-        """When those who are out and not doubted have to be doubted, if nothing is heard until then; None:
-        there are none.
+    def suspect_at_s(self) -> float | None:
+        """Return the time at which pending experts become suspected if no answer arrives before; None when
+        there are none, or all are suspected already.
         """
-        counted_on = [expert for expert in self._rows if expert not in self._doubted]
+        counted_on = [expert for expert in self._rows if expert not in self._suspected]
         if not counted_on:
             return None
-        usual_s = max(self._usual_s[expert] for expert in counted_on)
-        return self._heard_s + max(self._patience.after_s(self._heard_s - self._begun_s), usual_s)
+        expected_s = max(self._expected_s[expert] for expert in counted_on)
+        return self._last_reply_s + max(self._timeouts.wait_s(self._last_reply_s - self._begun_s), expected_s)
 
     def deadline_s(self) -> float:
-        """When to ask `over` again at the latest."""
-        if self._enough_s is not None:
-            return min(self._until_s, self._enough_s + self._patience.after_s(self._enough_s - self._begun_s))
-        # nobody is needed: one who is out holds up no longer than the others took
-        if not self._k_min and self._heard:
-            stalled_s = self.stalled_s()
-            return min(self._until_s, stalled_s if stalled_s is not None else self._heard_s)
+        """Return the time by which to ask `over` again."""
+        if self._satisfied_s is not None:
+            return min(
+                self._until_s, self._satisfied_s + self._timeouts.wait_s(self._satisfied_s - self._begun_s)
+            )
+        # no answer is required: a pending expert delays the pass no longer than the others took
+        if not self._k_min and self._has_reply:
+            suspect_at_s = self.suspect_at_s()
+            return min(self._until_s, suspect_at_s if suspect_at_s is not None else self._last_reply_s)
         return self._until_s
 
     def over(self, now_s: float) -> bool:
+        """Return whether waiting has ended: nothing is pending, or the deadline has passed."""
         return not self._rows or now_s >= self.deadline_s()
 
-    def _gone(self, expert: int, now_s: float) -> torch.Tensor | None:
+    def _remove(self, expert: int, now_s: float) -> torch.Tensor | None:
         rows = self._rows.pop(expert, None)
         if rows is not None:
-            (self._doubted_B if expert in self._doubted else self._open_B)[rows] -= 1
-            self._heard_s, self._heard = now_s, True
+            (self._suspected_B if expert in self._suspected else self._pending_B)[rows] -= 1
+            self._last_reply_s, self._has_reply = now_s, True
         return rows
 
-    def _look(self, now_s: float) -> None:
-        if self._enough_s is None:
-            # with k_min of 0 a sample still waits for its first answer, or until there is nobody left to wait
-            # for
+    def _check_satisfied(self, now_s: float) -> None:
+        if self._satisfied_s is None:
+            # with a k_min of 0 a sample still waits for its first answer, unless none is pending
             needed = max(self._k_min, 1)
-            if bool(((self._answered_B >= needed) | (self._open_B + self._doubted_B == 0)).all()):
-                self._enough_s = now_s
+            if bool(((self._answered_B >= needed) | (self._pending_B + self._suspected_B == 0)).all()):
+                self._satisfied_s = now_s

@@ -1,9 +1,9 @@
-"""One forward call of an expert that several peers hold: whom to ask, when to ask a second one as well, whom
-next after a failure.
+"""Hedging of one forward call of an expert that several peers host: it decides which replica to ask, when to
+ask a second one as well, and which one next after a failure.
 
-After Dean and Barroso, "The Tail at Scale" (2013): a second request goes out only when the first takes longer
-than most do, and only for a small share of all calls, so that a slow swarm is not made slower. Forward passes
-only: they change nothing, so that asking twice is harmless. Pure machines.
+After Dean and Barroso, "The Tail at Scale" (2013): a second request is sent only when the first takes longer
+than most do, and only for a small share of all calls, so that a slow swarm is not slowed down further. Only
+forward passes are hedged: they change nothing, so asking twice is harmless. Pure logic.
 """
 
 from __future__ import annotations
@@ -13,55 +13,56 @@ from dataclasses import dataclass
 
 from swarm.core.errors import UsageError
 
+# least delay before a second request. Too small: a busy machine's hiccups cause more work
+DELAY_S_MIN = 0.05
+DELAY_S_INITIAL = 1.0  # while the replica's answer times are unknown
+DELAY_DEVIATIONS = 4.0  # the delay is the mean answer time plus this many mean deviations
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HedgingConfig:
-    """When a second replica is asked."""
+    """Settings for asking a second replica."""
 
-    # never sooner after the first; too small: hiccups of a busy machine are answered with more work
-    least_s: float = 0.05
-    first_s: float = 1.0  # while nothing is known of how long it takes
-    deviations: float = 4.0  # sooner only after the mean plus so many mean deviations of its calls of late
-    share_max: float = 0.1  # of all calls, over time; 0: never
-    saved_max: float = 8.0  # second requests that may have been saved up, for the moment when a peer freezes
-    attempts_max: int = 3  # peers that one call may ask in all
+    share_max: float = 0.1  # second requests as a share of all calls, over time; 0: never
+    budget_max: float = 8.0  # unused second requests that may accumulate for when a peer freezes
+    attempts_max: int = 3  # peers that one call may ask in total
 
     def __post_init__(self) -> None:
-        if not (0.0 < self.least_s <= self.first_s and self.deviations >= 0.0 and self.attempts_max >= 1):
+        if not (0.0 <= self.share_max <= 1.0 and self.budget_max >= 0.0 and self.attempts_max >= 1):
             raise UsageError(
-                "hedging needs 0 < least_s <= first_s, deviations of at least 0, attempts_max of at least 1"
+                "hedging needs a share_max from 0 to 1, a budget_max of at least 0, "
+                "and attempts_max of at least 1"
             )
-        if not (0.0 <= self.share_max <= 1.0 and self.saved_max >= 0.0):
-            raise UsageError("hedging needs a share_max from 0 to 1 and a saved_max of at least 0")
 
 
 class HedgeBudget:
-    """Second requests that may still be made: each call saves up `share_max` of one."""
+    """The second requests that may still be sent. Each call adds `share_max` of one."""
 
     def __init__(self, config: HedgingConfig) -> None:
         self._config = config
-        self._saved = config.saved_max if config.share_max else 0.0
+        self._budget = config.budget_max if config.share_max else 0.0
 
-    def call(self) -> None:
-        self._saved = min(self._saved + self._config.share_max, self._config.saved_max)
+    def add_call(self) -> None:
+        """Add one call's share to the budget."""
+        self._budget = min(self._budget + self._config.share_max, self._config.budget_max)
 
-    def affords(self, requests: int) -> bool:
-        """Whether so many second requests could be made now. Always where none is ever made: there they save
-        nobody from waiting.
+    def can_afford(self, requests: int) -> bool:
+        """Return whether `requests` second requests could be sent now. Always true when hedging is switched
+        off: second requests rescue no call then.
         """
-        return self._saved >= requests or not self._config.share_max
+        return self._budget >= requests or not self._config.share_max
 
-    def spend(self) -> bool:
-        """Whether a second request may be made now."""
-        if self._saved < 1.0:
+    def try_spend(self) -> bool:
+        """Take one second request from the budget. Return False when there is none."""
+        if self._budget < 1.0:
             return False
-        self._saved -= 1.0
+        self._budget -= 1.0
         return True
 
 
 class HedgedCall:
-    """Replicas are hashable names, best first. `poll` says whom to ask now; it is over when `winner` is set
-    or nobody is left.
+    """One call. Replicas are hashable names, best first. `poll` says which to ask now. The call is over when
+    `winner` is set, or no replica is left.
     """
 
     def __init__(
@@ -70,13 +71,14 @@ class HedgedCall:
         self._left = list(order[: config.attempts_max])
         self._hedge_after_s = hedge_after_s
         self._budget = budget
-        self._asked: list[Hashable] = []  # and not heard of since
+        self._asked: list[Hashable] = []  # and neither answered nor failed
         self._hedge_at_s: float | None = None
         self.winner: Hashable | None = None
         self.hedged = False
-        budget.call()
+        budget.add_call()
 
     def poll(self, now_s: float) -> list[Hashable]:
+        """Return the replicas to ask now."""
         if self.over or not self._left:
             return []
         if not self._asked:
@@ -84,25 +86,28 @@ class HedgedCall:
             return [self._ask()]
         if self._hedge_at_s is not None and now_s >= self._hedge_at_s:
             self._hedge_at_s = None
-            if self._budget.spend():
+            if self._budget.try_spend():
                 self.hedged = True
                 return [self._ask()]
         return []
 
     def deadline_s(self) -> float | None:
-        """When to poll again, if nothing happens before."""
+        """Return the time at which to poll again if nothing happens before; None when there is none."""
         return None if self.over or not self._left else self._hedge_at_s
 
     def answered(self, replica: Hashable) -> None:
+        """Record a replica's answer; the first one wins."""
         if self.winner is None and replica in self._asked:
             self.winner = replica
 
     def failed(self, replica: Hashable) -> None:
+        """Record a replica's failure."""
         if replica in self._asked:
             self._asked.remove(replica)
 
     @property
     def over(self) -> bool:
+        """Return whether a replica has answered, or none is left."""
         return self.winner is not None or not (self._asked or self._left)
 
     def _ask(self) -> Hashable:

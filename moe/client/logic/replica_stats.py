@@ -1,9 +1,9 @@
-"""What this peer knows of the peers that hold experts: how long they take, how much they are doing for us,
-who fails.
+"""Statistics about the peers that host experts: how long they take, how many of this peer's calls they are
+working on, and which ones fail.
 
-A pure machine, shared by all layers of a node. A replica is one expert at one peer. Failures of the network
-are the peer's, so that its other experts are avoided as well; refusals and answers that cannot be used are
-the replica's own.
+Pure logic, shared by all layers of a node. A replica is one expert at one peer. Network failures count
+against the peer, so its other experts are avoided as well; refusals and unusable answers count against the
+replica only.
 """
 
 from __future__ import annotations
@@ -13,86 +13,94 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from moe.client.logic.avoidance import Avoidance, AvoidanceConfig
-from moe.client.logic.hedging import HedgeBudget, HedgingConfig
+from moe.client.logic.avoidance import Avoidance
+from moe.client.logic.hedging import (
+    DELAY_DEVIATIONS,
+    DELAY_S_INITIAL,
+    DELAY_S_MIN,
+    HedgeBudget,
+    HedgingConfig,
+)
 from swarm.core.errors import UsageError
 from swarm.core.ids import PeerId
 
 if TYPE_CHECKING:
     import random
 
-_Place = tuple[str, PeerId]  # (the expert's name, who holds it)
-_SLOW = ""  # in the place of an expert's name: the peer as a whole dawdles
+_ReplicaKey = tuple[str, PeerId]  # (the expert's name, its host)
+_SLOW = ""  # used as the expert's name for marks against a peer that is slow as a whole
+_SMOOTHING = 0.2  # weight of the newest call in the mean of a replica's answer times
+_REPORTED_WAIT_TTL_S = 5.0  # how long a reported wait overrides the declared one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FleetConfig:
-    """How peers that hold experts are judged."""
+class ReplicaStatsConfig:
+    """Settings for judging replicas."""
 
-    avoidance: AvoidanceConfig = field(default_factory=AvoidanceConfig)
     hedging: HedgingConfig = field(default_factory=HedgingConfig)
-    fading: float = 0.2  # weight of the newest call in the mean of a replica's times
-    # a replica is asked in proportion to the power of 1 / its expected time; 0: evenly, large: always the
-    # fastest
-    eagerness: float = 2.0
-    wait_young_s: float = 5.0  # how long a peer's word about its queue outweighs its declaration
-    replicas_max: int = 10_000  # whose times are remembered
+    # a replica is drawn in proportion to (1 / expected time) to this power. 0: evenly, large: the fastest
+    selection_exponent: float = 2.0
+    replicas_max: int = 10_000  # whose answer times are remembered
 
     def __post_init__(self) -> None:
-        if not (0.0 < self.fading <= 1.0 and self.eagerness >= 0.0 and self.replicas_max >= 1):
+        if not (self.selection_exponent >= 0.0 and self.replicas_max >= 1):
             raise UsageError(
-                "a fleet needs a fading above 0 and at most 1, eagerness of at least 0, replicas_max of at least 1"
+                "replica statistics need a selection_exponent of at least 0, and replicas_max of at least 1"
             )
 
 
 @dataclass(slots=True)
-class _Pace:
+class _Latency:
     mean_s: float
     deviation_s: float
 
 
 class ReplicaStats:
-    """`now_s` is any clock that never jumps; `rng` draws whom to ask among equals."""
+    """Records the results of calls and orders replicas by them. `now_s` is a time of any clock that never
+    jumps; `rng` draws among replicas.
+    """
 
-    def __init__(self, rng: random.Random, config: FleetConfig | None = None) -> None:
-        self.config = config or FleetConfig()
+    def __init__(self, rng: random.Random, config: ReplicaStatsConfig | None = None) -> None:
+        self.config = config or ReplicaStatsConfig()
         self.budget = HedgeBudget(self.config.hedging)
         self._rng = rng
-        self._avoidance = Avoidance(self.config.avoidance)
-        self._paces: OrderedDict[_Place, _Pace] = OrderedDict()
+        self._avoidance = Avoidance()
+        self._latencies: OrderedDict[_ReplicaKey, _Latency] = OrderedDict()
         self._in_flight: dict[PeerId, int] = {}
-        self._waits: OrderedDict[PeerId, tuple[float, float]] = OrderedDict()  # what it said, and when
+        self._waits: OrderedDict[PeerId, tuple[float, float]] = OrderedDict()  # reported wait, and when
 
     def available(self, uid: str, peers: Iterable[PeerId], now_s: float) -> list[PeerId]:
-        """Who may be asked for this expert now."""
+        """Return the peers that may be asked for this expert now."""
         avoided = self._avoidance.avoided
         return [peer for peer in peers if not avoided(peer, now_s) and not avoided((uid, peer), now_s)]
 
-    def untried(self, uid: str, peers: Iterable[PeerId], since_s: float) -> list[PeerId]:
-        """Who has not failed since then, avoided or not."""
+    def not_failed_since(self, uid: str, peers: Iterable[PeerId], since_s: float) -> list[PeerId]:
+        """Return the peers that have not failed since `since_s`, avoided or not."""
         failed = self._avoidance.failed_since
         return [peer for peer in peers if not failed(peer, since_s) and not failed((uid, peer), since_s)]
 
     def order(
-        self, uid: str, peers: Sequence[PeerId], now_s: float, loads_s: Sequence[float] | None = None
+        self, uid: str, peers: Sequence[PeerId], now_s: float, declared_waits_s: Sequence[float] | None = None
     ) -> list[PeerId]:
-        """The available ones, in the order in which to ask them: drawn by how long each is expected to take.
+        """Return the available peers in the order in which to ask them, drawn by how long each is expected to
+        take.
 
-        `loads_s`: for each of `peers` how long a request waits there by its own account, 0 when it gives
-        none; what it said with its last answer counts instead, while that is young. Who was overtaken of late
-        comes last, for a while as with failures; and after that, until it answers, while it has something of
-        ours to do already, or there is no second request left that could save a try.
+        `declared_waits_s` holds for each of `peers` how long a request waits there by its declaration, 0 when
+        it declares none. The wait that came with the peer's last answer counts instead while it is recent. A
+        peer that was overtaken lately comes last, for a while as after failures. After that, until it answers
+        in time, it still comes last while it is working on another call of this peer, or while the hedging
+        budget has no second request left that could rescue the attempt.
         """
-        waits = dict(zip(peers, loads_s or [0.0] * len(peers), strict=True))
+        waits = dict(zip(peers, declared_waits_s or [0.0] * len(peers), strict=True))
         for peer in peers:
-            wait_s, said_s = self._waits.get(peer, (0.0, float("-inf")))
-            if now_s - said_s < self.config.wait_young_s:
+            wait_s, reported_s = self._waits.get(peer, (0.0, float("-inf")))
+            if now_s - reported_s < _REPORTED_WAIT_TTL_S:
                 waits[peer] = wait_s
         left = self.available(uid, peers, now_s)
         ordered = []
         while len(left) > 1:
             weights = [
-                (1.0 / max(self.expected_s(uid, peer) + waits[peer], 1e-6)) ** self.config.eagerness
+                (1.0 / max(self.expected_s(uid, peer) + waits[peer], 1e-6)) ** self.config.selection_exponent
                 for peer in left
             ]
             mark = self._rng.random() * sum(weights)
@@ -101,28 +109,29 @@ class ReplicaStats:
                 mark -= weights[place]
                 place += 1
             ordered.append(left.pop(place))
-        return sorted(ordered + left, key=lambda peer: self._dawdles(peer, now_s))
+        return sorted(ordered + left, key=lambda peer: self._is_deprioritized(peer, now_s))
 
     def expected_s(self, uid: str, peer: PeerId) -> float:
-        """How long a call would take: its calls of late, times what is in flight there already. Who is new
-        counts as quick, to be tried.
+        """Return how long a call is expected to take: the mean of recent calls, times the number of calls
+        there including this one. An unknown replica counts as quick, so that it is tried.
         """
-        pace = self._paces.get((uid, peer))
-        known = pace.mean_s if pace is not None and pace.mean_s > 0.0 else self.config.hedging.least_s
+        latency = self._latencies.get((uid, peer))
+        known = latency.mean_s if latency is not None and latency.mean_s > 0.0 else DELAY_S_MIN
         return known * (1 + self._in_flight.get(peer, 0))
 
     def hedge_after_s(self, uid: str, peer: PeerId) -> float:
-        """After how long a second replica is asked as well."""
-        hedging, pace = self.config.hedging, self._paces.get((uid, peer))
-        if pace is None or pace.mean_s <= 0.0:
-            return hedging.first_s
-        return max(hedging.least_s, pace.mean_s + hedging.deviations * pace.deviation_s)
+        """Return the time after which a second replica is asked as well."""
+        latency = self._latencies.get((uid, peer))
+        if latency is None or latency.mean_s <= 0.0:
+            return DELAY_S_INITIAL
+        return max(DELAY_S_MIN, latency.mean_s + DELAY_DEVIATIONS * latency.deviation_s)
 
     def begin(self, peer: PeerId) -> None:
-        """A call goes out; `end` must follow."""
+        """Record that a call is sent. `end` must follow."""
         self._in_flight[peer] = self._in_flight.get(peer, 0) + 1
 
     def end(self, peer: PeerId) -> None:
+        """Record that a call is over."""
         left = self._in_flight.get(peer, 0) - 1
         if left > 0:
             self._in_flight[peer] = left
@@ -130,62 +139,62 @@ class ReplicaStats:
             self._in_flight.pop(peer, None)
 
     def answered(self, uid: str, peer: PeerId, seconds: float) -> None:
-        """A forward call gave what can be used, after so long."""
+        """Record a forward call that gave a usable answer after `seconds`."""
         self._avoidance.succeeded(peer)
         self._avoidance.succeeded((uid, peer))
         if seconds <= self.hedge_after_s(uid, peer):
             self._avoidance.succeeded((_SLOW, peer))
-        pace = self._paces.get((uid, peer))
-        if pace is None:
-            # the first call may have had to connect: half of it may be chance
-            self._paces[uid, peer] = _Pace(seconds, seconds / 2.0)
-            if len(self._paces) > self.config.replicas_max:
-                self._paces.popitem(last=False)
+        latency = self._latencies.get((uid, peer))
+        if latency is None:
+            # the first call may include connecting: half of its time may be chance
+            self._latencies[uid, peer] = _Latency(seconds, seconds / 2.0)
+            if len(self._latencies) > self.config.replicas_max:
+                self._latencies.popitem(last=False)
             return
-        fading = self.config.fading
-        pace.deviation_s += fading * (abs(seconds - pace.mean_s) - pace.deviation_s)
-        pace.mean_s += fading * (seconds - pace.mean_s)
-        self._paces.move_to_end((uid, peer))
+        latency.deviation_s += _SMOOTHING * (abs(seconds - latency.mean_s) - latency.deviation_s)
+        latency.mean_s += _SMOOTHING * (seconds - latency.mean_s)
+        self._latencies.move_to_end((uid, peer))
 
-    def said(self, peer: PeerId, wait_s: float, now_s: float) -> None:
-        """With an answer it said how long the next request would wait."""
+    def wait_reported(self, peer: PeerId, wait_s: float, now_s: float) -> None:
+        """Record the waiting time that a peer reported with an answer."""
         self._waits[peer] = (wait_s, now_s)
         self._waits.move_to_end(peer)
         if len(self._waits) > self.config.replicas_max:
             self._waits.popitem(last=False)
 
-    def unreachable(self, peer: PeerId, now_s: float, why: str) -> None:
-        """The network failed it: nothing there is asked for a while."""
-        self._avoidance.failed(peer, now_s, why)
+    def unreachable(self, peer: PeerId, now_s: float, reason: str) -> None:
+        """Record a network failure: no expert of this peer is asked for a while."""
+        self._avoidance.failed(peer, now_s, reason)
 
-    def failed(self, uid: str, peer: PeerId, now_s: float, why: str) -> None:
-        """It refused, was late, or gave what cannot be used."""
-        self._avoidance.failed((uid, peer), now_s, why)
+    def failed(self, uid: str, peer: PeerId, now_s: float, reason: str) -> None:
+        """Record that a replica refused, was late, or gave an unusable answer."""
+        self._avoidance.failed((uid, peer), now_s, reason)
 
     def overtaken(self, uid: str, peer: PeerId, now_s: float) -> None:
-        """Another replica, asked later, answered before it. Slowness is the whole peer's: where there is a
-        choice, others come first.
+        """Record that another replica, asked later, answered first. Slowness is attributed to the whole peer:
+        where there is a choice, other peers come first.
         """
         self._avoidance.failed((_SLOW, peer), now_s, "it was overtaken")
         self.failed(uid, peer, now_s, "it was overtaken by another replica")
 
-    def full(self, peer: PeerId, now_s: float) -> None:
-        """Its queue takes no more: nothing is held against it, but where there is a choice others come first
-        for a while.
+    def overloaded(self, peer: PeerId, now_s: float) -> None:
+        """Record that a peer's queue is full. It is not avoided, but where there is a choice other peers come
+        first for a while.
         """
         self._avoidance.failed((_SLOW, peer), now_s, "its queue was full")
 
-    def _dawdles(self, peer: PeerId, now_s: float) -> bool:
+    def _is_deprioritized(self, peer: PeerId, now_s: float) -> bool:
+        """Return whether a peer comes last because it was slow or full."""
         key = (_SLOW, peer)
         if self._avoidance.avoided(key, now_s) or not self._avoidance.failures(key):
             return self._avoidance.avoided(key, now_s)
-        # it may be tried: by one call at a time, and by no more peers' calls than could be hedged
-        tried = sum(self._avoidance.failures((_SLOW, other)) > 0 for other in self._in_flight)
-        return peer in self._in_flight or not self.budget.affords(tried + 1)
+        # slow peers are tried by one call at a time, and by no more calls than could be hedged
+        busy_slow_peers = sum(self._avoidance.failures((_SLOW, other)) > 0 for other in self._in_flight)
+        return peer in self._in_flight or not self.budget.can_afford(busy_slow_peers + 1)
 
     def why_avoided(self, uid: str, peer: PeerId, now_s: float) -> str | None:
-        """What is held against a replica now, in words; None when nothing is."""
+        """Return why a replica is avoided now; None when it is not."""
         for key in (peer, (uid, peer)):
             if self._avoidance.avoided(key, now_s):
-                return self._avoidance.why(key)
+                return self._avoidance.reason(key)
         return None

@@ -1,3 +1,3 @@
-"""Mixture-of-experts layers whose experts live on other peers: gate, search over the grid, calls that some
-experts may fail.
+"""Mixture-of-experts layers whose experts are hosted by other peers: gate, search over the grid, and calls
+some of which may fail.
 """

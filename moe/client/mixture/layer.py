@@ -1,23 +1,22 @@
-"""`swarm.RemoteMixtureOfExperts`: a mixture layer whose gate is here and whose experts are anywhere in the
+"""`swarm.RemoteMixtureOfExperts`: a mixture layer with a local gate, whose experts are hosted anywhere in the
 swarm.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from moe.client.logic.beam import BeamConfig
-from moe.client.logic.dispatch import mixed
+from moe.client.logic.dispatch import weighted_sum
 from moe.client.logic.gate import ProductKeyGate, gate_input, logits_of, softmax_over
 from moe.client.logic.gathering import GatherTimeouts
 from moe.client.mixture.options import MixtureOptions, PassReport
 from moe.client.mixture.session import LastPasses, Session
-from moe.client.replicas.autograd_bridge import Remote, check_batch
+from moe.client.replicas.autograd_bridge import NodeBridge, check_batch
 from moe.protocol.calls import UNCOMPRESSED, WireCodecs
 from moe.protocol.names import ExpertGrid
 from swarm.core.errors import UsageError
@@ -32,30 +31,30 @@ __all__ = ["MixtureConfig", "PassReport", "RemoteMixtureOfExperts"]
 class MixtureConfig:
     """Settings of mixture layers that rarely need a change."""
 
-    travel: WireCodecs = UNCOMPRESSED  # codecs for activations and gradients
-    patience: GatherTimeouts = field(default_factory=GatherTimeouts)  # its `after_k_min_s` is the layer's
-    # rounds of asking others for samples that lost too many experts, after the first also those avoided; 0:
-    # never
+    codecs: WireCodecs = UNCOMPRESSED  # codecs for activations and gradients
+    # rounds of asking replacements for samples that lost too many experts; from the second round on avoided
+    # experts are asked as well. 0: never
     replacements_max: int = 4
-    beam: BeamConfig = field(default_factory=BeamConfig)
 
 
 class RemoteMixtureOfExperts(nn.Module):
-    """Each sample goes through the `k_best` experts of `grid` that the gate scores highest; their outputs,
-    weighted by a softmax over the scores of those that answered, are added.
+    """A mixture layer: each sample goes through the `k_best` experts of `grid` that the gate scores highest.
+    Their outputs are summed, weighted by a softmax over the scores of the experts that answered.
 
-    float [B, …, in_features] (and further inputs of the experts, first dimension B) -> what an expert
-    returns: a tensor [B, …], or a tuple of tensors. The gate's parameters are here and train with any
-    optimizer; the experts' are trained where they are, by `backward`.
+    Takes float [B, …, in_features] (and further inputs of the experts, first dimension B) and returns what an
+    expert returns: a tensor [B, …], or a tuple of tensors. The gate's parameters are local and train with any
+    optimizer; the experts' parameters are trained where they are hosted, by `backward`.
 
-    `grid`: a pattern such as "ffn.[0:4].[0:4]"; experts that do not exist or are avoided are passed over.
-    `k_min`: so many must answer for each sample; once that is so for all, the others have
-    `timeout_after_k_min_s` more (None: about as long as it took until then), and are dropped. A sample that
-    loses too many gets the next best experts instead. Fewer than `k_min` within `forward_timeout_s`:
-    NotEnoughPeers, or with `allow_zero_outputs` the mixture of those who answered, zeros when nobody did.
-    Gradients flow through those who answered; an expert lost in the backward pass drops its branch, and
-    NotEnoughPeers is raised only when a sample has fewer than `backward_k_min` branches left. UsageError:
-    wrong arguments, or inputs that are not what experts take.
+    `grid` is a pattern such as "ffn.[0:4].[0:4]"; experts that do not exist or are avoided are passed over.
+    `k_min` is the number of experts that must answer for each sample. Once all samples have that many, the
+    other experts have `timeout_after_k_min_s` more (None: about as long as it took until then), and are then
+    dropped. A sample that loses too many experts gets the next best ones instead. When a sample has fewer
+    than `k_min` answers after `forward_timeout_s`, the call raises NotEnoughPeers; with `allow_zero_outputs`
+    it returns the mixture of the experts that answered, zeros when none did.
+
+    Gradients flow through the experts that answered. An expert lost in the backward pass drops its branch,
+    and NotEnoughPeers is raised only when a sample has fewer than `backward_k_min` branches left. Raises
+    UsageError for wrong arguments, or inputs that the experts do not take.
     """
 
     def __init__(
@@ -76,27 +75,20 @@ class RemoteMixtureOfExperts(nn.Module):
         super().__init__()
         config = config or MixtureConfig()
         self.grid, self.in_features = ExpertGrid.parse(grid), in_features
-        patience = config.patience
-        self.terms = MixtureOptions(
+        self.options = MixtureOptions(
             grid=self.grid,
             k_best=k_best,
             k_min=k_min,
             backward_k_min=backward_k_min,
             forward_timeout_s=forward_timeout_s,
             backward_timeout_s=forward_timeout_s if backward_timeout_s is None else backward_timeout_s,
-            patience=GatherTimeouts(
-                after_k_min_s=timeout_after_k_min_s,
-                share=patience.share,
-                least_s=patience.least_s,
-                most_s=patience.most_s,
-            ),
+            gather_timeouts=GatherTimeouts(after_k_min_s=timeout_after_k_min_s),
             allow_zero_outputs=allow_zero_outputs,
-            travel=config.travel,
+            codecs=config.codecs,
             replacements_max=config.replacements_max,
-            beam=config.beam,
         )
         self.gate = ProductKeyGate(in_features, self.grid.shape)
-        self._remote, self._seen = Remote(node), LastPasses()
+        self._bridge, self._last_passes = NodeBridge(node), LastPasses()
 
     def forward(self, inputs: torch.Tensor, *more: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         check_batch((inputs, *more))
@@ -105,32 +97,34 @@ class RemoteMixtureOfExperts(nn.Module):
         weights = softmax_over(
             logits_of(scores, found.coordinates_BSD), found.answered_BS.to(scores[0].device)
         )
-        return combined(weights, found.outputs, inputs)
+        return weighted_outputs(weights, found.outputs, inputs)
 
     def session(self) -> Session:
-        """For one pass."""
-        return Session(self._remote, self._seen, self.terms)
+        """Return the session for one pass."""
+        return Session(self._bridge, self._last_passes, self.options)
 
     @property
     def last_forward(self) -> PassReport | None:
-        """What became of the last forward pass: who was asked, who answered, who failed and why."""
-        return self._seen.forward
+        """Return the report of the last forward pass: the experts that were asked, that answered, and that
+        failed with the reasons.
+        """
+        return self._last_passes.forward
 
     @property
     def last_backward(self) -> PassReport | None:
-        """The same of the last backward pass."""
-        return self._seen.backward
+        """Return the report of the last backward pass."""
+        return self._last_passes.backward
 
     def extra_repr(self) -> str:
-        return f"grid={self.grid}, k_best={self.terms.k_best}, k_min={self.terms.k_min}"
+        return f"grid={self.grid}, k_best={self.options.k_best}, k_min={self.options.k_min}"
 
 
-def combined(
+def weighted_outputs(
     weights_BS: torch.Tensor, outputs: Sequence[torch.Tensor], inputs: torch.Tensor
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """The mixture of every output, where and in the precision that the inputs are in."""
+    """Return the weighted sum of every output, on the device and in the precision of `inputs`."""
     if any(not output.is_floating_point() for output in outputs):
         raise UsageError("experts of a mixture return floating-point tensors: others cannot be weighted")
-    totals = [mixed(weights_BS.to(inputs.device), output) for output in outputs]
+    totals = [weighted_sum(weights_BS.to(inputs.device), output) for output in outputs]
     totals = [total.to(inputs.dtype) if inputs.is_floating_point() else total for total in totals]
     return totals[0] if len(totals) == 1 else tuple(totals)

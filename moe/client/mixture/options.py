@@ -1,10 +1,9 @@
-"""What a layer's pass may take and must give, and what came of one."""
+"""Options and report of a mixture layer's pass."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from moe.client.logic.beam import BeamConfig
 from moe.client.logic.gathering import GatherTimeouts
 from moe.protocol.calls import UNCOMPRESSED, WireCodecs
 from moe.protocol.names import ExpertGrid
@@ -13,7 +12,7 @@ from swarm.core.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureOptions:
-    """What a pass may take, and what it must give."""
+    """The limits of a pass, and the number of answers that it must give."""
 
     grid: ExpertGrid
     k_best: int
@@ -21,20 +20,21 @@ class MixtureOptions:
     backward_k_min: int
     forward_timeout_s: float
     backward_timeout_s: float
-    patience: GatherTimeouts
+    gather_timeouts: GatherTimeouts
     allow_zero_outputs: bool
-    travel: WireCodecs = UNCOMPRESSED
-    replacements_max: int = 4  # rounds of looking for others in the place of those that failed
-    beam: BeamConfig = field(default_factory=BeamConfig)
+    codecs: WireCodecs = UNCOMPRESSED
+    replacements_max: int = 4  # rounds of asking replacements for experts that failed
 
     def __post_init__(self) -> None:
         if not 1 <= self.k_best <= self.grid.count:
             raise UsageError(
-                f"k_best is from 1 to the {self.grid.count} experts that {self.grid} may have, not {self.k_best}"
+                f"k_best is from 1 to the {self.grid.count} experts that {self.grid} may have, "
+                f"not {self.k_best}"
             )
         if not (0 <= self.k_min <= self.k_best and 0 <= self.backward_k_min <= self.k_best):
             raise UsageError(
-                f"k_min and backward_k_min are from 0 to k_best, {self.k_best}: not {self.k_min} and {self.backward_k_min}"
+                f"k_min and backward_k_min are from 0 to k_best, {self.k_best}: "
+                f"not {self.k_min} and {self.backward_k_min}"
             )
         if not (0.0 < self.forward_timeout_s < float("inf") and 0.0 < self.backward_timeout_s < float("inf")):
             raise UsageError("forward_timeout_s and backward_timeout_s are positive numbers of seconds")
@@ -42,10 +42,10 @@ class MixtureOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassReport:
-    """What came of a pass: for users' logs, and for tests."""
+    """The outcome of a pass, for users' logs and for tests."""
 
-    asked: tuple[str, ...]  # experts, a name for each call
+    asked: tuple[str, ...]  # names of experts, one for each call
     answered: tuple[str, ...]
-    failed: dict[str, str]  # name -> why, for those that were asked and did not answer
-    short_samples: int  # that had fewer than k_min answers
+    failed: dict[str, str]  # name -> reason, for experts that were asked and did not answer
+    short_samples: int  # samples with fewer than k_min answers
     seconds: float

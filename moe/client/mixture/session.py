@@ -1,5 +1,5 @@
-"""A mixture layer's pass from the trainer's thread: one crossing to the network thread forward, one for each
-backward pass.
+"""A mixture layer's passes, as they start in the trainer's thread: the network thread is entered once for the
+forward pass and once for each backward pass.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import torch
 from moe.client.mixture.backward import BackwardPass
 from moe.client.mixture.forward import ForwardPass, MixtureOutput
 from moe.client.mixture.options import MixtureOptions, PassReport
-from moe.client.replicas.autograd_bridge import Remote, crossed, to_host_checked
+from moe.client.replicas.autograd_bridge import NodeBridge, attach_backward, to_host_checked
 
 
 @dataclass(slots=True)
 class LastPasses:
-    """What a layer remembers of its last passes."""
+    """A layer's record of its last passes."""
 
-    like: list[torch.Tensor] = field(default_factory=list)  # what outputs are like, once one was seen
+    # without rows; gives the shapes and dtypes of outputs, once known
+    empty_outputs: list[torch.Tensor] = field(default_factory=list)
     forward: PassReport | None = None
     backward: PassReport | None = None
 
@@ -27,39 +28,42 @@ class LastPasses:
 class Session:
     """One forward pass and the backward passes that follow it."""
 
-    def __init__(self, remote: Remote, seen: LastPasses, terms: MixtureOptions) -> None:
-        self._remote, self._seen, self._terms = remote, seen, terms
+    def __init__(self, bridge: NodeBridge, last_passes: LastPasses, options: MixtureOptions) -> None:
+        self._bridge, self._last_passes, self._options = bridge, last_passes, options
 
     def forward(self, scores: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> MixtureOutput:
-        """Blocks until the experts have answered. `scores` and `inputs` as the layer has them, on any device.
+        """Run the forward pass and block until the experts have answered. `scores` and `inputs` are as the
+        layer has them, on any device.
 
-        The outputs, [B, S, …] each, are within the caller's graph as a function of the inputs.
+        The outputs, [B, S, …] each, are part of the caller's autograd graph as a function of the inputs.
         """
-        remote, seen, terms = self._remote, self._seen, self._terms
-        remote.node.network.check()
-        here = to_host_checked(inputs, "layer")
-        for_search = [score.detach().to("cpu", torch.float32).nan_to_num() for score in scores]
+        bridge, last_passes, options = self._bridge, self._last_passes, self._options
+        bridge.node.network.check()
+        host_inputs = to_host_checked(inputs, "layer")
+        search_scores = [score.detach().to("cpu", torch.float32).nan_to_num() for score in scores]
         keep = torch.is_grad_enabled()
-        empty = seen.like or [here[0][:0]]
-        pool = remote.node.network.pool
+        empty = last_passes.empty_outputs or [host_inputs[0][:0]]
+        pool = bridge.node.network.pool
 
         async def work() -> MixtureOutput:
-            return await ForwardPass(remote.calls, pool, terms, for_search, here, keep).run(empty)
+            return await ForwardPass(bridge.calls, pool, options, search_scores, host_inputs, keep).run(empty)
 
-        mixed = remote.run(work(), terms.forward_timeout_s)
-        if mixed.branches:
-            seen.like = [output[:0, 0] for output in mixed.outputs]
-        seen.forward = mixed.report
-        # what the graph holds must not hold the graph's own outputs
-        self._mixed = replace(mixed, outputs=[])
-        return replace(mixed, outputs=list(crossed(inputs, mixed.outputs, self._backward)))
+        mixture_output = bridge.run(work(), options.forward_timeout_s)
+        if mixture_output.branches:
+            last_passes.empty_outputs = [output[:0, 0] for output in mixture_output.outputs]
+        last_passes.forward = mixture_output.report
+        # the graph holds this object, which must not hold the graph's own outputs
+        self._mixture_output = replace(mixture_output, outputs=[])
+        return replace(
+            mixture_output, outputs=list(attach_backward(inputs, mixture_output.outputs, self._backward))
+        )
 
     def _backward(
-        self, inputs: list[torch.Tensor], gradients: list[torch.Tensor | None], again: bool
+        self, inputs: list[torch.Tensor], gradients: list[torch.Tensor | None], repeated: bool
     ) -> Sequence[torch.Tensor | None]:
-        remote, terms = self._remote, self._terms
-        work = BackwardPass(remote.calls, remote.node.network.pool, terms, self._mixed, inputs).run(
-            gradients, again=again
-        )
-        sums, self._seen.backward = remote.run(work, terms.backward_timeout_s)
+        bridge, options = self._bridge, self._options
+        work = BackwardPass(
+            bridge.calls, bridge.node.network.pool, options, self._mixture_output, inputs
+        ).run(gradients, repeated=repeated)
+        sums, self._last_passes.backward = bridge.run(work, options.backward_timeout_s)
         return sums

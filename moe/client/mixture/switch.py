@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from moe.client.logic.gate import ProductKeyGate, balancing_loss, gate_input, switch_weights
-from moe.client.mixture.layer import MixtureConfig, RemoteMixtureOfExperts, combined
+from moe.client.mixture.layer import MixtureConfig, RemoteMixtureOfExperts, weighted_outputs
 from moe.client.mixture.options import PassReport
 from moe.client.replicas.autograd_bridge import check_batch
 from swarm.core.errors import UsageError
@@ -19,17 +19,17 @@ from swarm.core.errors import UsageError
 if TYPE_CHECKING:
     from swarm.node import Node
 
-# taken from the scores of coordinates that are dropped: they are chosen only when nothing else is alive
-_DROPPED = 1e4
+# subtracted from the scores of dropped coordinates: they are selected only when nothing else is alive
+_DROPOUT_PENALTY = 1e4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchConfig:
-    """What makes a switch layer explore and balance. In `eval()` only the loss is left of it."""
+    """Settings for exploration and balancing. In `eval()` mode only the loss remains."""
 
-    utilization_alpha: float = 0.9  # how much of the utilization before is kept when a batch is added
-    grid_dropout: float = 1.0  # each coordinate is kept with this chance; 1: all are
-    # the gate sees its input times a factor from 1 - this to 1 + this, per element; the experts do not
+    utilization_alpha: float = 0.9  # weight of the earlier utilization when a batch is added
+    grid_dropout: float = 1.0  # probability with which each coordinate is kept; 1: all are
+    # the gate's input (not the experts') is multiplied by 1 - this to 1 + this, per element
     jitter_eps: float = 1e-2
     mixture: MixtureConfig = field(default_factory=MixtureConfig)
 
@@ -40,19 +40,20 @@ class SwitchConfig:
             and 0.0 <= self.jitter_eps < 1.0
         ):
             raise UsageError(
-                "a switch layer needs utilization_alpha and jitter_eps from 0 to below 1, grid_dropout above 0 and at most 1"
+                "a switch layer needs utilization_alpha and jitter_eps from 0 to below 1, "
+                "grid_dropout above 0 and at most 1"
             )
 
 
 class RemoteSwitchMixtureOfExperts(nn.Module):
-    """Each sample goes to the `k_best` (usually one) most probable experts of `grid`, and their outputs are
-    weighted by the probabilities themselves. Returns (output, balancing loss): add the loss, times a small
-    factor, to yours, so that experts are used evenly.
+    """A mixture layer in which each sample goes to the `k_best` (usually one) most probable experts of
+    `grid`, whose outputs are weighted by the probabilities themselves. Returns (output, balancing loss): add
+    the loss, times a small factor, to your own, so that experts are used evenly.
 
-    The arguments are those of RemoteMixtureOfExperts; here samples that nobody answered are zeros by default.
-    What was chosen and did not answer hands its probability on to those of the same sample who did.
-    `utilization_0`, `utilization_1`, … are buffers: the share of samples that chose each coordinate of a
-    dimension, as a moving average.
+    The arguments are those of RemoteMixtureOfExperts; here the output of a sample that no expert answered is
+    zero by default. The probability of selected experts that did not answer is distributed among those of the
+    same sample that did. `utilization_0`, `utilization_1`, … are buffers: the share of samples that selected
+    each coordinate of a dimension, as a moving average.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
             allow_zero_outputs=allow_zero_outputs,
             config=self.config.mixture,
         )
-        self.grid, self.in_features, self.terms = self._mixture.grid, in_features, self._mixture.terms
+        self.grid, self.in_features, self.options = self._mixture.grid, in_features, self._mixture.options
         for dimension, size in enumerate(self.grid.shape):
             self.register_buffer(
                 f"utilization_{dimension}", torch.full((size,), 1.0 / size, dtype=torch.float32)
@@ -97,7 +98,9 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
 
     @property
     def utilization(self) -> list[torch.Tensor]:
-        """For each dimension the share of samples that chose each coordinate; they sum to 1."""
+        """Return for each dimension the share of samples that selected each coordinate; the shares of a
+        dimension sum to 1.
+        """
         return [getattr(self, f"utilization_{dimension}") for dimension in range(len(self.grid.shape))]
 
     @property
@@ -112,40 +115,42 @@ class RemoteSwitchMixtureOfExperts(nn.Module):
         self, inputs: torch.Tensor, *more: torch.Tensor
     ) -> tuple[torch.Tensor | tuple[torch.Tensor, ...], torch.Tensor]:
         check_batch((inputs, *more))
-        seen = gate_input(inputs, self.in_features, self.gate.projection.weight)
+        gate_inputs = gate_input(inputs, self.in_features, self.gate.projection.weight)
         if self.training and self.config.jitter_eps:
-            seen = seen * torch.empty_like(seen).uniform_(
+            gate_inputs = gate_inputs * torch.empty_like(gate_inputs).uniform_(
                 1.0 - self.config.jitter_eps, 1.0 + self.config.jitter_eps
             )
-        scores = self.gate(seen)
+        scores = self.gate(gate_inputs)
         found = self._mixture.session().forward(
-            [score - self._dropped(score) for score in scores], (inputs, *more)
+            [score - self._dropout_penalty(score) for score in scores], (inputs, *more)
         )
         device = scores[0].device
         weights = switch_weights(
-            scores, found.coordinates_BSD, found.chosen_BS.to(device), found.answered_BS.to(device)
+            scores, found.coordinates_BSD, found.selected_BS.to(device), found.answered_BS.to(device)
         )
         if self.training:
-            self._count(found.coordinates_BSD, found.chosen_BS)
-        # clones: the next batch changes the buffers before this loss may have been differentiated
-        loss = balancing_loss(scores, [used.clone() for used in self.utilization])
-        return combined(weights, found.outputs, inputs), loss
+            self._update_utilization(found.coordinates_BSD, found.selected_BS)
+        # clones: the next batch may change the buffers before this loss is differentiated
+        loss = balancing_loss(scores, [share_used.clone() for share_used in self.utilization])
+        return weighted_outputs(weights, found.outputs, inputs), loss
 
-    def _dropped(self, score: torch.Tensor) -> torch.Tensor:
-        """What to take from the scores of one dimension."""
+    def _dropout_penalty(self, score: torch.Tensor) -> torch.Tensor:
+        """Return the penalty that is subtracted from each score of one dimension."""
         if not self.training or self.config.grid_dropout >= 1.0:
             return score.new_zeros(score.shape[1])
-        return _DROPPED * (
+        return _DROPOUT_PENALTY * (
             torch.rand(score.shape[1], dtype=torch.float32, device=score.device) >= self.config.grid_dropout
         ).to(score.dtype)
 
     @torch.no_grad()
-    def _count(self, coordinates_BSD: torch.Tensor, chosen_BS: torch.Tensor) -> None:
-        """Add this batch's choices to the moving average."""
-        if not bool(chosen_BS.any()):
+    def _update_utilization(self, coordinates_BSD: torch.Tensor, selected_BS: torch.Tensor) -> None:
+        """Add this batch's selection to the moving average."""
+        if not bool(selected_BS.any()):
             return
-        for dimension, used in enumerate(self.utilization):
-            counts = torch.bincount(coordinates_BSD[:, :, dimension][chosen_BS], minlength=len(used)).to(used)
-            used.mul_(self.config.utilization_alpha).add_(
+        for dimension, share_used in enumerate(self.utilization):
+            counts = torch.bincount(
+                coordinates_BSD[:, :, dimension][selected_BS], minlength=len(share_used)
+            ).to(share_used)
+            share_used.mul_(self.config.utilization_alpha).add_(
                 counts / counts.sum(), alpha=1.0 - self.config.utilization_alpha
             )

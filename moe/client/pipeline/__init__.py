@@ -1,1 +1,1 @@
-"""A deep model whose stages live on different peers, several peers per stage."""
+"""Pipelines: a deep model whose stages are hosted by other peers, several peers per stage."""

@@ -1,9 +1,9 @@
-"""One batch through the stages of a deep model on other peers' machines, forward and later backward, a few
-micro-batches at a time. On the network loop.
+"""Passes of one batch through the stages of a remote pipeline, forward and later backward, a few
+micro-batches at a time. Runs on the network loop.
 
-After SWARM parallelism (Ryabinin et al., 2023, section 3): every stage is held by several peers, each
-micro-batch goes to one of them, drawn by how quick they are, and goes on at another when that one dies. What
-a stage was given stays here until its backward pass, so that it can be computed again elsewhere.
+After SWARM parallelism (Ryabinin et al., 2023, section 3): every stage is hosted by several peers. Each
+micro-batch goes to one of them, drawn by how quick they are, and continues at another when that one dies. The
+inputs of a stage are kept here until its backward pass, so that it can be computed again elsewhere.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from swarm.core.errors import NetworkError, NotEnoughPeers, PeerError, SwarmErro
 T = TypeVar("T")
 
 STAGES_MAX = 1024
+_RETRY_PAUSE_FIRST_S = 0.05  # before a stage that no peer completed is tried again; doubles
+_RETRY_PAUSE_S_MAX = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineOptions:
-    """What a pass may take."""
+    """The stages and limits of a pass."""
 
     stages: tuple[ExpertUid, ...]
     timeout_s: float  # of a whole pass, forward or backward
-    # of one attempt at one stage; then another peer is asked. Too small: a slow peer's work is thrown away
+    # of one attempt at one stage, then another peer is asked. Too small: slow peers' work is thrown away
     stage_timeout_s: float
-    # samples; too small: round trips cost more than the work, too large: stages wait for one another
+    # in samples. Too small: round trips cost more than the work; too large: stages wait for one another
     micro_batch_size: int
-    in_flight_max: int  # micro-batches on their way at a time
-    pause_first_s: float = 0.05  # before a stage that nobody could do is tried again; doubles
-    pause_s_max: float = 1.0
-    travel: WireCodecs = UNCOMPRESSED
+    in_flight_max: int  # micro-batches that are processed at a time
+    codecs: WireCodecs = UNCOMPRESSED
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.stages) <= STAGES_MAX:
@@ -53,153 +53,167 @@ class PipelineOptions:
 
 @dataclass(slots=True)
 class PipelineReport:
-    """What came of a pass."""
+    """The outcome of a pass."""
 
     micro_batches: int = 0
-    rerouted: list[str] = field(default_factory=list)  # "block.3: why", for each attempt that failed
+    rerouted: list[str] = field(default_factory=list)  # "block.3: reason", for each attempt that failed
     seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class Step:
-    """One stage of one micro-batch: what it was given, and who answered."""
+class StageCall:
+    """One stage of one micro-batch: its inputs, and the replica's answer."""
 
-    made: ForwardResult
+    result: ForwardResult
     inputs: Sequence[torch.Tensor]
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Trail:
-    """A micro-batch's way through all stages."""
+class MicroBatch:
+    """A micro-batch and its calls, stage by stage."""
 
-    steps: list[Step] = field(default_factory=list)
+    stage_calls: list[StageCall] = field(default_factory=list)
     outputs: Sequence[torch.Tensor] = ()
 
 
 class PipelinePass:
-    """Forward and backward; use one object for each."""
+    """A forward or a backward pass. Use one object for each pass."""
 
-    def __init__(self, calls: ReplicaCalls, terms: PipelineOptions) -> None:
-        self._calls, self._terms = calls, terms
+    def __init__(self, calls: ReplicaCalls, options: PipelineOptions) -> None:
+        self._calls, self._options = calls, options
         self._begun_s = calls.clock.monotonic_s()
-        self._deadline_s = self._begun_s + terms.timeout_s
-        self._room = asyncio.Semaphore(terms.in_flight_max)
+        self._deadline_s = self._begun_s + options.timeout_s
+        self._slots = asyncio.Semaphore(options.in_flight_max)
         self.report = PipelineReport()
 
-    async def forward(self, inputs: Sequence[torch.Tensor], *, keep: bool) -> list[Trail]:
-        """A trail for each micro-batch, in order. NotEnoughPeers when a stage has nobody who can do it in
-        time.
+    async def forward(self, inputs: Sequence[torch.Tensor], *, keep: bool) -> list[MicroBatch]:
+        """Return the micro-batches with their outputs, in order. Raises NotEnoughPeers when no peer completes
+        a stage in time.
         """
 
-        async def travel(parts: Sequence[torch.Tensor]) -> Trail:
-            trail = Trail(outputs=parts)
-            for uid in self._terms.stages:
-                made = await self._ahead(uid, trail.outputs, keep)
-                trail.steps.append(Step(made, trail.outputs if keep else ()))
-                trail.outputs = made.forwarded.outputs
-            return trail
+        async def run_forward(parts: Sequence[torch.Tensor]) -> MicroBatch:
+            micro_batch = MicroBatch(outputs=parts)
+            for uid in self._options.stages:
+                result = await self._forward_stage(uid, micro_batch.outputs, keep)
+                micro_batch.stage_calls.append(StageCall(result, micro_batch.outputs if keep else ()))
+                micro_batch.outputs = result.forward_reply.outputs
+            return micro_batch
 
-        parts = zip(*(torch.split(tensor, self._terms.micro_batch_size) for tensor in inputs), strict=True)
-        return await self._together([travel(part) for part in parts])
+        parts = zip(*(torch.split(tensor, self._options.micro_batch_size) for tensor in inputs), strict=True)
+        return await self._run_all([run_forward(part) for part in parts])
 
     async def backward(
-        self, trails: Sequence[Trail], gradients: Sequence[torch.Tensor | None], *, again: bool
+        self, micro_batches: Sequence[MicroBatch], gradients: Sequence[torch.Tensor | None], *, repeated: bool
     ) -> list[torch.Tensor | None]:
-        """`gradients`: of the floating outputs of the whole batch. Those of the floating inputs; every stage
-        learns on the way.
+        """Return the gradients of the floating-point inputs. `gradients` are those of the floating-point
+        outputs of the whole batch. Every stage makes its optimizer step on the way.
         """
 
-        async def travel(
-            trail: Trail, flowing: Sequence[torch.Tensor | None]
+        async def run_backward(
+            micro_batch: MicroBatch, gradients: Sequence[torch.Tensor | None]
         ) -> Sequence[torch.Tensor | None]:
-            for step in reversed(trail.steps):
-                if all(one is None for one in flowing):
-                    return [None for tensor in trail.steps[0].inputs if tensor.is_floating_point()]
-                flowing = await self._back(step, flowing, again)
-            return flowing
+            for call in reversed(micro_batch.stage_calls):
+                if all(one is None for one in gradients):
+                    return [
+                        None for tensor in micro_batch.stage_calls[0].inputs if tensor.is_floating_point()
+                    ]
+                gradients = await self._backward_stage(call, gradients, repeated)
+            return gradients
 
-        sizes = [len(trail.outputs[0]) for trail in trails]
-        columns = [(None,) * len(trails) if one is None else torch.split(one, sizes) for one in gradients]
-        flows = [[column[number] for column in columns] for number in range(len(trails))]
-        found = await self._together([travel(trail, flow) for trail, flow in zip(trails, flows, strict=True)])
-        return [_joined(parts, trails, number) for number, parts in enumerate(zip(*found, strict=True))]
+        sizes = [len(micro_batch.outputs[0]) for micro_batch in micro_batches]
+        columns = [
+            (None,) * len(micro_batches) if one is None else torch.split(one, sizes) for one in gradients
+        ]
+        flows = [[column[number] for column in columns] for number in range(len(micro_batches))]
+        found = await self._run_all(
+            [run_backward(micro_batch, flow) for micro_batch, flow in zip(micro_batches, flows, strict=True)]
+        )
+        return [
+            _join_gradients(parts, micro_batches, number)
+            for number, parts in enumerate(zip(*found, strict=True))
+        ]
 
-    async def _together(self, journeys: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """All of them, as many at a time as may be; the first error ends the others."""
-        self.report.micro_batches = len(journeys)
+    async def _run_all(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """Run all coroutines, as many at a time as the options allow; the first error ends the others."""
+        self.report.micro_batches = len(work)
 
-        async def admitted(journey: Coroutine[Any, Any, T]) -> T:
-            async with self._room:
-                return await journey
+        async def run_in_slot(one: Coroutine[Any, Any, T]) -> T:
+            async with self._slots:
+                return await one
 
-        # raised below: what `except*` raises comes in a group on early versions of Python 3.11
+        # raised below: early versions of Python 3.11 wrap errors raised within `except*` in a group
         failed: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(admitted(journey)) for journey in journeys]
+                running = [tasks.create_task(run_in_slot(one)) for one in work]
         except* SwarmError as errors:
-            failed = _first(errors)
+            failed = _first_error(errors)
         finally:
-            for journey in journeys:
-                journey.close()  # those that never began
+            for one in work:
+                one.close()  # coroutines that never began must be closed
         if failed is not None:
             raise failed
         self.report.seconds = self._calls.clock.monotonic_s() - self._begun_s
         return [task.result() for task in running]
 
-    async def _ahead(self, uid: ExpertUid, inputs: Sequence[torch.Tensor], keep: bool) -> ForwardResult:
-        """One stage of one micro-batch, at whoever can do it."""
-        clock, terms = self._calls.clock, self._terms
-        backoff = Backoff(terms.pause_first_s, terms.pause_s_max)
-        error = SwarmError("there was no time to ask anybody")
-        anew, desperate_since_s = False, None
+    async def _forward_stage(
+        self, uid: ExpertUid, inputs: Sequence[torch.Tensor], keep: bool
+    ) -> ForwardResult:
+        """Compute one stage of one micro-batch at any replica that can do it."""
+        clock, options = self._calls.clock, self._options
+        backoff = Backoff(_RETRY_PAUSE_FIRST_S, _RETRY_PAUSE_S_MAX)
+        error = SwarmError("there was no time to ask any peer")
+        refresh, include_avoided_since_s = False, None
         while (now_s := clock.monotonic_s()) < self._deadline_s:
-            limit_s = min(now_s + terms.stage_timeout_s, self._deadline_s)
+            limit_s = min(now_s + options.stage_timeout_s, self._deadline_s)
             try:
-                replicas = await self._calls.atlas.replicas(uid, timeout_s=limit_s - now_s, anew=anew)
-                call = ForwardCall(uid, replicas, inputs, keep, desperate_since_s)
-                return await self._calls.forward(call, deadline_s=limit_s, travel=terms.travel)
+                replicas = await self._calls.directory.replicas(
+                    uid, timeout_s=limit_s - now_s, refresh=refresh
+                )
+                call = ForwardCall(uid, replicas, inputs, keep, include_avoided_since_s)
+                return await self._calls.forward(call, deadline_s=limit_s, codecs=options.codecs)
             except (NotEnoughPeers, PeerError, NetworkError) as failure:
                 error = failure
                 self.report.rerouted.append(f"{uid}: {failure}")
-            anew, desperate_since_s = True, clock.monotonic_s()
-            await asyncio.sleep(min(backoff.next_s(), max(self._deadline_s - desperate_since_s, 0.0)))
+            refresh, include_avoided_since_s = True, clock.monotonic_s()
+            await asyncio.sleep(min(backoff.next_s(), max(self._deadline_s - include_avoided_since_s, 0.0)))
         raise NotEnoughPeers(
-            f"stage {uid} was not done within {terms.timeout_s:g} s; the last attempt: {error}; "
-            "let more servers hold it, or allow more time"
+            f"stage {uid} was not computed within {options.timeout_s:g} s; the last attempt: {error}; "
+            "let more servers host it, or allow more time"
         )
 
-    async def _back(
-        self, step: Step, gradients: Sequence[torch.Tensor | None], again: bool
+    async def _backward_stage(
+        self, call: StageCall, gradients: Sequence[torch.Tensor | None], repeated: bool
     ) -> Sequence[torch.Tensor | None]:
-        """The backward pass of a stage where it was answered; should that peer be gone, forward and backward
-        at another.
+        """Run the backward pass of a stage where forward was answered. When that peer has failed, run forward
+        and backward at another one.
         """
-        clock, terms, made = self._calls.clock, self._terms, step.made
-        if again:
-            made = with_new_request_id(made)
-        tensors = GradientPass(step.inputs, gradients)
+        clock, options, result = self._calls.clock, self._options, call.result
+        if repeated:
+            result = with_new_request_id(result)
+        tensors = GradientPass(call.inputs, gradients)
         while True:
-            limit_s = min(clock.monotonic_s() + terms.stage_timeout_s, self._deadline_s)
+            limit_s = min(clock.monotonic_s() + options.stage_timeout_s, self._deadline_s)
             try:
                 return (
-                    await self._calls.backward(made, tensors, deadline_s=limit_s, travel=terms.travel)
+                    await self._calls.backward(result, tensors, deadline_s=limit_s, codecs=options.codecs)
                 ).gradients
             except (PeerError, NetworkError) as failure:
                 if isinstance(failure, ExpertRefused) or clock.monotonic_s() >= self._deadline_s:
                     raise
-                self.report.rerouted.append(f"{made.uid}, backward: {failure}")
-            made = await self._ahead(made.uid, step.inputs, keep=True)
+                self.report.rerouted.append(f"{result.uid}, backward: {failure}")
+            result = await self._forward_stage(result.uid, call.inputs, keep=True)
 
 
-def _joined(
-    parts: Sequence[torch.Tensor | None], trails: Sequence[Trail], number: int
+def _join_gradients(
+    parts: Sequence[torch.Tensor | None], micro_batches: Sequence[MicroBatch], number: int
 ) -> torch.Tensor | None:
-    """One input's gradient over all micro-batches."""
+    """Return one input's gradient over all micro-batches."""
     if all(part is None for part in parts):
         return None
     floating = [
-        [tensor for tensor in trail.steps[0].inputs if tensor.is_floating_point()][number] for trail in trails
+        [tensor for tensor in micro_batch.stage_calls[0].inputs if tensor.is_floating_point()][number]
+        for micro_batch in micro_batches
     ]
     return torch.cat(
         [
@@ -209,7 +223,7 @@ def _joined(
     )
 
 
-def _first(errors: BaseExceptionGroup[SwarmError]) -> SwarmError:
+def _first_error(errors: BaseExceptionGroup[SwarmError]) -> SwarmError:
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from moe.client.pipeline.passes import STAGES_MAX, PipelineOptions, PipelinePass, PipelineReport, Trail
-from moe.client.replicas.autograd_bridge import Remote, check_batch, crossed, to_host_checked
+from moe.client.pipeline.passes import STAGES_MAX, MicroBatch, PipelineOptions, PipelinePass, PipelineReport
+from moe.client.replicas.autograd_bridge import NodeBridge, attach_backward, check_batch, to_host_checked
 from moe.protocol.calls import UNCOMPRESSED, WireCodecs
 from moe.protocol.names import ExpertGrid
 from swarm.core.errors import UsageError
@@ -20,33 +20,33 @@ if TYPE_CHECKING:
 
 __all__ = ["PipelineConfig", "PipelineReport", "RemoteSequential"]
 
-_MICRO_BATCHES = 4  # that a batch is cut into when nothing is said
+_DEFAULT_MICRO_BATCHES = 4  # the number of micro-batches when no size is given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineConfig:
     """Settings of pipelines that rarely need a change."""
 
-    # of one attempt at one stage with one micro-batch; then another peer is asked
+    # of one attempt at one stage with one micro-batch, then another peer is asked
     stage_timeout_s: float = 10.0
-    # micro-batches on their way at a time; more hide more of the links' delay, and keep more stages busy
+    # micro-batches processed at a time; more of them hide the links' delay and keep more stages busy
     in_flight_max: int = 8
-    travel: WireCodecs = UNCOMPRESSED  # codecs for activations and gradients
+    codecs: WireCodecs = UNCOMPRESSED  # codecs for activations and gradients
 
 
 class RemoteSequential(nn.Module):
-    """Stages one after the other, as torch.nn.Sequential: `blocks` names them, such as "block.[0:12]", in the
-    order of their numbers.
+    """Runs stages one after the other, like torch.nn.Sequential. `blocks` names them, such as "block.[0:12]",
+    in the order of their numbers.
 
-    What one stage returns, a tensor or several, goes to the next. The batch goes in micro-batches of
-    `micro_batch_size` samples (None: a quarter of it), several of them on their way at a time; each takes at
-    every stage one of the peers that hold it, drawn by how quick they are. A peer that fails is replaced by
-    another of its stage, in the backward pass too: there the stage is computed again at the other from what
-    it was given. Each micro-batch is one optimizer step for a stage that learns (or part of one: servers join
-    what waits).
+    The output of one stage, a tensor or several, is the input of the next. A batch is cut into micro-batches
+    of `micro_batch_size` samples (None: a quarter of the batch), several of which are processed at a time. At
+    every stage each micro-batch goes to one of the peers that host it, drawn by how quick they are. A peer
+    that fails is replaced by another one of its stage, in the backward pass too: there the stage is computed
+    again from its inputs. Each micro-batch is one optimizer step for a stage that learns, or a part of one,
+    since servers batch requests that wait.
 
-    NotEnoughPeers: a stage that nobody could do within `forward_timeout_s` or `backward_timeout_s`.
-    UsageError: wrong arguments, inputs that are not what the first stage takes.
+    Raises NotEnoughPeers when no peer completed a stage within `forward_timeout_s` or `backward_timeout_s`,
+    and UsageError for wrong arguments or inputs that the first stage does not take.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class RemoteSequential(nn.Module):
             )
         self.micro_batch_size = micro_batch_size
         self._forward_timeout_s, self._backward_timeout_s = forward_timeout_s, backward_timeout_s
-        self.terms(1, forward_timeout_s)  # says now what is wrong with the arguments
-        self.terms(1, backward_timeout_s)
-        self._remote = Remote(node)
-        self.last_forward: PipelineReport | None = None  # what became of the last pass
+        self.pass_options(1, forward_timeout_s)  # raises now when the arguments are wrong
+        self.pass_options(1, backward_timeout_s)
+        self._bridge = NodeBridge(node)
+        self.last_forward: PipelineReport | None = None  # report of the last pass
         self.last_backward: PipelineReport | None = None
 
     def __len__(self) -> int:
@@ -80,54 +80,59 @@ class RemoteSequential(nn.Module):
         if not inputs:
             raise UsageError("a pipeline takes at least one tensor")
         check_batch(inputs)
-        trails = self._ahead(inputs)
+        micro_batches = self._run_forward(inputs)
 
-        def back(
-            _: list[torch.Tensor], gradients: list[torch.Tensor | None], again: bool
+        def run_backward(
+            _: list[torch.Tensor], gradients: list[torch.Tensor | None], repeated: bool
         ) -> Sequence[torch.Tensor | None]:
-            return self._back(trails, gradients, again)
+            return self._run_backward(micro_batches, gradients, repeated)
 
-        outputs = crossed(
+        outputs = attach_backward(
             inputs,
-            [torch.cat(parts) for parts in zip(*(trail.outputs for trail in trails), strict=True)],
-            back,
+            [
+                torch.cat(parts)
+                for parts in zip(*(micro_batch.outputs for micro_batch in micro_batches), strict=True)
+            ],
+            run_backward,
         )
         return outputs[0] if len(outputs) == 1 else outputs
 
-    def terms(self, batch: int, timeout_s: float) -> PipelineOptions:
-        """For a batch of so many samples."""
+    def pass_options(self, batch: int, timeout_s: float) -> PipelineOptions:
+        """Return the options of a pass over `batch` samples."""
         size = self.micro_batch_size
         return PipelineOptions(
             stages=tuple(self.grid.names()),
             timeout_s=timeout_s,
             stage_timeout_s=self.config.stage_timeout_s,
-            micro_batch_size=-(-batch // _MICRO_BATCHES) if size is None else size,
+            micro_batch_size=-(-batch // _DEFAULT_MICRO_BATCHES) if size is None else size,
             in_flight_max=self.config.in_flight_max,
-            travel=self.config.travel,
+            codecs=self.config.codecs,
         )
 
     def extra_repr(self) -> str:
         return str(self.grid)
 
-    def _ahead(self, inputs: Sequence[torch.Tensor]) -> list[Trail]:
-        here, keep = to_host_checked(inputs, "pipeline"), torch.is_grad_enabled()
-        terms = self.terms(len(here[0]), self._forward_timeout_s)
+    def _run_forward(self, inputs: Sequence[torch.Tensor]) -> list[MicroBatch]:
+        host_inputs, keep = to_host_checked(inputs, "pipeline"), torch.is_grad_enabled()
+        options = self.pass_options(len(host_inputs[0]), self._forward_timeout_s)
 
-        async def work() -> tuple[list[Trail], PipelineReport]:
-            passing = PipelinePass(self._remote.calls, terms)
-            return await passing.forward(here, keep=keep), passing.report
+        async def work() -> tuple[list[MicroBatch], PipelineReport]:
+            pipeline_pass = PipelinePass(self._bridge.calls, options)
+            return await pipeline_pass.forward(host_inputs, keep=keep), pipeline_pass.report
 
-        trails, self.last_forward = self._remote.run(work(), terms.timeout_s)
-        return trails
+        micro_batches, self.last_forward = self._bridge.run(work(), options.timeout_s)
+        return micro_batches
 
-    def _back(
-        self, trails: list[Trail], gradients: list[torch.Tensor | None], again: bool
+    def _run_backward(
+        self, micro_batches: list[MicroBatch], gradients: list[torch.Tensor | None], repeated: bool
     ) -> list[torch.Tensor | None]:
-        terms = self.terms(len(trails[0].outputs[0]), self._backward_timeout_s)
+        options = self.pass_options(len(micro_batches[0].outputs[0]), self._backward_timeout_s)
 
         async def work() -> tuple[list[torch.Tensor | None], PipelineReport]:
-            passing = PipelinePass(self._remote.calls, terms)
-            return await passing.backward(trails, gradients, again=again), passing.report
+            pipeline_pass = PipelinePass(self._bridge.calls, options)
+            return await pipeline_pass.backward(
+                micro_batches, gradients, repeated=repeated
+            ), pipeline_pass.report
 
-        found, self.last_backward = self._remote.run(work(), terms.timeout_s)
+        found, self.last_backward = self._bridge.run(work(), options.timeout_s)
         return found

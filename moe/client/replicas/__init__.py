@@ -1,3 +1,3 @@
-"""Replicas of an expert: who is avoided for a while, who is asked first, and when a second one is asked as
-well.
+"""Calls to the replicas of an expert: which one is asked first, when a second one is asked, and which ones
+are avoided.
 """

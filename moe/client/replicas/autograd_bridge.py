@@ -1,7 +1,7 @@
-"""From the trainer's thread to the network and back: a layer's way to its node, and torch's autograd around
-calls of remote experts.
+"""The bridge between the trainer's thread and the network thread, and between torch's autograd and calls of
+remote experts.
 
-Every layer crosses once forward and once for each backward pass; what happens in between is its own.
+A layer enters the network thread once for a forward pass and once for each of its backward passes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from moe.client.replicas.calling import ReplicaCalls
-from moe.protocol.tensors import finite
+from moe.protocol.tensors import is_finite
 from swarm.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,32 +22,33 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MARGIN_S = 10.0  # passes end by their own deadlines; this is for a network thread that is busy
+_MARGIN_S = 10.0  # passes have their own deadlines; this is added for a busy network thread
 
-# (inputs, gradients of the floating outputs, whether the same forward pass had a backward pass before) ->
-# gradients of the floating inputs, in their order. All on the host; None: the outputs do not depend on it.
+# (inputs, gradients of the floating-point outputs, whether this forward pass had a backward pass before) ->
+# gradients of the floating-point inputs, in order. All on the host; None: the outputs do not depend on it.
 Backward: TypeAlias = Callable[
     [list[torch.Tensor], list[torch.Tensor | None], bool], Sequence[torch.Tensor | None]
 ]
 
 
-class Remote:
-    """A layer's way to the network: its node. Copies of a layer share it."""
+class NodeBridge:
+    """A layer's access to its node and the network loop. Copies of a layer share it."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
         self.calls: ReplicaCalls = node.network.run(_calls_of(node), _MARGIN_S)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """On the network loop; blocks until it is done."""
+        """Run a coroutine on the network loop and block until it is done."""
         return self.node.network.run(work, timeout_s + _MARGIN_S)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Remote:
+    def __deepcopy__(self, memo: dict[int, Any]) -> NodeBridge:
         return self
 
     def __reduce__(self) -> Any:
         raise UsageError(
-            "a layer of remote experts belongs to its node and process: save its state_dict instead of pickling it"
+            "a layer of remote experts belongs to its node and process: "
+            "save its state_dict instead of pickling it"
         )
 
 
@@ -55,35 +56,37 @@ async def _calls_of(node: Node) -> ReplicaCalls:
     return node.service(ReplicaCalls.from_node)
 
 
-def crossed(
+def attach_backward(
     inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], backward: Backward
 ) -> tuple[torch.Tensor, ...]:
-    """What came of a forward pass, within the caller's graph: on the inputs' device, and differentiated by
-    `backward`.
+    """Return the outputs of a remote forward pass as part of the caller's autograd graph: on the inputs'
+    device, differentiated by `backward`.
 
-    `backward` is called even when no input needs a gradient, so that experts learn. A loss that overflowed
-    (GradScaler looks for just that) reaches no expert: the gradients are NaN then.
+    `backward` is called even when no input needs a gradient, so that experts learn. A loss that overflowed,
+    as GradScaler expects to happen, reaches no expert: the input gradients are NaN then.
     """
     anchor = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=torch.is_grad_enabled())
-    return tuple(_Crossed.apply(_RemoteFunction(backward), list(outputs), anchor, *inputs))  # type: ignore[no-untyped-call]
+    return tuple(_RemoteFunction.apply(_RemoteBackward(backward), list(outputs), anchor, *inputs))  # type: ignore[no-untyped-call]
 
 
-def on_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Without their graph, contiguous, on the CPU."""
+def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors without their autograd graph, contiguous, on the CPU."""
     return [tensor.detach().to("cpu").contiguous() for tensor in tensors]
 
 
 def to_host_checked(inputs: Sequence[torch.Tensor], what: str) -> list[torch.Tensor]:
-    """Inputs on the host. UsageError when they have NaN or infinity; `what` names the layer."""
-    here = on_host(inputs)
-    for number, tensor in enumerate(here):
-        if not finite(tensor):
-            raise UsageError(f"input {number} of the {what} has NaN or infinity; nobody was asked")
-    return here
+    """Return the inputs on the CPU. Raises UsageError when one contains NaN or infinity; `what` names the
+    layer in the message.
+    """
+    host_inputs = to_host(inputs)
+    for number, tensor in enumerate(host_inputs):
+        if not is_finite(tensor):
+            raise UsageError(f"input {number} of the {what} has NaN or infinity; no expert was called")
+    return host_inputs
 
 
 def check_batch(inputs: Sequence[torch.Tensor]) -> None:
-    """UsageError unless all are tensors with the same, non-empty first dimension."""
+    """Raise UsageError unless all inputs are tensors with the same, non-empty first dimension."""
     for tensor in inputs:
         if (
             not isinstance(tensor, torch.Tensor)
@@ -92,11 +95,12 @@ def check_batch(inputs: Sequence[torch.Tensor]) -> None:
             or len(tensor) != len(inputs[0])
         ):
             raise UsageError(
-                "a layer of experts takes tensors whose first dimension is the batch, the same for all, and at least 1"
+                "a layer of experts takes tensors whose first dimension is the batch, "
+                "the same for all, and at least 1"
             )
 
 
-class _RemoteFunction:
+class _RemoteBackward:
     """The backward passes of one forward pass."""
 
     def __init__(self, backward: Backward) -> None:
@@ -109,33 +113,35 @@ class _RemoteFunction:
     ) -> Sequence[torch.Tensor | None]:
         if all(one is None for one in gradients):
             return [None] * len(inputs)
-        here = on_host(inputs)
+        host_inputs = to_host(inputs)
         given = [None if one is None else one.detach().to("cpu") for one in gradients]
-        if not all(one is None or finite(one) for one in given):
-            return [torch.full_like(tensor, float("nan")) for tensor in here if tensor.is_floating_point()]
+        if not all(one is None or is_finite(one) for one in given):
+            return [
+                torch.full_like(tensor, float("nan")) for tensor in host_inputs if tensor.is_floating_point()
+            ]
         with self._lock:
-            again, self._passes = self._passes > 0, self._passes + 1
-        return self._backward(here, given, again)
+            repeated, self._passes = self._passes > 0, self._passes + 1
+        return self._backward(host_inputs, given, repeated)
 
 
-class _Crossed(torch.autograd.Function):
-    """Outputs as a function of the inputs. The anchor wants a gradient, so that experts learn even when no
-    input does.
+class _RemoteFunction(torch.autograd.Function):
+    """The autograd function from inputs to remote outputs. `anchor` requires a gradient, so that experts
+    learn even when no input does.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        crossing: _RemoteFunction,
-        made: list[torch.Tensor],
+        remote_backward: _RemoteBackward,
+        remote_outputs: list[torch.Tensor],
         anchor: torch.Tensor,
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.crossing = crossing
-        # what is sent again are views of these: autograd notices when they are overwritten
+        ctx.remote_backward = remote_backward
+        # saved, so that autograd notices when inputs are overwritten: views of them are sent again
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
-        outputs = tuple(output.to(inputs[0].device) for output in made)
+        outputs = tuple(output.to(inputs[0].device) for output in remote_outputs)
         ctx.floating = [output.is_floating_point() for output in outputs]
         ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
         return outputs
@@ -145,9 +151,9 @@ class _Crossed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         inputs: Sequence[torch.Tensor] = ctx.saved_tensors
         given = [one for one, is_floating in zip(gradients, ctx.floating, strict=True) if is_floating]
-        found = iter(ctx.crossing.backward(inputs, given))
-        back: list[torch.Tensor | None] = []
+        found = iter(ctx.remote_backward.backward(inputs, given))
+        input_gradients: list[torch.Tensor | None] = []
         for tensor, wanted in zip(inputs, ctx.needs_input_grad[3:], strict=True):
             gradient = next(found, None) if tensor.is_floating_point() else None
-            back.append(gradient.to(tensor) if wanted and gradient is not None else None)
-        return (None, None, None, *back)
+            input_gradients.append(gradient.to(tensor) if wanted and gradient is not None else None)
+        return (None, None, None, *input_gradients)

@@ -1,9 +1,9 @@
-"""What this peer knows of which experts there are: read from the DHT when it is needed, and kept for a while.
+"""A cache of the expert directory: prefixes are read from the DHT when they are needed, and kept for a while.
 
-Steps of training ask for the same few prefixes again and again. What is known is used at once; when it is no
-longer fresh it is read anew in the background, so that a step waits for the DHT only the first time. Replicas
-whose declarations have expired are dropped on the way out, however fresh the rest is, and so are prefixes
-that nobody asked for the longest when there are too many.
+Training steps ask for the same few prefixes again and again. A cached prefix is used at once; when it is no
+longer fresh it is read again in the background, so only the first step waits for the DHT. Replicas whose
+declarations have expired are removed from answers, however fresh the rest is. When there are too many
+prefixes, the one that was not asked for the longest is dropped.
 """
 
 from __future__ import annotations
@@ -22,32 +22,31 @@ from swarm.runtime.supervise import Supervisor
 
 _log = logging.getLogger(__name__)
 
+_READ_TIMEOUT_S = 5.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AtlasConfig:
-    """How old knowledge may be."""
+class DirectoryCacheConfig:
+    """The age that cached prefixes may have."""
 
-    # used as it is; too small: the DHT is read all the time, too large: new servers are found late
+    # used without reading again. Too small: constant DHT reads; too large: new servers are found late
     fresh_s: float = 2.0
-    stale_s: float = 60.0  # used while it is read anew in the background; older: a step waits for the reading
-    empty_s: float = 0.5  # that nothing is declared is believed for this long
-    read_timeout_s: float = 5.0
-    prefixes_max: int = 4096  # that are remembered
+    stale_s: float = 60.0  # used while it is read again in the background; when older, a step waits
+    empty_s: float = 0.5  # how long an empty branch is cached
+    prefixes_max: int = 4096  # prefixes in the cache
 
     def __post_init__(self) -> None:
-        if not (
-            self.empty_s >= 0.0
-            and 0.0 <= self.fresh_s <= self.stale_s
-            and self.read_timeout_s > 0.0
-            and self.prefixes_max >= 1
-        ):
+        if not (self.empty_s >= 0.0 and 0.0 <= self.fresh_s <= self.stale_s and self.prefixes_max >= 1):
             raise UsageError(
-                "an atlas needs 0 <= fresh_s <= stale_s, empty_s of at least 0, a read_timeout_s above 0, room for a prefix"
+                "a directory cache needs 0 <= fresh_s <= stale_s, empty_s of at least 0, "
+                "and prefixes_max of at least 1"
             )
 
 
-class ReadsBranches(Protocol):
-    """`moe.protocol.declarations.Directory`."""
+class BranchReader(Protocol):
+    """The reads that the cache needs; `moe.protocol.declarations.Directory` makes them from the DHT, tests
+    from a table.
+    """
 
     async def branches(
         self, prefixes: Sequence[ExpertUid], *, timeout_s: float, max_age_s: float | None = None
@@ -55,89 +54,91 @@ class ReadsBranches(Protocol):
 
 
 @dataclass(slots=True)
-class _Known:
+class _CachedBranch:
     branch: GridBranch
     read_s: float
 
 
 class ExpertDirectoryCache:
-    """Lives on the network loop; shared by all layers of a node."""
+    """Caches the experts declared below each prefix. Lives on the network loop and is shared by all layers of
+    a node.
+    """
 
     def __init__(
         self,
-        directory: ReadsBranches,
+        directory: BranchReader,
         clock: Clock,
         supervisor: Supervisor,
-        config: AtlasConfig | None = None,
+        config: DirectoryCacheConfig | None = None,
     ) -> None:
         self._directory, self._clock, self._supervisor = directory, clock, supervisor
-        self._config = config or AtlasConfig()
-        self._known: OrderedDict[ExpertUid, _Known] = OrderedDict()
+        self._config = config or DirectoryCacheConfig()
+        self._cached: OrderedDict[ExpertUid, _CachedBranch] = OrderedDict()
         self._refreshing: set[ExpertUid] = set()
-        self.reads = 0  # how often the DHT was asked
+        self.reads = 0  # number of DHT reads
 
-    async def look(
-        self, prefixes: Sequence[ExpertUid], *, timeout_s: float, anew: bool = False
+    async def branches(
+        self, prefixes: Sequence[ExpertUid], *, timeout_s: float, refresh: bool = False
     ) -> dict[ExpertUid, GridBranch]:
-        """What lies below each prefix, without what has expired. `anew`: ask the DHT in any case.
+        """Return what lies below each prefix, without expired replicas. `refresh` asks the DHT in any case.
 
-        When the DHT does not answer, what was known before is the answer; NetworkError when nothing was.
+        When the DHT does not answer, cached branches are returned. Raises NetworkError when there are none.
         """
         now_s = self._clock.monotonic_s()
         unknown, aging = [], []
         for prefix in prefixes:
-            known = self._known.get(prefix)
-            age_s = now_s - known.read_s if known is not None else float("inf")
-            is_empty = known is not None and not known.branch.coordinates
-            if anew or age_s > (self._config.empty_s if is_empty else self._config.stale_s):
+            cached = self._cached.get(prefix)
+            age_s = now_s - cached.read_s if cached is not None else float("inf")
+            is_empty = cached is not None and not cached.branch.coordinates
+            if refresh or age_s > (self._config.empty_s if is_empty else self._config.stale_s):
                 unknown.append(prefix)
             elif age_s > self._config.fresh_s and prefix not in self._refreshing:
                 aging.append(prefix)
         if aging:
             self._refreshing.update(aging)
-            self._supervisor.spawn("reading which experts there are", lambda: self._refresh(aging))
+            self._supervisor.spawn("reading the directory of experts", lambda: self._refresh(aging))
         if unknown:
             try:
-                await self._read(unknown, min(timeout_s, self._config.read_timeout_s))
+                await self._read(unknown, min(timeout_s, _READ_TIMEOUT_S))
             except NetworkError as error:
-                if not any(prefix in self._known for prefix in prefixes):
+                if not any(prefix in self._cached for prefix in prefixes):
                     raise
-                _log.info("experts as known before are used: %s", error)
+                _log.info("the DHT cannot be read, cached experts are used: %s", error)
         return {prefix: self._live(prefix) for prefix in prefixes}
 
     async def replicas(
-        self, uid: ExpertUid, *, timeout_s: float, anew: bool = False
+        self, uid: ExpertUid, *, timeout_s: float, refresh: bool = False
     ) -> tuple[ExpertReplica, ...]:
-        """Who holds this expert."""
-        found = await self.look([uid.prefix], timeout_s=timeout_s, anew=anew)
+        """Return the replicas that host this expert."""
+        found = await self.branches([uid.prefix], timeout_s=timeout_s, refresh=refresh)
         return found[uid.prefix].experts.get(uid.coordinates[-1], ())
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._cached)
 
     def _live(self, prefix: ExpertUid) -> GridBranch:
-        known = self._known.get(prefix)
-        if known is None:
+        cached = self._cached.get(prefix)
+        if cached is None:
             return GridBranch()
-        self._known.move_to_end(prefix)
+        self._cached.move_to_end(prefix)
         swarm_s = self._clock.swarm_s()
-        experts = known.branch.experts
+        experts = cached.branch.experts
         if all(replica.expiration > swarm_s for replicas in experts.values() for replica in replicas):
-            return known.branch
-        left = {
+            return cached.branch
+        live = {
             place: tuple(one for one in replicas if one.expiration > swarm_s)
             for place, replicas in experts.items()
         }
-        known.branch = GridBranch(
-            {place: replicas for place, replicas in left.items() if replicas}, known.branch.deeper
+        cached.branch = GridBranch(
+            {place: replicas for place, replicas in live.items() if replicas}, cached.branch.deeper
         )
-        return known.branch
+        return cached.branch
 
     async def _refresh(self, prefixes: Sequence[ExpertUid]) -> None:
         try:
-            await self._read(prefixes, self._config.read_timeout_s)
+            await self._read(prefixes, _READ_TIMEOUT_S)
         except NetworkError as error:
-            _log.debug("experts as known before are used: %s", error)
+            _log.debug("the DHT cannot be read, cached experts are used: %s", error)
         finally:
             self._refreshing.difference_update(prefixes)
 
@@ -148,7 +149,7 @@ class ExpertDirectoryCache:
         )
         now_s = self._clock.monotonic_s()
         for prefix, branch in found.items():
-            self._known[prefix] = _Known(branch, now_s)
-            self._known.move_to_end(prefix)
-        while len(self._known) > self._config.prefixes_max:
-            self._known.popitem(last=False)
+            self._cached[prefix] = _CachedBranch(branch, now_s)
+            self._cached.move_to_end(prefix)
+        while len(self._cached) > self._config.prefixes_max:
+            self._cached.popitem(last=False)

@@ -1,5 +1,4 @@
-"""Kinds of experts that can be served by name: those that come with the package, installed ones, and a user's
-own file.
+"""Kinds of experts that can be served by name: built-in ones, installed ones, and those of a user's own file.
 
 An expert class is a function that takes `ExpertSettings` and returns a module and its sample inputs (as
 `swarm.Expert` takes them). A package adds one with an entry point of the group `swarm.experts`:
@@ -7,8 +6,9 @@ An expert class is a function that takes `ExpertSettings` and returns a module a
     [project.entry-points."swarm.experts"]
     mine = "mypackage.experts:make_mine"
 
-A user's own needs no package: `swarm serve --module file.py --expert-class make_mine` calls the function of
-that name in the file. What is run is always on this machine already; nothing is taken from the network.
+A user's own class needs no package: `swarm serve --module file.py --expert-class make_mine` calls the
+function of that name in the file. The code that runs is always on this machine already; none is taken from
+the network.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _MODULE_NAME = "swarm_user_experts"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertSettings:
-    """What the command line lets a user choose."""
+    """The settings of an expert class that the command line offers."""
 
     hidden_dim: int = 1024
-    sequence_length: int = 128  # of those experts that take sequences: (batch, sequence_length, hidden_dim)
+    sequence_length: int = 128  # for experts on sequences: (batch, sequence_length, hidden_dim)
 
     def __post_init__(self) -> None:
         if self.hidden_dim < 1 or self.sequence_length < 1:
@@ -53,18 +53,19 @@ ExpertFactory: TypeAlias = "Callable[[ExpertSettings], tuple[torch.nn.Module, Se
 
 
 def available_classes() -> list[str]:
-    """The names that `--expert-class` takes on this machine."""
+    """Return the names that `--expert-class` takes on this machine."""
     return sorted({*_BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
 def expert_class(name: str, file: Path | None = None) -> ExpertFactory:
-    """The class of this name, of the user's file if one is given. UsageError when there is none, or it cannot
-    be loaded.
+    """Return the class of this name, from the user's file if one is given. Raises UsageError when there is
+    none, or it cannot be loaded.
     """
-    factory = _of_file(name, file) if file is not None else _of_package(name)
+    factory = _load_from_file(name, file) if file is not None else _load_installed(name)
     if not callable(factory):
         raise UsageError(
-            f"the expert class {name!r} is no function: it takes ExpertSettings and returns (module, sample inputs)"
+            f"the expert class {name!r} is no function: "
+            "it takes ExpertSettings and returns (module, sample inputs)"
         )
     return factory  # type: ignore[no-any-return]
 
@@ -72,30 +73,34 @@ def expert_class(name: str, file: Path | None = None) -> ExpertFactory:
 def make(
     name: str, factory: ExpertFactory, settings: ExpertSettings
 ) -> tuple[torch.nn.Module, tuple[Any, ...]]:
-    """A new module of a class, and its sample inputs. UsageError when the class does not give those."""
+    """Create a module of a class, and its sample inputs. Raises UsageError when the class returns something
+    else.
+    """
     import torch
 
-    made = factory(settings)
+    result = factory(settings)
     if (
-        not isinstance(made, tuple)
-        or len(made) != 2
-        or not isinstance(made[0], torch.nn.Module)
-        or not isinstance(made[1], tuple | list)
+        not isinstance(result, tuple)
+        or len(result) != 2
+        or not isinstance(result[0], torch.nn.Module)
+        or not isinstance(result[1], tuple | list)
     ):
         raise UsageError(
-            f"the expert class {name!r} should return a module and a tuple of sample inputs, not {made!r:.100}"
+            f"the expert class {name!r} should return a module and a tuple of sample inputs, "
+            f"not {result!r:.100}"
         )
-    return made[0], tuple(made[1])
+    return result[0], tuple(result[1])
 
 
-def _of_package(name: str) -> Any:
+def _load_installed(name: str) -> Any:
     if name in _BUILT_IN:
         where, _, attribute = _BUILT_IN[name].partition(":")
         return getattr(importlib.import_module(where), attribute)
     points = list(entry_points(group=ENTRY_POINT_GROUP, name=name))
     if not points:
         raise UsageError(
-            f"there is no expert class {name!r} on this machine (there are {', '.join(available_classes())}): "
+            f"there is no expert class {name!r} on this machine "
+            f"(there are {', '.join(available_classes())}): "
             "install the package that has it, or give your own file with --module"
         )
     try:
@@ -106,12 +111,12 @@ def _of_package(name: str) -> Any:
         ) from error
 
 
-def _of_file(name: str, file: Path) -> Any:
+def _load_from_file(name: str, file: Path) -> Any:
     specification = importlib.util.spec_from_file_location(_MODULE_NAME, file)
     if not file.is_file() or specification is None or specification.loader is None:
         raise UsageError(f"--module {file}: there is no such Python file")
     module = importlib.util.module_from_spec(specification)
-    sys.modules[_MODULE_NAME] = module  # dataclasses and pickles of the file look their module up
+    sys.modules[_MODULE_NAME] = module  # dataclasses and pickles of the file look up their module
     try:
         specification.loader.exec_module(module)
     except Exception as error:

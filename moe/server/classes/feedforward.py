@@ -1,4 +1,4 @@
-"""Experts on vectors: a feed-forward block, and one that gives back what it gets."""
+"""Experts on vectors: a feed-forward block, and one that returns its input."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _EXPANSION = 4
 
 
 def feedforward(settings: ExpertSettings) -> tuple[nn.Module, tuple[Any, ...]]:
-    """(batch, hidden_dim) to the same, through 4 × hidden_dim and a GELU: a transformer's block, without its
-    residual.
+    """Create a feed-forward block: (batch, hidden_dim) to the same, through 4 × hidden_dim and a GELU, as in
+    a transformer, without the residual.
     """
     hidden = settings.hidden_dim
     module = nn.Sequential(
@@ -26,5 +26,7 @@ def feedforward(settings: ExpertSettings) -> tuple[nn.Module, tuple[Any, ...]]:
 
 
 def nop(settings: ExpertSettings) -> tuple[nn.Module, tuple[Any, ...]]:
-    """(batch, hidden_dim) as it comes: to measure everything but the computation."""
+    """Create an identity: (batch, hidden_dim) to the same. It serves to measure everything but the
+    computation.
+    """
     return nn.Identity(), (torch.zeros(1, settings.hidden_dim, dtype=torch.float32),)

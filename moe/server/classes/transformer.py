@@ -1,5 +1,5 @@
-"""Experts on sequences: one layer of a transformer, with and without a causal mask. No dropout: backward
-computes forward again.
+"""Experts on sequences: one transformer layer, with and without a causal mask. It has no dropout, since a
+backward pass computes forward again.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _EXPANSION = 4
 
 
 class CausalLayer(nn.Module):
-    """A layer in which each place attends to itself and to those before it. (batch, sequence, hidden) to the
-    same.
+    """A layer in which each position attends to itself and to earlier ones. Maps (batch, sequence, hidden) to
+    the same.
     """
 
     mask: torch.Tensor
@@ -36,12 +36,16 @@ class CausalLayer(nn.Module):
 
 
 def transformer(settings: ExpertSettings) -> tuple[nn.Module, tuple[Any, ...]]:
-    """(batch, sequence_length, hidden_dim) to the same; every place attends to all."""
+    """Create a layer in which every position attends to all: (batch, sequence_length, hidden_dim) to the
+    same.
+    """
     return _layer(settings), (_sample(settings),)
 
 
 def causal_transformer(settings: ExpertSettings) -> tuple[nn.Module, tuple[Any, ...]]:
-    """(batch, sequence_length, hidden_dim) to the same; no place attends to those behind it."""
+    """Create a layer in which no position attends to later ones: (batch, sequence_length, hidden_dim) to the
+    same.
+    """
     return CausalLayer(_layer(settings), settings.sequence_length), (_sample(settings),)
 
 

@@ -1,1 +1,1 @@
-"""Batching and what a server remembers of calls, without I/O or clock."""
+"""Batching and the records that a server keeps of calls, without I/O or clock."""

@@ -1,8 +1,8 @@
-"""Backward passes are applied once: the memory of those that were, with what they gave, bounded.
+"""A bounded record of applied backward passes and their answers, so that each is applied only once.
 
 A caller whose answer was lost repeats its request under the same id and gets the same answer. Answers are
-forgotten before ids are: a repetition of what was applied so long ago that its answer is gone is still not
-applied again.
+forgotten before ids are: a repetition of a pass that was applied a long time ago, whose answer is gone, is
+still not applied again.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AppliedConfig:
-    """How much is remembered."""
+class AppliedRequestsConfig:
+    """Limits of the record."""
 
-    ids_max: int = 65536  # some 200 bytes each; a caller repeats within seconds
+    ids_max: int = 65536  # about 200 bytes each; callers repeat within seconds
     answers_bytes_max: int = 128 << 20
-    ids_per_caller_max: int = 8192  # so that one caller cannot make the others' be forgotten
+    ids_per_caller_max: int = 8192  # so that one caller cannot evict the others' ids
 
 
-class Applied(Generic[T]):
-    """By caller and request id. Whoever shares it stays on one thread."""
+class AppliedRequests(Generic[T]):
+    """Applied passes by caller and request id. Not thread-safe."""
 
-    def __init__(self, config: AppliedConfig | None = None) -> None:
-        self.config = config or AppliedConfig()
-        # the caller heard of last comes last
+    def __init__(self, config: AppliedRequestsConfig | None = None) -> None:
+        self.config = config or AppliedRequestsConfig()
+        # the most recent caller comes last
         self._by_caller: OrderedDict[Hashable, OrderedDict[bytes, None]] = OrderedDict()
         self._answers: OrderedDict[tuple[Hashable, bytes], tuple[T, int]] = OrderedDict()
         self._ids = 0
@@ -39,16 +39,16 @@ class Applied(Generic[T]):
         return self._ids
 
     def is_known(self, caller: Hashable, request_id: bytes) -> bool:
-        """Was it applied?"""
+        """Return whether the pass was applied."""
         return request_id in self._by_caller.get(caller, ())
 
     def answer(self, caller: Hashable, request_id: bytes) -> T | None:
-        """What it gave; None when that is forgotten."""
+        """Return the answer of an applied pass; None when it is forgotten."""
         found = self._answers.get((caller, request_id))
         return found[0] if found is not None else None
 
     def note(self, caller: Hashable, request_id: bytes, answer: T, size_bytes: int) -> None:
-        """It has been applied."""
+        """Record an applied pass."""
         ids = self._by_caller.setdefault(caller, OrderedDict())
         self._by_caller.move_to_end(caller)
         if request_id in ids:
@@ -66,7 +66,7 @@ class Applied(Generic[T]):
             self._bytes -= freed_bytes
 
     def _forget(self, caller: Hashable) -> None:
-        """A caller's oldest."""
+        """Forget a caller's oldest pass."""
         ids = self._by_caller[caller]
         request_id, _ = ids.popitem(last=False)
         self._ids -= 1

@@ -1,13 +1,14 @@
-"""Which requests are computed next, and together: the pure machine between the callers of a server and its
-device.
+"""Batching: it decides which requests a device computes next, and which of them together. Pure logic between
+the callers of a server and its device.
 
-Requests of one expert and pass form a queue; a batch is taken from one queue, up to a number of samples. The
-order, between queues and within them, is that of start-time fair queueing (Goyal, Vin and Cheng, 1996): each
-request gets a virtual start, which is the machine's virtual time or the end of its caller's previous request,
-whichever is later. So a caller alone is served oldest first, several get equal shares of samples however many
-requests each of them has waiting, and nobody waits for ever. A full queue refuses at once.
+Requests of one expert and direction form a queue. A batch is taken from one queue, up to a number of samples.
+The order between queues and within them is that of start-time fair queueing (Goyal, Vin and Cheng, 1996):
+each request gets a virtual start, which is the virtual time or the end of its caller's previous request,
+whichever is later. A caller alone is served oldest first; several callers get equal shares of samples,
+whatever the number of requests that each has waiting; and no request waits for ever. A full queue refuses at
+once.
 
-Times are parameters. Not thread-safe: whoever shares it holds a lock.
+Times are parameters. Not thread-safe: threads that share it hold a lock.
 """
 
 from __future__ import annotations
@@ -18,44 +19,44 @@ from dataclasses import dataclass, field
 
 from swarm.core.errors import UsageError
 
-# a limit that memory has set grows by a 64th with each batch that succeeds: it doubles in 45 batches
+# a limit set by memory grows by 1/64 with each successful batch: it doubles in 45 batches
 _RECOVERY = 64
-_IDLE_CALLERS_MAX = 1024  # whose virtual ends are remembered although nothing of theirs waits
+_IDLE_CALLERS_MAX = 1024  # without waiting requests whose virtual ends are remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchingConfig:
     """Limits of batches and queues."""
 
-    batch_samples_max: int = 4096  # also of one request
+    batch_samples_max: int = 4096  # also the limit of one request
     batch_requests_max: int = 256
-    # a smaller batch waits `linger_s` for company; 1: an idle device starts at once
+    # a smaller batch waits `linger_s` for further requests; 1: an idle device starts at once
     batch_samples_min: int = 1
-    linger_s: float = 0.0  # the longest that the oldest request of a queue waits for `batch_samples_min`
-    queued_requests_max: int = 1024  # of all callers; what is beyond is refused
-    queued_bytes_max: int = 1 << 30  # of their tensors
+    linger_s: float = 0.0  # longest wait of a queue's oldest request for `batch_samples_min`
+    queued_requests_max: int = 1024  # of all callers; further ones are refused
+    queued_bytes_max: int = 1 << 30  # of the tensors of queued requests
     queued_requests_per_caller_max: int = 128  # so that one caller cannot fill the queue
 
     def __post_init__(self) -> None:
-        least = (
+        limits = (
             self.batch_samples_max,
             self.batch_requests_max,
             self.batch_samples_min,
             self.queued_requests_max,
             self.queued_bytes_max,
         )
-        if min(*least, self.queued_requests_per_caller_max) < 1 or self.linger_s < 0:
+        if min(*limits, self.queued_requests_per_caller_max) < 1 or self.linger_s < 0:
             raise UsageError("limits of batches and queues are at least 1, and no time is negative")
         if self.batch_samples_min > self.batch_samples_max:
             raise UsageError("a batch cannot wait for more samples than it may have")
 
 
 @dataclass(frozen=True, slots=True)
-class Queued:
-    """One request. `cost`: what serving it takes, in samples of a forward pass."""
+class QueuedRequest:
+    """One request. `cost` is the work that it takes, in samples of a forward pass."""
 
     number: int
-    queue: Hashable  # expert and pass
+    queue: Hashable  # expert and direction
     caller: Hashable
     samples: int
     size_bytes: int
@@ -65,13 +66,13 @@ class Queued:
 @dataclass(slots=True)
 class _Queue:
     # by number, in order of arrival, with the time of arrival
-    waiting: dict[int, tuple[Queued, float]] = field(default_factory=dict)
-    # a heap of (virtual start, number); some are gone
+    waiting: dict[int, tuple[QueuedRequest, float]] = field(default_factory=dict)
+    # a heap of (virtual start, number); entries of removed requests stay in it
     order: list[tuple[float, int]] = field(default_factory=list)
     samples: int = 0
 
     def head(self) -> tuple[float, int]:
-        """Who is next, of a queue that is not empty."""
+        """Return the (virtual start, number) of the next request. The queue must not be empty."""
         while self.order[0][1] not in self.waiting:
             heapq.heappop(self.order)
         return self.order[0]
@@ -87,71 +88,72 @@ class Batcher:
         self.config = config or BatchingConfig()
         self.queued_bytes = 0
         self.queued_cost = 0.0
-        self._queues: dict[Hashable, _Queue] = {}  # those with requests
-        self._where: dict[int, Hashable] = {}
-        self._callers: dict[Hashable, int] = {}  # requests that wait
-        self._ends: dict[Hashable, float] = {}  # the virtual end of each caller's last request
-        self._virtual = 0.0
-        # samples of a batch, of those queues whose batches ran out of memory
-        self._limits: dict[Hashable, float] = {}
+        self._queues: dict[Hashable, _Queue] = {}  # queues that have requests
+        self._queue_of: dict[int, Hashable] = {}
+        self._waiting_by_caller: dict[Hashable, int] = {}  # number of waiting requests
+        self._virtual_ends: dict[Hashable, float] = {}  # the virtual end of each caller's last request
+        self._virtual_time = 0.0
+        # the most samples of a batch, for queues whose batches ran out of memory
+        self._memory_limits: dict[Hashable, float] = {}
 
     @property
     def queued(self) -> int:
-        """Requests that wait."""
-        return len(self._where)
+        """Return the number of requests that wait."""
+        return len(self._queue_of)
 
     def refusal(self, caller: Hashable, size_bytes: int) -> str:
-        """Why such a request cannot wait here now; "" when it can."""
+        """Return why such a request cannot wait here now; "" when it can."""
         config = self.config
-        if len(self._where) >= config.queued_requests_max:
-            return f"the queue is full: {len(self._where)} queued"
-        if self.queued_bytes + size_bytes > config.queued_bytes_max and self._where:
-            return f"the queue is full: {self.queued_bytes} bytes in {len(self._where)} queued"
-        if self._callers.get(caller, 0) >= config.queued_requests_per_caller_max:
-            return (
-                f"{self._callers[caller]} requests of yours are queued already, of {len(self._where)} queued"
-            )
+        if len(self._queue_of) >= config.queued_requests_max:
+            return f"the queue is full: {len(self._queue_of)} queued"
+        if self.queued_bytes + size_bytes > config.queued_bytes_max and self._queue_of:
+            return f"the queue is full: {self.queued_bytes} bytes in {len(self._queue_of)} queued"
+        if self._waiting_by_caller.get(caller, 0) >= config.queued_requests_per_caller_max:
+            own = self._waiting_by_caller[caller]
+            return f"{own} requests of yours are queued already, of {len(self._queue_of)} queued"
         return ""
 
-    def offer(self, request: Queued, now_s: float) -> str:
-        """Let a request wait; a reason when it cannot, and then nothing has changed."""
+    def offer(self, request: QueuedRequest, now_s: float) -> str:
+        """Queue a request. Return "", or the reason why it cannot wait; nothing has changed then."""
         assert 0 < request.samples <= self.config.batch_samples_max
         refusal = self.refusal(request.caller, request.size_bytes)
         if refusal:
             return refusal
-        start = max(self._virtual, self._ends.get(request.caller, 0.0))
-        self._ends[request.caller] = start + request.cost
-        if len(self._ends) > 2 * len(self._callers) + _IDLE_CALLERS_MAX:
-            self._ends = {
+        start = max(self._virtual_time, self._virtual_ends.get(request.caller, 0.0))
+        self._virtual_ends[request.caller] = start + request.cost
+        if len(self._virtual_ends) > 2 * len(self._waiting_by_caller) + _IDLE_CALLERS_MAX:
+            self._virtual_ends = {
                 caller: end
-                for caller, end in self._ends.items()
-                if caller in self._callers or end > self._virtual
+                for caller, end in self._virtual_ends.items()
+                if caller in self._waiting_by_caller or end > self._virtual_time
             }
         queue = self._queues.setdefault(request.queue, _Queue())
         queue.waiting[request.number] = (request, now_s)
         heapq.heappush(queue.order, (start, request.number))
         queue.samples += request.samples
-        self._where[request.number] = request.queue
-        self._callers[request.caller] = self._callers.get(request.caller, 0) + 1
+        self._queue_of[request.number] = request.queue
+        self._waiting_by_caller[request.caller] = self._waiting_by_caller.get(request.caller, 0) + 1
         self.queued_bytes += request.size_bytes
         self.queued_cost += request.cost
         return ""
 
     def withdraw(self, number: int) -> bool:
-        """Forget a request that nobody waits for any longer; False when it does not wait here."""
-        if number not in self._where:
+        """Remove a request that no call waits for any longer. Return False when it is not queued."""
+        if number not in self._queue_of:
             return False
         self._remove(number)
         return True
 
-    def take(self, now_s: float) -> list[Queued]:
-        """The next batch, all of one queue and in the order of their turns; [] when none is due yet."""
+    def take(self, now_s: float) -> list[QueuedRequest]:
+        """Return the next batch, all of one queue and in the order of their turns; [] when none is due
+        yet.
+        """
         due = [(queue.head(), key) for key, queue in self._queues.items() if self._is_due(key, queue, now_s)]
         if not due:
             return []
         (start, _), key = min(due, key=lambda one: one[0])
-        self._virtual = max(self._virtual, start)
-        queue, batch, samples = self._queues[key], list[Queued](), 0
+        self._virtual_time = max(self._virtual_time, start)
+        queue, batch, samples = self._queues[key], list[QueuedRequest](), 0
         samples_max = self.samples_max(key)
         while queue.waiting and len(batch) < self.config.batch_requests_max:
             request, _ = queue.waiting[queue.head()[1]]
@@ -160,35 +162,35 @@ class Batcher:
             batch.append(request)
             samples += request.samples
             self._remove(request.number)
-        if not self._where:
-            self._ends.clear()  # nobody waits: nobody is ahead of anybody
+        if not self._queue_of:
+            self._virtual_ends.clear()  # the queues are empty: all callers are equal again
         return batch
 
     def samples_max(self, queue: Hashable) -> int:
-        """The most samples that a batch of this queue may have now; a request alone may have more."""
-        return int(self._limits.get(queue, self.config.batch_samples_max))
+        """Return the most samples that a batch of this queue may have now; a single request may have more."""
+        return int(self._memory_limits.get(queue, self.config.batch_samples_max))
 
     def ran_out_of_memory(self, queue: Hashable, samples_fit: int) -> None:
-        """A batch of this queue was too large for the device, and so many samples were not: later batches
-        have no more at first.
+        """Record that a batch of this queue was too large for the device, and that `samples_fit` samples were
+        not. Later batches have no more at first.
         """
-        self._limits[queue] = min(max(samples_fit, 1), self.samples_max(queue))
+        self._memory_limits[queue] = min(max(samples_fit, 1), self.samples_max(queue))
 
     def succeeded(self, queue: Hashable) -> None:
-        """A batch of this queue was computed at once: if memory had set a limit, the next may be a little
-        larger.
+        """Record that a batch of this queue was computed at once. If memory had set a limit, the next batch
+        may be a little larger.
         """
-        limit = self._limits.get(queue)
+        limit = self._memory_limits.get(queue)
         if limit is None:
             return
         limit *= 1.0 + 1.0 / _RECOVERY
         if limit < self.config.batch_samples_max:
-            self._limits[queue] = limit
+            self._memory_limits[queue] = limit
         else:
-            del self._limits[queue]
+            del self._memory_limits[queue]
 
     def due_s(self) -> float | None:
-        """When the next batch is due, be it long ago; None when nobody waits."""
+        """Return when the next batch is due, which may be in the past; None when no request waits."""
         times = [
             queue.oldest_s() + (0.0 if self._is_enough(key, queue) else self.config.linger_s)
             for key, queue in self._queues.items()
@@ -202,16 +204,16 @@ class Batcher:
         return queue.samples >= min(self.config.batch_samples_min, self.samples_max(key))
 
     def _remove(self, number: int) -> None:
-        key = self._where.pop(number)
+        key = self._queue_of.pop(number)
         queue = self._queues[key]
         request, _ = queue.waiting.pop(number)
         queue.samples -= request.samples
         if not queue.waiting:
             del self._queues[key]
         self.queued_bytes -= request.size_bytes
-        self.queued_cost = self.queued_cost - request.cost if self._where else 0.0
-        left = self._callers[request.caller] - 1
+        self.queued_cost = self.queued_cost - request.cost if self._queue_of else 0.0
+        left = self._waiting_by_caller[request.caller] - 1
         if left:
-            self._callers[request.caller] = left
+            self._waiting_by_caller[request.caller] = left
         else:
-            del self._callers[request.caller]
+            del self._waiting_by_caller[request.caller]

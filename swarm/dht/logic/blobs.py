@@ -1,12 +1,11 @@
-"""Blobs that prove themselves: a run's signed specification, which any peer may store and keep alive for its
-owner.
+"""Self-certifying blobs: a run's signed specification, which any peer may store and keep alive for its owner.
 
 A blob is msgpack of [body, signature]; the body is a map with the owner's PeerID, a version, and the
 specification, which names the run. The run's id is a hash over owner and name, and the key is
-`run.<id>/specification`, so that key, blob and signature hold one another: nobody can store anything else
-there. In the DHT a blob is one entry of its owner, whoever sent it. A higher version replaces a lower one;
-the same version, stored again, lives on. What the specification says is not looked at here
-(`swarm.run.specification` does).
+`run.<id>/specification`. Key, blob and signature therefore confirm one another: no other content can be
+stored under that key. In the DHT a blob is one entry of its owner, independent of the peer that stored it. A
+higher version replaces a lower one; storing the same version again prolongs its life. The content of the
+specification is not checked here (`swarm.run.specification` does that).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ BLOB_NAME = "specification"
 VERSION_MAX = 1 << 32
 SIGNATURE_CONTEXT = b"swarm run specification 1\0"
 _ID_CONTEXT = b"swarm run id 1\0"
-_ID_CHARACTERS = 20  # 100 bits in base32: short enough to read out, too many to hit by trying keys
+_ID_CHARACTERS = 20  # 100 bits in base32: short enough to read aloud, too many to find by trying keys
 _NAME_CHARACTERS_MAX = 63
 _SIGNATURE_BYTES = 64
 _RUN_PREFIX = "run."
@@ -33,27 +32,31 @@ _RUN_PREFIX = "run."
 
 @dataclass(frozen=True, slots=True)
 class Blob:
-    """What a record of a blob must say. Its signature is yet to be verified, over `blob_message`."""
+    """Fields that the record of a blob must have. The signature is not verified yet; it covers
+    `blob_message`.
+    """
 
-    writer: PeerId  # its owner
+    writer: PeerId  # the owner
     version: int
     signature: bytes
 
 
 def run_id_of(owner: PeerId, name: str) -> str:
-    """The self-certifying id: 20 lower-case base32 characters of SHA-256 over the owner's key and the name."""
+    """Return the self-certifying id of a run: 20 lower-case base32 characters of SHA-256 over the owner's key
+    and the name.
+    """
     digest = hashlib.sha256(_ID_CONTEXT + owner.to_bytes() + name.encode()).digest()
     return base64.b32encode(digest).decode().lower()[:_ID_CHARACTERS]
 
 
 def blob_key(run_id: str) -> Key:
-    """Where the blob of a run is."""
+    """Return the key under which the blob of a run is stored."""
     return Key(_RUN_PREFIX + run_id, BLOB_NAME)
 
 
 def is_blob_key(key: Key) -> bool:
-    """Does this key take blobs, and nothing else? Only ids that could be a run's do: other namespaces are
-    their users'.
+    """Return whether this key takes blobs only. The id must have the form of a self-certifying run id: other
+    namespaces belong to users.
     """
     return (
         key.name == BLOB_NAME
@@ -63,12 +66,14 @@ def is_blob_key(key: Key) -> bool:
 
 
 def blob_message(raw: bytes) -> bytes:
-    """What the owner signed. Of a blob that `blob_of` has taken."""
+    """Return the bytes that the owner signed, for a blob that `blob_of` has accepted."""
     return SIGNATURE_CONTEXT + _parts(raw)[0]
 
 
 def blob_of(key: Key, raw: bytes) -> Blob:
-    """Read a blob that a stranger sent; UsageError when it is malformed or belongs elsewhere."""
+    """Decode a blob from an untrusted source. Raises UsageError when it is malformed or belongs to another
+    key.
+    """
     if not is_blob_key(key):
         raise UsageError(f"{key} takes no blob: only run.<run id>/{BLOB_NAME} does")
     body, signature = _parts(raw)

@@ -1,9 +1,8 @@
-"""What searches found, kept for a while: for readers who say how old an answer may be, and for replicas,
-which writes reach anyway.
+"""A cache of what searches found, for readers that state how old an answer may be and for replicas, which
+receive every write anyway.
 
-An answer is kept as records, tombstones among them, so that it is merged with what arrives later and expires
-like any other copy. Nothing is kept for longer than it is asked for: whether an answer is fresh enough is
-decided when it is read.
+An answer is kept as records, tombstones included, so that it can be merged with later arrivals and expires
+like any other copy. Entries have no fixed lifetime: the reader decides whether an answer is fresh enough.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from swarm.dht.logic.records import Owner, Record
 
 @dataclass(frozen=True, slots=True)
 class CachedAnswer:
-    """What was known of a key, from a search that ended at `taken_s`."""
+    """The records known under a key when a search ended at `taken_s`."""
 
     taken_s: float
-    # the same moment in swarm time: a machine that was suspended has a monotonic clock that stood still
+    # The same moment in swarm time: the monotonic clock of a suspended machine stands still.
     taken_us: int
-    neighbourhood: int  # what `Overlay.neighbourhood` was then
+    neighbourhood_version: int  # value of `Overlay.neighbourhood` at that moment
     latest: Mapping[Owner, Record]
 
 
 class ReadCache:
-    """Bounded by keys and bytes; what was taken longest ago goes first. Time is a parameter."""
+    """A cache bounded by keys and bytes; the oldest answer is evicted first. Time is a parameter."""
 
     def __init__(self, keys_max: int, bytes_max: int) -> None:
         self._keys_max, self._bytes_max = keys_max, bytes_max
@@ -39,7 +38,7 @@ class ReadCache:
         return len(self._answers)
 
     def put(self, key: Key, answer: CachedAnswer) -> None:
-        """Keep an answer instead of the one before."""
+        """Store an answer, replacing the previous one for this key."""
         self.drop(key)
         size_bytes = _size_bytes(answer)
         if size_bytes > self._bytes_max:
@@ -50,20 +49,20 @@ class ReadCache:
             self.drop(next(iter(self._answers)))
 
     def get(self, key: Key, now_s: float, now_us: int, age_s: float) -> CachedAnswer | None:
-        """The answer, if it is not older than `age_s` by either clock."""
+        """Return the answer if it is at most `age_s` old by both clocks, else None."""
         answer = self._answers.get(key)
         if answer is None or answer.taken_s < now_s - age_s or answer.taken_us < now_us - age_s * 1e6:
             return None
         return answer
 
     def drop(self, key: Key) -> None:
-        """Forget what was known: something was written."""
+        """Remove a key's answer, because something was written under the key."""
         answer = self._answers.pop(key, None)
         if answer is not None:
             self.size_bytes -= _size_bytes(answer)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all answers."""
         self._answers.clear()
         self.size_bytes = 0
 

@@ -1,11 +1,11 @@
 """The iterative lookup: find the live peers nearest to an id (Kademlia, section 2.3), as a state machine
 without clock or network.
 
-The caller asks `poll`, performs each `SendFind`, and reports with `on_reply` or `on_failure`, until `poll`
+The caller calls `poll`, performs each `SendFind`, and reports with `on_reply` or `on_failure`, until `poll`
 returns `LookupDone`. The lookup ends when the `wanted` nearest peers that are not known to have failed have
-all answered. A peer that stays silent for `stall_s` keeps its chance to answer but holds nobody up: others
-are asked in its place. Whatever strangers answer, the work is bounded: `queries_max` calls, `shortlist_max`
-candidates, `closer_max` contacts taken from one answer, each peer asked once.
+all answered. A peer that stays silent for `stall_s` may still answer, but the lookup asks other peers
+meanwhile. The work is bounded for all possible answers: `queries_max` calls, `shortlist_max` candidates,
+`closer_max` contacts taken from one answer, one call per peer.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _DISTANCE = operator.attrgetter("distance")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupConfig:
-    """How wide and how long a lookup searches."""
+    """Width and limits of a lookup."""
 
-    # how many of the nearest must have answered (Kademlia's k; a read wants the replicas only)
+    # Number of nearest peers that must have answered (Kademlia's k; a read wants the replicas only).
     wanted: int = 20
-    # calls in flight that are not stalled (Kademlia's alpha); a read asks all replicas at once
+    # Calls in flight that are not stalled (Kademlia's alpha); a read asks all replicas at once.
     parallel: int = 4
-    # silence after which another peer is asked too: less wastes calls on long links, more lets the dead delay
-    # all
+    # Silence after which another peer is asked as well. Less wastes calls on long links; more lets dead peers
+    # delay every search.
     stall_s: float = 1.0
-    queries_max: int = 120  # calls in all
+    queries_max: int = 120  # calls in total
     shortlist_max: int = 100  # candidates kept
     closer_max: int = 20  # contacts taken from one answer
 
@@ -46,7 +46,7 @@ class SendFind:
 
 @dataclass(frozen=True, slots=True)
 class LookupDone:
-    # those that answered, nearest first, at most `wanted`; ourselves among them if we were a candidate
+    # Peers that answered, nearest first, at most `wanted`; includes this peer if it was a candidate.
     nearest: tuple[Contact, ...]
 
 
@@ -61,7 +61,7 @@ class _State(enum.Enum):
     FAILED = enum.auto()
 
 
-# An enumeration's members are looked up slowly, and every answer to a search looks at all of its candidates.
+# Bound once: access to enum members is slow, and every answer to a search visits all candidates.
 _FRESH, _ASKED, _STALLED, _ANSWERED, _FAILED = _State
 
 
@@ -71,11 +71,11 @@ class _Candidate:
     contact: Contact
     state: _State = _FRESH
     asked_s: float = 0.0
-    hops: int = 1  # calls in a row that lead to it, its own included
+    hops: int = 1  # length of the chain of calls that led to this peer, including the call to it
 
 
 class Lookup:
-    """One search for one id."""
+    """A search for the peers nearest to one id."""
 
     def __init__(
         self,
@@ -86,15 +86,17 @@ class Lookup:
         own_contact: Contact | None = None,
         config: LookupConfig | None = None,
     ) -> None:
-        """`own` is never asked; `own_contact`, when given, counts as a candidate that has answered."""
+        """Start a lookup from `seeds`. `own` is never asked; `own_contact`, when given, counts as a candidate
+        that has answered.
+        """
         self.config = config or LookupConfig()
         self.target = target
         self.queries = 0
         self.answers = 0
         self._own = own
         self._candidates: dict[PeerId, _Candidate] = {}
-        self._order: list[_Candidate] = []  # by distance
-        # those in that state, the one that was asked first at the beginning
+        self._order: list[_Candidate] = []  # sorted by distance
+        # Candidates in state ASKED, in the order in which they were asked.
         self._asked: dict[PeerId, _Candidate] = {}
         self._done = False
         self._deadline_s: float | None = None
@@ -106,11 +108,11 @@ class Lookup:
 
     @property
     def stalled(self) -> list[PeerId]:
-        """Peers that were silent for too long and have neither answered nor failed since."""
+        """Return the peers that were silent for too long and have neither answered nor failed since."""
         return [candidate.contact.peer_id for candidate in self._order if candidate.state is _STALLED]
 
     def on_reply(self, peer: PeerId, closer: Sequence[Contact]) -> None:
-        """A peer that was asked answered with the contacts nearest to the target that it knows."""
+        """Record the answer of a peer that was asked: the contacts nearest to the target that it knows."""
         candidate = self._candidates.get(peer)
         if candidate is None or candidate.state not in (_ASKED, _STALLED):
             return
@@ -122,28 +124,28 @@ class Lookup:
         self._trim()
 
     def on_failure(self, peer: PeerId) -> None:
-        """A peer that was asked could not be reached, refused, or broke the protocol."""
+        """Record that a peer that was asked could not be reached, refused, or broke the protocol."""
         candidate = self._candidates.get(peer)
         if candidate is not None and candidate.state in (_ASKED, _STALLED):
             candidate.state = _FAILED
             self._asked.pop(peer, None)
 
     def widen(self, wanted: int) -> None:
-        """Go on until so many of the nearest have answered; nobody is asked twice. For a lookup that is done,
-        or about to be.
+        """Continue until the `wanted` nearest peers have answered, asking none of them twice. Call this on a
+        lookup that is done or about to be.
         """
         if wanted > self.config.wanted:
             self.config = replace(self.config, wanted=wanted)
             self._done = False
 
     def deadline_s(self) -> float | None:
-        """When `poll` should be asked again although nobody answered; None when only an answer changes
+        """Return when `poll` must be called again without an answer; None when only an answer changes
         anything.
         """
         return self._deadline_s
 
     def poll(self, now_s: float) -> list[Effect]:
-        """What to do now. `LookupDone` is returned once, and alone."""
+        """Return the effects to perform now. `LookupDone` is returned once, and alone."""
         if self._done:
             return []
         config = self.config
@@ -166,9 +168,9 @@ class Lookup:
                     effects.append(SendFind(candidate.contact))
             counted += 1
             unsettled += state is not _ANSWERED
-        # In the order in which they were asked: the first is the first to be late.
+        # The peer that was asked first stalls first.
         self._deadline_s = next(iter(self._asked.values())).asked_s + config.stall_s if self._asked else None
-        # Nobody at all has answered yet: a peer that is merely slow is better than none.
+        # Without any answer yet, waiting for a slow peer is better than returning nothing.
         if unsettled or (not self.answers and self._any_stalled()):
             return effects
         self._done = True
@@ -189,8 +191,8 @@ class Lookup:
 
     @property
     def hops(self) -> int:
-        """Calls in a row that led to the farthest-led of the nearest peers that have answered; 0 when none
-        has.
+        """Return the length of the longest chain of calls that led to one of the nearest peers that have
+        answered; 0 when none has.
         """
         answered = [candidate for candidate in self._order if candidate.state is _ANSWERED][
             : self.config.wanted
@@ -206,22 +208,22 @@ class Lookup:
         if known is None:
             self._insert(contact, _FRESH, hops)
         elif known.state is _FRESH and known.contact.addresses != contact.addresses:
-            # One of those who told us may have invented the address: keep both.
+            # One of the peers that named it may have invented the address: keep both.
             addresses: tuple[Address, ...] = tuple(dict.fromkeys(known.contact.addresses + contact.addresses))
             known.contact = Contact(contact.peer_id, addresses[:_ADDRESSES_MAX])
 
     def _insert(self, contact: Contact, state: _State, hops: int = 1) -> None:
         candidate = _Candidate(contact.peer_id.dht_id ^ self.target, contact, state, hops=hops)
         self._candidates[contact.peer_id] = candidate
-        # as those that a search begins with
+        # Fast path: the seeds come in order of distance.
         if not self._order or candidate.distance >= self._order[-1].distance:
             self._order.append(candidate)
         else:
             bisect.insort(self._order, candidate, key=_DISTANCE)
 
     def _trim(self) -> None:
-        """Forget the farthest that were never asked. The others, at most `queries_max`, are kept so that
-        nobody is asked twice.
+        """Drop the farthest candidates that were never asked. The others, at most `queries_max`, are kept so
+        that no peer is asked twice.
         """
         excess = len(self._order) - self.config.shortlist_max
         for position in range(len(self._order) - 1, -1, -1):

@@ -1,14 +1,15 @@
-"""Who may write what, per namespace: the rules that a replica applies to what it is asked to keep, and a
-reader to what it is answered.
+"""Rules per namespace about writers and values, applied by replicas to what they store and by readers to what
+they receive.
 
-    node.dht.register("scores", NamespaceRules(schema=Table({"score": Number(0, 1)}), writers=frozenset({judge})))
+    scores = NamespaceRules(schema=Table({"score": Number(0, 1)}), writers=frozenset({judge}))
+    node.dht.register("scores", scores)
     node.dht.register("run.abc", NamespaceRules(entries_per_writer_max=1, name="report.*"))
 
-A record must pass every rule whose namespace and name fit it; one that nothing fits is open. What is
-registered holds on this peer: as a replica it keeps nothing else, as a reader it sees nothing else, and as a
-writer it is told at once. Peers that did not register it keep what they are given, so that a rule protects
-its readers everywhere and its replicas where it is known. The rules of a run's own names are known to all
-(`run_rules`).
+A record must pass every rule that matches its namespace and name; a record that no rule matches is accepted.
+Registered rules hold on this peer only: as a replica it stores nothing else, as a reader it returns nothing
+else, and as a writer it gets an error at once. Peers that did not register them store what they are given, so
+a rule protects its readers everywhere and its replicas where it is known. All peers know the rules for a
+run's own names (`run_rules`).
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ class Namespaces:
         self._registered: dict[tuple[str, str], NamespaceRules] = {}
 
     def register(self, namespace: str, rules: NamespaceRules) -> None:
-        """From now on, in addition to all others; replaces what was registered for the same namespace and
-        `rules.name`.
+        """Add rules for a namespace. They replace rules registered for the same namespace and `rules.name`,
+        and apply in addition to all others.
         """
-        Key(namespace, "x")  # UsageError when it is no namespace
+        Key(namespace, "x")  # raises UsageError for an invalid namespace
         if (namespace, rules.name) not in self._registered and len(self._registered) >= _RULES_MAX:
             raise UsageError(f"at most {_RULES_MAX} rules can be registered")
         self._registered[namespace, rules.name] = rules
 
     def rules(self, key: Key) -> list[NamespaceRules]:
-        """Every rule that fits a key."""
+        """Return every rule that matches a key."""
         found = [
             rules
             for (namespace, name), rules in self._registered.items()
@@ -52,8 +53,8 @@ class Namespaces:
         return found
 
     def refusal(self, record: Record) -> str | None:
-        """Why a record breaks the rules of its key, or None. Quotas are the storage's."""
-        if is_blob_key(record.key) and not record.lasting:
+        """Return why a record breaks the rules of its key, or None. Quotas are checked by `Storage`."""
+        if is_blob_key(record.key) and not record.is_blob:
             return f"{record.key} takes nothing but the run's signed specification"
         for rules in self.rules(record.key):
             reason = _refusal(rules, record)
@@ -62,7 +63,7 @@ class Namespaces:
         return None
 
     def entries_per_writer_max(self, key: Key) -> int | None:
-        """How many entries one writer may have under this key; None: no rule says."""
+        """Return how many entries one writer may have under this key; None when no rule limits them."""
         limits = [
             rules.entries_per_writer_max
             for rules in self.rules(key)
@@ -78,17 +79,18 @@ def _refusal(rules: NamespaceRules, record: Record) -> str | None:
     if rules.subkey_is_writer and record.subkey != str(record.writer):
         return f"under {key} an entry's subkey is its writer's PeerID"
     if record.deleted:
-        # it may outlive what it hides: a writer that has forgotten how long that lives takes the longest
+        # A tombstone may outlive the entry that it hides: a writer that no longer knows the entry's lifetime
+        # uses the maximum.
         return None
     if (
         rules.ttl_s_max * 1e6 < TTL_MAX_US
-        and not record.lasting
+        and not record.is_blob
         and record.expiration_us - record.issued_at_us > rules.ttl_s_max * 1e6
     ):
         return f"under {key} an entry lives at most {rules.ttl_s_max:g} s"
     if rules.value_bytes_max < VALUE_BYTES_MAX and len(record.value) > rules.value_bytes_max:
         return f"under {key} a value has at most {rules.value_bytes_max} bytes, not {len(record.value)}"
-    if rules.schema is not None and not record.lasting:
+    if rules.schema is not None and not record.is_blob:
         reason = rules.schema.refusal(decode_value(record.value))
         return f"under {key} the value {reason}" if reason else None
     return None

@@ -1,8 +1,8 @@
-"""What a read answers, given the latest record of every owner.
+"""Compute the answer of a read from the latest record of every owner.
 
-A key may hold plain entries and a dictionary's entries side by side, since nobody can remove another
-writer's. `get` answers in the form of the entry that was issued last: a plain entry, or the dictionary made
-of the sub-keyed ones. `get_all` answers with every live entry of both forms.
+A key may hold plain entries and sub-keyed entries of a dictionary side by side, since no writer can remove
+another's. `get` answers in the form of the entry that was issued last: a plain entry, or a dictionary of the
+sub-keyed ones. `get_all` answers with every live entry of both forms.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from swarm.dht.logic.records import Entry, Owner, Record, is_run_namespace
 
 
 def live(latest: Mapping[Owner, Record], now_us: int) -> list[Record]:
-    """Without tombstones and expired records; the record issued last comes first."""
+    """Return the records that are neither tombstones nor expired; the record issued last comes first."""
     records = [record for record in latest.values() if not record.deleted and record.expiration_us > now_us]
     return sorted(records, key=lambda record: record.version, reverse=True)
 
@@ -22,8 +22,8 @@ def live(latest: Mapping[Owner, Record], now_us: int) -> list[Record]:
 def select(
     latest: Mapping[Owner, Record], key: Key, writer: PeerId | None, now_us: int
 ) -> Entry | dict[str, Entry] | None:
-    """The answer to `get`. In a run's namespaces a writer has one entry, so that with `writer` the entry
-    itself is the answer.
+    """Return the answer to `get`. A writer has only one entry in a run's namespaces; with `writer` the answer
+    there is that entry itself.
     """
     records = [record for record in live(latest, now_us) if writer is None or record.writer == writer]
     if not records:
@@ -34,7 +34,9 @@ def select(
 
 
 def dictionary(records: Iterable[Record]) -> dict[str, Entry]:
-    """Per subkey the entry issued last, by whomever; in the order of the subkeys. `records` as from `live`."""
+    """Return the entry issued last for each subkey, sorted by subkey. `records` are sorted as `live` returns
+    them.
+    """
     newest: dict[str, Record] = {}
     for record in records:
         if record.subkey is not None:

@@ -1,5 +1,4 @@
-"""What the DHT holds: signed, expiring records, and the rules that every record must pass, at a replica as at
-a reader.
+"""Signed, expiring records, and the rules that every record must pass at replicas and at readers.
 
 Times are swarm time. Inside the DHT they are whole microseconds, so that two peers never disagree about which
 of two records is later; users see Unix seconds (`Entry`).
@@ -23,8 +22,8 @@ from swarm.dht.logic.blobs import Blob, blob_message, blob_of
 VALUE_BYTES_MAX = 64 << 10
 SUBKEY_BYTES_MAX = 256
 TTL_MAX_US = 24 * 3600 * 1_000_000
-# A writer's clock may be this far ahead of ours. Less would refuse peers whose clocks have not been corrected
-# yet; more would let a writer hold its own entry against its own later issues for longer.
+# A writer's clock may be this far ahead of this peer's. Less would refuse peers whose clocks are not
+# corrected yet; more would let a writer block its own later entries for longer.
 FUTURE_MAX_US = 30 * 1_000_000
 NESTING_MAX = 32
 _SIGNATURE_BYTES = 64
@@ -32,11 +31,11 @@ _VERIFIED_MAX = 8192
 _DOMAIN = b"swarm/dht/record/1\0"
 _RUN_PREFIX = "run."
 
-Value: TypeAlias = Any  # None, bool, int, float, str, bytes, and lists and maps of them
+Value: TypeAlias = Any  # None, bool, int, float, str, bytes, and lists and maps of these
 
 
 class RecordSigner(Protocol):
-    """Who writes: `swarm.core.identity.Identity`, or a seeded one in tests."""
+    """The signing identity of a writer: `swarm.core.identity.Identity`, or a seeded one in tests."""
 
     @property
     def peer_id(self) -> PeerId: ...
@@ -46,7 +45,7 @@ class RecordSigner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One writer's entry under a key. Its owner is (writer, subkey): nobody else can replace it."""
+    """A writer's entry under a key. Its owner is (writer, subkey): no other writer can replace it."""
 
     key: Key
     subkey: str | None  # None: a plain entry
@@ -55,8 +54,8 @@ class Record:
     expiration_us: int
     writer: PeerId
     deleted: bool = False
-    # a blob that proves itself (`blobs`): its life is prolonged by whoever stores it again
-    lasting: bool = False
+    # A self-certifying blob (`blobs`): any peer that stores it again prolongs its life.
+    is_blob: bool = False
     signature: bytes = field(default=b"", repr=False)
 
     @property
@@ -65,14 +64,16 @@ class Record:
 
     @property
     def version(self) -> tuple[int, bytes]:
-        """Of two records of one owner the greater version wins; the signature makes every replica break a tie
-        alike.
+        """Return the version: of two records of one owner the greater version wins. The signature breaks ties
+        the same way on every replica.
         """
         return self.issued_at_us, self.signature
 
     @property
     def size_bytes(self) -> int:
-        """What it costs a replica, roughly; never zero, so that empty values are not free."""
+        """Return the approximate memory cost on a replica in bytes; never zero, so that empty values are not
+        free.
+        """
         return 256 + len(self.value) + len(self.subkey or "")
 
 
@@ -81,7 +82,7 @@ Owner: TypeAlias = tuple[PeerId, str | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What a reader gets. Times are swarm time, Unix seconds."""
+    """An entry as readers get it. Times are swarm time in Unix seconds."""
 
     value: Value
     subkey: str | None
@@ -105,7 +106,7 @@ def _with_length(part: bytes) -> bytes:
 
 
 def signing_bytes(record: Record) -> bytes:
-    """The canonical form that is signed: a domain of its own, then every field, each with its length."""
+    """Return the canonical bytes that are signed: a domain separator, then every field with its length."""
     return b"".join(
         (
             _DOMAIN,
@@ -126,8 +127,8 @@ def signed(record: Record, signer: RecordSigner) -> Record:
 
 
 def encode_value(value: Value) -> bytes:
-    """msgpack; UsageError when it is not made of scalars, str, bytes, lists and maps, is nested too deep or
-    too large.
+    """Encode a value as msgpack. Raises UsageError when it is not made of scalars, str, bytes, lists and
+    maps, is nested too deep or too large.
     """
     try:
         raw: bytes = msgpack.packb(value, use_bin_type=True)
@@ -142,8 +143,8 @@ def encode_value(value: Value) -> bytes:
 
 
 def record_of_blob(key: Key, raw: bytes, expiration_us: int) -> Record:
-    """The record of a blob, whoever stores it; UsageError when it is malformed or belongs elsewhere. Its
-    signature is not verified here.
+    """Return the record of a blob; it does not depend on the peer that stores it. Raises UsageError when the
+    blob is malformed or belongs to another key. The signature is not verified here.
     """
     blob = blob_of(key, raw)
     return Record(
@@ -153,16 +154,16 @@ def record_of_blob(key: Key, raw: bytes, expiration_us: int) -> Record:
         issued_at_us=blob.version,
         expiration_us=expiration_us,
         writer=blob.writer,
-        lasting=True,
+        is_blob=True,
         signature=blob.signature,
     )
 
 
 def decode_value(raw: bytes) -> Value:
-    """Read a value that a stranger may have made; UsageError when it breaks a rule."""
+    """Decode a value from an untrusted source. Raises UsageError when it breaks a rule."""
     try:
         value = msgpack.unpackb(raw, raw=False, use_list=True, strict_map_key=False, ext_hook=_no_extension)
-    # TypeError: a list or map as a map's key
+    # TypeError: a list or map used as a map's key.
     except (TypeError, ValueError, RecursionError, msgpack.UnpackException) as error:
         raise UsageError(f"not a DHT value: {error}") from error
     for depth, item in _walk(value):
@@ -178,7 +179,7 @@ def _no_extension(code: int, data: bytes) -> Value:
 
 
 def _walk(value: Value) -> Iterator[tuple[int, Value]]:
-    """Every part of a value with its depth, without recursion."""
+    """Yield every part of a value with its depth, without recursion."""
     pending = [(0, value)]
     while pending:
         depth, item = pending.pop()
@@ -196,28 +197,26 @@ def is_run_namespace(namespace: str) -> bool:
 
 
 def namespace_refusal(record: Record) -> str | None:
-    """Why the record's namespace cannot take it whatever its rules say, or None; further rules are in
+    """Return why the record's namespace cannot take it regardless of its rules, or None. Further rules are in
     `namespaces`.
     """
     namespace = record.key.namespace
     if namespace.startswith(_RUN_PREFIX) and not is_run_namespace(namespace):
         return f"{namespace!r} names no run: run.<run id>/…"
-    if is_run_namespace(namespace) and record.subkey != str(record.writer) and not record.lasting:
+    if is_run_namespace(namespace) and record.subkey != str(record.writer) and not record.is_blob:
         return f"in {namespace} an entry's subkey is its writer's PeerID"
     return None  # every other namespace is as open as `public`
 
 
 class Rules(Protocol):
-    """What `RecordValidator` asks about a record beside what holds for all:
-    `swarm.dht.logic.namespaces.Namespaces`.
-    """
+    """Additional rules that `RecordValidator` applies: `swarm.dht.logic.namespaces.Namespaces`."""
 
     def refusal(self, record: Record) -> str | None: ...
 
 
 class RecordValidator:
-    """Checks records. Remembers which signatures it has already verified: readers get each record from
-    several replicas.
+    """Check records. Verified signatures are cached, because readers get each record from several
+    replicas.
     """
 
     def __init__(self, rules: Rules | None = None) -> None:
@@ -225,15 +224,15 @@ class RecordValidator:
         self._verified: OrderedDict[bytes, bool] = OrderedDict()
 
     def refusal(self, record: Record, now_us: int) -> str | None:
-        """Why the record is not acceptable now, or None. The costly check comes last."""
+        """Return why the record is not acceptable now, or None. The expensive signature check comes last."""
         if record.subkey is not None and len(record.subkey.encode()) > SUBKEY_BYTES_MAX:
             return f"its subkey has more than {SUBKEY_BYTES_MAX} bytes"
         if len(record.value) > VALUE_BYTES_MAX:
             return f"its value has {len(record.value)} bytes, more than {VALUE_BYTES_MAX}"
         if record.expiration_us > now_us + TTL_MAX_US + FUTURE_MAX_US:
             return "it would live longer than 24 hours"
-        if record.lasting:
-            return self._lasting_refusal(record, now_us)
+        if record.is_blob:
+            return self._blob_refusal(record, now_us)
         if record.issued_at_us < 0 or record.expiration_us <= record.issued_at_us:
             return "it expires before it is issued"
         if record.expiration_us - record.issued_at_us > TTL_MAX_US:
@@ -253,9 +252,9 @@ class RecordValidator:
     def _rules_refusal(self, record: Record) -> str | None:
         return self._rules.refusal(record) if self._rules is not None else None
 
-    def _lasting_refusal(self, record: Record, now_us: int) -> str | None:
-        """A blob's fields follow from the blob: a record that says anything else is not what its owner
-        signed.
+    def _blob_refusal(self, record: Record, now_us: int) -> str | None:
+        """Return why the record of a blob is not acceptable now, or None. Every field must match the blob:
+        the owner signed nothing else.
         """
         if record.expiration_us <= now_us:
             return f"it expired {(now_us - record.expiration_us) / 1e6:.0f} s ago"

@@ -1,10 +1,10 @@
-"""The routing table: whom a peer knows, in buckets by distance (Maymounkov and Mazières, "Kademlia", 2002,
-sections 2.2, 2.4 and 4.2).
+"""The routing table: known peers in buckets by distance (Maymounkov and Mazières, "Kademlia", 2002, sections
+2.2, 2.4 and 4.2).
 
 Distance is the XOR of 256-bit ids. A bucket holds up to `bucket_max` peers of one aligned range of ids, the
-least recently seen first. A full bucket splits when it holds our own id, or when its depth is no multiple of
-`depth_step` (which shortens lookups); else the newcomer waits among the replacements and the least recently
-seen peer is to be pinged: long-lived peers stay, and nobody can flush the table by appearing often.
+least recently seen first. A full bucket splits when it covers this peer's own id, or when its depth is no
+multiple of `depth_step` (which shortens lookups). Otherwise the newcomer becomes a replacement and the least
+recently seen peer is pinged: long-lived peers stay, and nobody can flush the table by appearing often.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ _DISTANCE = operator.itemgetter(0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingConfig:
-    """Sizes of the table."""
+    """Sizes and timeouts of the routing table."""
 
     bucket_max: int = 20  # Kademlia's k
-    # buckets that do not hold our id split up to the next multiple of this depth (the paper's b)
+    # Buckets that do not cover this peer's id split up to the next multiple of this depth (the paper's b).
     depth_step: int = 5
-    failures_max: int = 2  # a peer that failed this often in a row is dropped
-    near_count: int = 10  # so many peers nearest to us are pinged often: with them we share the keys
-    near_silent_s: float = 60.0  # how long one of those may be silent
-    # any other may be silent for as long as it has been known, within these bounds: who has lived for
+    failures_max: int = 2  # consecutive failures after which a peer is dropped
+    near_count: int = 10  # nearest peers, which are pinged often because they hold the same keys as this peer
+    near_silent_s: float = 60.0  # silence after which one of those is pinged
+    # Any other peer may be silent for as long as it has been known, within these bounds: a peer that has
+    # lived long is likely to live on (the paper's figure 1).
     far_silent_s_min: float = 300.0
-    far_silent_s_max: float = 3600.0  # long lives on (the paper's figure 1)
-    # a newcomer without room makes us ping the longest silent peer of its bucket, if silent for so long
+    far_silent_s_max: float = 3600.0
+    # A newcomer without room causes a ping to the longest silent peer of its bucket if it was silent this
+    # long.
     questionable_s: float = 300.0
 
 
@@ -49,12 +51,14 @@ class _Node:
     seen_s: float
     since_s: float
     failures: int = 0
-    early: bool = False  # moved up from the replacements: stands before those that were silent for longer
+    promoted: bool = False  # promoted from the replacements: stands before peers that were silent for longer
 
 
 @dataclass(slots=True, eq=False)
 class _Bucket:
-    """Ids from `lower`, `width_bits` free bits. Both dictionaries: least recently seen first."""
+    """The peers with ids from `lower` with `width_bits` free bits. Both dictionaries have the least recently
+    seen peer first.
+    """
 
     lower: int
     width_bits: int
@@ -67,27 +71,28 @@ class _Bucket:
         return ID_BITS - self.width_bits
 
     def distance(self, dht_id: int) -> int:
-        """The least distance from `dht_id` to anything in the bucket's range."""
+        """Return the smallest distance from `dht_id` to any id in the bucket's range."""
         return ((self.lower ^ dht_id) >> self.width_bits) << self.width_bits
 
 
 class RoutingTable:
-    """Contacts that can be dialed. A peer without addresses never enters."""
+    """The peers that can be dialed, by distance. A peer without addresses never enters."""
 
     def __init__(self, own: PeerId, config: RoutingConfig | None = None) -> None:
         self.config = config or RoutingConfig()
         self.own = own
         self.own_id = own.dht_id
         self._buckets = [_Bucket(0, ID_BITS, 0.0)]  # sorted by `lower`; together they cover every id
-        self._lowers = [0]  # of the buckets
+        self._lowers = [0]  # lower ends of the buckets
         self._by_peer: dict[PeerId, _Bucket] = {}
-        self._failing: dict[PeerId, None] = {}  # of those in the table; by when they first failed
-        self.changes = 0  # how often somebody came or went
+        # peers of the table with failures, ordered by their first failure
+        self._failing: dict[PeerId, None] = {}
+        self.changes = 0  # number of peers added and removed so far
 
     def __len__(self) -> int:
         return len(self._by_peer)
 
-    def __contains__(self, peer_id: PeerId) -> bool:
+    def __contains__(self, peer_id: object) -> bool:
         return peer_id in self._by_peer
 
     def __iter__(self) -> Iterator[Contact]:
@@ -105,12 +110,14 @@ class RoutingTable:
         bucket = self._by_peer.get(peer_id)
         return bucket.nodes[peer_id] if bucket is not None else None
 
-    def met(
+    def on_answer(
         self, contact: Contact, now_s: float, *, proven: bool = True, since_s: float | None = None
     ) -> Contact | None:
-        """A peer answered us. Returns the peer to ping when there is no room for it: if that one fails, the
-        newcomer takes its place. Not `proven`: it has only called, and goes with its first failure.
-        `since_s`: when it was first met, if that was before this table was made.
+        """Record that a peer answered. Returns the peer to ping when there is no room: if that one fails, the
+        newcomer takes its place.
+
+        A peer that is not `proven` has only called this peer, and is dropped at its first failure. `since_s`
+        is when the peer was first met, if that was before this table was created.
         """
         if contact.peer_id == self.own or not contact.addresses:
             return None
@@ -121,7 +128,7 @@ class RoutingTable:
             if node is not None:
                 if node.failures:
                     self._failing.pop(contact.peer_id, None)
-                node.contact, node.seen_s, node.failures, node.early = contact, now_s, 0, False
+                node.contact, node.seen_s, node.failures, node.promoted = contact, now_s, 0, False
                 bucket.nodes.move_to_end(contact.peer_id)
                 return None
             if len(bucket.nodes) < self.config.bucket_max:
@@ -134,14 +141,14 @@ class RoutingTable:
                 self._by_peer[contact.peer_id] = bucket
                 self.changes += 1
                 return None
-            if not self._splits(bucket):
+            if not self._may_split(bucket):
                 break
             self._split(bucket)
-        return self._wait(bucket, contact, now_s)
+        return self._add_replacement(bucket, contact, now_s)
 
-    def heard(self, contact: Contact, now_s: float) -> Contact | None:
-        """A peer called us. Returns whom to ping: the caller itself, since only its answer proves that it can
-        be reached, or the peer whose place it might take; None when nothing is to be done.
+    def on_call(self, contact: Contact, now_s: float) -> Contact | None:
+        """Record that a peer called. Returns the peer to ping, if any: the caller itself, since only an
+        answer proves that it can be reached, or the peer whose place it might take.
         """
         if contact.peer_id == self.own or not contact.addresses:
             return None
@@ -149,16 +156,16 @@ class RoutingTable:
         node = bucket.nodes.get(contact.peer_id)
         if node is not None:
             if node.failures:
-                return contact  # it calls, but does not answer: a cut in one direction looks like this
-            node.contact, node.seen_s, node.early = contact, now_s, False
+                return contact  # it calls but does not answer, as in a one-way partition
+            node.contact, node.seen_s, node.promoted = contact, now_s, False
             bucket.nodes.move_to_end(contact.peer_id)
             return None
-        if len(bucket.nodes) < self.config.bucket_max or self._splits(bucket):
+        if len(bucket.nodes) < self.config.bucket_max or self._may_split(bucket):
             return contact
-        return self._wait(bucket, contact, now_s)
+        return self._add_replacement(bucket, contact, now_s)
 
-    def _wait(self, bucket: _Bucket, contact: Contact, now_s: float) -> Contact | None:
-        """There is no room: keep the newcomer as a replacement."""
+    def _add_replacement(self, bucket: _Bucket, contact: Contact, now_s: float) -> Contact | None:
+        """Keep a newcomer as a replacement, because its bucket is full."""
         bucket.replacements[contact.peer_id] = _Node(contact, contact.peer_id.dht_id, now_s, now_s)
         bucket.replacements.move_to_end(contact.peer_id)
         if len(bucket.replacements) > self.config.bucket_max:
@@ -166,9 +173,9 @@ class RoutingTable:
         oldest = next(iter(bucket.nodes.values()))
         return oldest.contact if oldest.seen_s <= now_s - self.config.questionable_s else None
 
-    def failed(self, peer_id: PeerId, *, at_once: bool = False) -> bool:
-        """A peer did not answer. Returns whether it is dropped: after `failures_max` in a row, or at once. A
-        replacement follows.
+    def on_failure(self, peer_id: PeerId, *, at_once: bool = False) -> bool:
+        """Record that a peer did not answer. Returns whether it was dropped: after `failures_max` failures in
+        a row, or immediately with `at_once`. A replacement takes its place.
         """
         bucket = self._by_peer.get(peer_id)
         if bucket is None:
@@ -184,14 +191,14 @@ class RoutingTable:
         if bucket.replacements:
             newest_id, newest = bucket.replacements.popitem(last=True)
             bucket.nodes[newest_id] = newest
-            bucket.nodes.move_to_end(newest_id, last=False)  # unproven: the first to be pinged
-            newest.early = True
+            bucket.nodes.move_to_end(newest_id, last=False)  # unproven, therefore the first to be pinged
+            newest.promoted = True
             self._by_peer[newest_id] = bucket
         return True
 
     def nearest(self, dht_id: int, count: int, *, exclude: PeerId | None = None) -> list[Contact]:
-        """The `count` known peers nearest to an id, nearest first. Buckets' ranges are aligned: whole buckets
-        come in order of distance.
+        """Return the `count` known peers nearest to an id, nearest first. The ranges of buckets are aligned,
+        so whole buckets come in order of distance.
         """
         found: list[tuple[int, _Node]] = []
         excluded = self._node(exclude) if exclude is not None else None
@@ -208,13 +215,13 @@ class RoutingTable:
         return [node.contact for _, node in found[:count]]
 
     def since_s(self, peer_id: PeerId) -> float | None:
-        """When a peer of the table was first met."""
+        """Return when a peer of the table was first met, None when it is not in the table."""
         node = self._node(peer_id)
         return node.since_s if node is not None else None
 
     def to_ping(self, now_s: float) -> list[Contact]:
-        """Peers that were silent for too long, those nearest to us first: they are pinged often, the others
-        ever more seldom.
+        """Return the peers that were silent for too long, oldest first within each class: the nearest peers
+        and those with failures come before all others.
         """
         config = self.config
         near = {contact.peer_id: None for contact in self.nearest(self.own_id, config.near_count)}
@@ -231,26 +238,25 @@ class RoutingTable:
             for peer_id, node in bucket.nodes.items():
                 silent_s = now_s - node.seen_s
                 if silent_s < config.far_silent_s_min:
-                    if node.early:
+                    if node.promoted:
                         continue
-                    # all others were seen later: a table has hundreds of peers, and this runs every few
-                    # seconds
+                    # All others were seen later. A table has hundreds of peers, and this runs every few
+                    # seconds.
                     break
-                patience_s = min(
+                silence_s_max = min(
                     max(node.seen_s - node.since_s, config.far_silent_s_min), config.far_silent_s_max
                 )
-                if silent_s >= patience_s and not node.failures and peer_id not in near:
+                if silent_s >= silence_s_max and not node.failures and peer_id not in near:
                     due.append((True, node.seen_s, node.contact))
         return [contact for *_, contact in sorted(due, key=lambda one: one[:2])]
 
     def touch(self, dht_id: int, now_s: float) -> None:
-        """A lookup for this id was made: its bucket needs no refresh for a while."""
+        """Record a lookup for this id: its bucket needs no refresh for some time."""
         self._bucket_of(dht_id).touched_s = now_s
 
     def stale_ids(self, before_s: float, rng: random.Random) -> list[int]:
-        """For every bucket with room in which nothing was looked up since `before_s`, a random id of its
-        range to look up. A full bucket has nothing to learn: whoever dies in it is found by a ping and
-        replaced.
+        """Return a random id of every bucket that has room and has seen no lookup since `before_s`. A full
+        bucket needs no refresh: its dead peers are found by pings and replaced.
         """
         return [
             bucket.lower | rng.getrandbits(bucket.width_bits)
@@ -261,7 +267,7 @@ class RoutingTable:
     def _bucket_of(self, dht_id: int) -> _Bucket:
         return self._buckets[bisect.bisect_right(self._lowers, dht_id) - 1]
 
-    def _splits(self, bucket: _Bucket) -> bool:
+    def _may_split(self, bucket: _Bucket) -> bool:
         if bucket.width_bits == 0:
             return False
         return bucket.distance(self.own_id) == 0 or bucket.depth % self.config.depth_step != 0

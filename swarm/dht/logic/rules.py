@@ -1,4 +1,4 @@
-"""The rules that one namespace, or some names of it, can have."""
+"""The rules that a namespace, or some names in it, can have."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ ENTRIES_PER_WRITER_MAX = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamespaceRules:
-    """Each field narrows what is taken; what is left out allows what the DHT allows."""
+    """Restrictions on records; an omitted field allows everything that the DHT allows."""
 
-    name: str = "*"  # the names within the namespace that this is about; * and ? as in a shell
-    writers: frozenset[PeerId] | None = None  # who may write (the members of a run, its owner); None: anyone
-    # every writer has one entry, under its own PeerID; in a run's namespaces this holds anyway
+    name: str = "*"  # names within the namespace that the rules apply to; * and ? as in a shell
+    # allowed writers (the members of a run, its owner); None: anyone
+    writers: frozenset[PeerId] | None = None
+    # Every writer has one entry, under its own PeerID; this always holds in a run's namespaces.
     subkey_is_writer: bool = False
-    schema: RecordSchema | None = None  # of values; tombstones have none
+    schema: RecordSchema | None = None  # schema of values; tombstones have none
     value_bytes_max: int = VALUE_BYTES_MAX  # as msgpack
     ttl_s_max: float = TTL_MAX_US / 1e6
-    # under one key; None: StorageConfig.entries_per_writer_and_key_max
+    # Per key; None: StorageConfig.entries_per_writer_and_key_max.
     entries_per_writer_max: int | None = None
 
     def __post_init__(self) -> None:

@@ -1,9 +1,8 @@
-"""The rules of a run's own names. Every peer knows them, so that a replica keeps no stranger's nonsense for a
-run that it is no member of.
+"""Rules for the names that a run itself uses. Every peer knows them, so replicas reject malformed records
+even for runs that they are not members of.
 
-They bound types and sizes, and let pass what a newer version may add; what the values mean is checked by
-those who read them. Names of a run that are not listed here are open. `specification` holds the owner's blob
-alone (`blobs`).
+The rules bound types and sizes, and accept additional fields of newer versions; readers check what the values
+mean. Names of a run that are not listed here are open. `specification` holds the owner's blob only (`blobs`).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from swarm.dht.logic.schema import Binary, Flag, Many, Named, Number, Table, Tex
 _ADDRESSES = Many(Text(300), 8)
 _COUNT_MAX = 1 << 40
 _TIME_S_MAX = 1e12
-# all of these are renewed within seconds; a record that outlives its writer by a day would be a ghost
+# All of these are renewed within seconds; a record must not outlive its writer by a day.
 _TTL_S_MAX = 3600.0
 _SUM = Many(Number(0.0, 1e16), 8)
 _PROGRESS = Table(
@@ -35,7 +34,7 @@ _LOSS = Number(-1e30, 1e30)
 _BLAME = Many(Many(Text(200), 2), 4)  # [PeerID, reason]
 
 METRICS_BYTES_MAX = 4096
-# swarm.metrics.record: what a trainer tells about itself, for those who watch
+# swarm.metrics.record: the metrics that a trainer publishes.
 METRICS = Table(
     {
         "at": _TIME_S,
@@ -63,8 +62,8 @@ METRICS = Table(
         "own": Named(Number(-1e300, 1e300), count_max=16, name_characters_max=32),
         "broken": Many(Text(32), 18),
         "rounds": Many(
-            # kind, epoch, time, seconds, bytes, members; group, digest, reason, its details, who left, who
-            # was accused
+            # kind, epoch, time, seconds, bytes, members; group, digest, reason, its details, departed
+            # members, accused members
             Table(
                 {
                     "k": Text(8),
@@ -89,9 +88,9 @@ METRICS = Table(
 )
 
 RUN_RULES: tuple[NamespaceRules, ...] = (
-    # who is there; nobody reads more than the writer's name out of it, so that only its size is bounded
+    # Announcements of present peers. Readers use only the writer's name, so only the size is bounded.
     NamespaceRules(name="presence", value_bytes_max=4096, ttl_s_max=_TTL_S_MAX, entries_per_writer_max=1),
-    # averaging.matchmaking.service.presence: who holds an averager
+    # averaging.matchmaking.service.presence: peers that run an averager.
     NamespaceRules(
         name="holders.*",
         schema=Table({"addresses": _ADDRESSES, "schema": Binary(64), "text": Text(300)}),
@@ -99,15 +98,15 @@ RUN_RULES: tuple[NamespaceRules, ...] = (
         ttl_s_max=_TTL_S_MAX,
         entries_per_writer_max=1,
     ),
-    # averaging.optim.progress.logic.reports: how far each trainer is; `shards`: in a large run, a dictionary
-    # for each shard of it
+    # averaging.optim.progress.logic.reports: the progress of each trainer; `shards`: in a large run, one
+    # dictionary per shard.
     *(
         NamespaceRules(
             name=name, schema=_PROGRESS, value_bytes_max=8192, ttl_s_max=_TTL_S_MAX, entries_per_writer_max=1
         )
         for name in ("progress", "progress.*")
     ),
-    # averaging.optim.progress.logic.shards: what the parts of a large run add up to
+    # averaging.optim.progress.logic.shards: totals of each shard of a large run.
     NamespaceRules(
         name="sums.*",
         schema=Table({"child": Number(0, _COUNT_MAX, whole=True), "sum": _SUM}, optional={"total": _SUM}),
@@ -115,7 +114,7 @@ RUN_RULES: tuple[NamespaceRules, ...] = (
         ttl_s_max=_TTL_S_MAX,
         entries_per_writer_max=1,
     ),
-    # averaging.optim.state.donor: who gives its state to joiners
+    # averaging.optim.state.donor: peers that offer their state to joiners.
     NamespaceRules(
         name="donors",
         schema=Table(
@@ -126,7 +125,7 @@ RUN_RULES: tuple[NamespaceRules, ...] = (
         ttl_s_max=_TTL_S_MAX,
         entries_per_writer_max=1,
     ),
-    # swarm.metrics: what trainers tell about themselves, spread over some keys
+    # swarm.metrics: the metrics that trainers publish, spread over several keys.
     NamespaceRules(
         name="metrics.*",
         schema=METRICS,

@@ -1,10 +1,11 @@
-"""What a value must look like: types and sizes, declared, so that every replica and every reader can check a
-stranger's value alike.
+"""Schemas for values: declared types and sizes, with which every replica and every reader can check an
+untrusted value alike.
 
-    Table({"epoch": Number(0, 1 << 40, whole=True), "addresses": Many(Text(300), 8)}, optional={"note": Text(100)})
+    addresses = Many(Text(300), 8)
+    Table({"epoch": Number(0, 1 << 40, whole=True), "addresses": addresses}, optional={"note": Text(100)})
 
-A table takes keys that it does not name, within its size, so that newer peers can say more than older ones
-check. Every check ends after work bounded by the value's size, which `records` bounds.
+A table accepts keys that it does not name, within its size, so that newer peers can publish more than older
+ones check. The work of every check is bounded by the value's size, which `records` bounds.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ _NOTHING: Mapping[str, RecordSchema] = MappingProxyType({})
 
 
 class RecordSchema(Protocol):
-    """One kind of value."""
+    """A schema for one kind of value."""
 
     def refusal(self, value: Value) -> str | None:
-        """What is wrong with the value, to be read after the name of what it is (`epoch is not …`); None when
-        nothing is.
+        """Return what is wrong with the value, as a phrase that follows the value's name (`epoch is not …`);
+        None when it is valid.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Anything:
-    """Every value that the DHT takes."""
+    """Any value that the DHT takes."""
 
     def refusal(self, value: Value) -> str | None:
         return None
@@ -40,7 +41,7 @@ class Anything:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """True or false."""
+    """A bool."""
 
     def refusal(self, value: Value) -> str | None:
         return None if isinstance(value, bool) else "is not true or false"
@@ -50,8 +51,8 @@ class Flag:
 class Number:
     """A finite number within bounds, both included."""
 
-    least: float
-    most: float
+    minimum: float
+    maximum: float
     whole: bool = False
 
     def refusal(self, value: Value) -> str | None:
@@ -62,12 +63,16 @@ class Number:
             or (isinstance(value, float) and not math.isfinite(value))
         ):
             return "is not a whole number" if self.whole else "is not a finite number"
-        return None if self.least <= value <= self.most else f"is not within {self.least:g} and {self.most:g}"
+        return (
+            None
+            if self.minimum <= value <= self.maximum
+            else f"is not within {self.minimum:g} and {self.maximum:g}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A string of at most so many characters."""
+    """A string of limited length."""
 
     characters_max: int
 
@@ -81,7 +86,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Binary:
-    """So many bytes."""
+    """A byte string with a length within bounds."""
 
     bytes_max: int
     bytes_min: int = 0
@@ -98,7 +103,7 @@ class Binary:
 
 @dataclass(frozen=True, slots=True)
 class Many:
-    """A list of at most so many values of one kind."""
+    """A list of limited length whose items have one kind."""
 
     of: RecordSchema
     count_max: int
@@ -120,7 +125,7 @@ class Many:
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A map of at most so many values of one kind, under names that nobody knows beforehand."""
+    """A map of limited size with values of one kind, under arbitrary names."""
 
     of: RecordSchema
     count_max: int
@@ -142,7 +147,9 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A map with these keys, each of its own kind; `optional` ones may be missing. Other keys are let pass."""
+    """A map with these keys, each with its own schema; `optional` keys may be missing. Other keys are
+    accepted.
+    """
 
     required: Mapping[str, RecordSchema]
     optional: Mapping[str, RecordSchema] = field(default_factory=lambda: _NOTHING)

@@ -1,9 +1,10 @@
-"""What a replica keeps: for each (key, writer, subkey) the record that was issued last, under quotas.
+"""The records that a replica keeps: for each (key, writer, subkey) the record that was issued last, under
+quotas.
 
-Storing replaces or refuses; a refused store changes nothing. A record that expires vanishes, but its owner's
-place is held for as long as any earlier record of the same owner would have lived, so that nobody can bring
-an old record back by replaying it after a shorter-lived successor (or a tombstone) has expired. Records given
-to `store` have been validated (`RecordValidator`).
+Storing replaces or refuses; a refused store changes nothing. The slot of an expired record is reserved until
+every earlier record of the same owner would have expired, too. Otherwise an old record could be replayed
+after its shorter-lived successor (or tombstone) has expired. Records given to `store` must have been
+validated (`RecordValidator`).
 """
 
 from __future__ import annotations
@@ -20,26 +21,25 @@ from swarm.dht.logic.records import Owner, Record
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageConfig:
-    """Quotas of one replica. What is beyond them is refused; what is held already is never pushed out by
-    others.
-    """
+    """Quotas of one replica. Records beyond them are refused; stored records are never evicted for others."""
 
-    entries_per_key_max: int = 4096  # so many peers can announce themselves under one key
+    entries_per_key_max: int = 4096  # this many peers can announce themselves under one key
     bytes_per_key_max: int = 2 << 20  # a whole key must fit into one reply
-    entries_per_writer_and_key_max: int = 1024  # unless the key's namespace has a rule of its own
+    entries_per_writer_and_key_max: int = 1024  # unless a rule of the namespace says otherwise
     entries_per_writer_max: int = 4096  # over all keys
     bytes_per_writer_max: int = 8 << 20
     bytes_max: int = 128 << 20  # all records, as `Record.size_bytes` counts
-    # of these, records of keys that this peer is no replica of: room that a flood from anywhere can take
+    # Part of it for records of keys that this peer is no replica of: the most that a flood from anywhere can
+    # take.
     bytes_far_max: int = 32 << 20
 
 
 @dataclass(slots=True, eq=False)
 class _Slot:
     version: tuple[int, bytes]
-    held_until_us: int  # the latest expiration of anything its owner has stored here
-    record: Record | None  # None: expired, the place is only held
-    far: bool = False  # stored while this peer was not near the key
+    reserved_until_us: int  # latest expiration of any record that this owner has stored here
+    record: Record | None  # None: expired, the slot is only reserved
+    far: bool = False  # stored while this peer was no replica of the key
 
     @property
     def size_bytes(self) -> int:
@@ -47,8 +47,8 @@ class _Slot:
 
     @property
     def due_us(self) -> int:
-        """When something about this slot changes by itself."""
-        return self.record.expiration_us if self.record else self.held_until_us
+        """Return when this slot changes next without a store."""
+        return self.record.expiration_us if self.record else self.reserved_until_us
 
 
 @dataclass(slots=True)
@@ -67,7 +67,9 @@ class Storage:
     def __init__(
         self, config: StorageConfig | None = None, quota: Callable[[Key], int | None] = lambda key: None
     ) -> None:
-        """`quota`: how many entries one writer may have under a key, where a namespace says so."""
+        """Create an empty storage. `quota` returns how many entries one writer may have under a key, or None
+        where no rule says so.
+        """
         self.config = config or StorageConfig()
         self._quota = quota
         self.size_bytes = 0
@@ -76,14 +78,14 @@ class Storage:
         self._slots: dict[Key, dict[Owner, _Slot]] = {}
         self._by_key: dict[Key, _Usage] = {}
         self._by_writer: dict[PeerId, _Usage] = {}
-        self._by_both: dict[tuple[Key, PeerId], _Usage] = {}
-        # a heap; entries of slots that changed since are skipped
+        self._by_key_and_writer: dict[tuple[Key, PeerId], _Usage] = {}
+        # A heap; entries of slots that have changed since are skipped.
         self._due: list[tuple[int, int, Key, Owner]] = []
         self._counter = itertools.count()
 
     def store(self, record: Record, now_us: int, *, far: bool = False) -> str | None:
-        """Keep a record; returns why not, or None when it is held (or was already). `far`: this peer is no
-        replica of its key.
+        """Store a record. Returns why it was refused, or None when it is held (or was already). `far`: this
+        peer is no replica of its key.
         """
         self.expire(now_us)
         if record.expiration_us <= now_us:
@@ -92,7 +94,7 @@ class Storage:
         if (
             old is not None
             and record.version <= old.version
-            and not (record.lasting and record.version == old.version)
+            and not (record.is_blob and record.version == old.version)
         ):
             same = old.record is not None and record.version == old.version
             return None if same else "its writer has issued a later one"
@@ -102,17 +104,19 @@ class Storage:
             and record.version == old.version
             and record.expiration_us <= old.record.expiration_us
         ):
-            return None  # a blob that is kept for longer already
+            return None  # this blob is already stored with a later expiration
         far = far and (old is None or old.far)
-        slot = _Slot(record.version, max(record.expiration_us, old.held_until_us if old else 0), record, far)
+        slot = _Slot(
+            record.version, max(record.expiration_us, old.reserved_until_us if old else 0), record, far
+        )
         refusal = self._quota_refusal(slot, old)
         if refusal is None:
             self._put(record.key, record.owner, old, slot)
         return refusal
 
     def records(self, key: Key, now_us: int) -> list[Record]:
-        """Everything held under a key that has not expired, tombstones too: readers need them to recognise
-        older copies elsewhere.
+        """Return all unexpired records of a key, tombstones included: readers need them to recognise older
+        copies elsewhere.
         """
         slots = self._slots.get(key, {})
         return [
@@ -128,23 +132,28 @@ class Storage:
         return key in self._slots
 
     def versions(self, key: Key) -> dict[Owner, int]:
-        """The issue time of the latest record of every owner that has a place here, shown or only held."""
+        """Return the issue time of the latest record of every owner that has a slot, reserved slots
+        included.
+        """
         return {owner: slot.version[0] for owner, slot in self._slots.get(key, {}).items()}
 
     def expire(self, now_us: int) -> None:
-        """Drop what has expired."""
+        """Drop expired records."""
         while self._due and self._due[0][0] <= now_us:
             due_us, _, key, owner = heapq.heappop(self._due)
             slot = self._slots.get(key, {}).get(owner)
             if slot is None or slot.due_us != due_us:
                 continue
-            held = slot.record is not None and slot.held_until_us > now_us
+            held = slot.record is not None and slot.reserved_until_us > now_us
             self._put(
-                key, owner, slot, _Slot(slot.version, slot.held_until_us, None, slot.far) if held else None
+                key,
+                owner,
+                slot,
+                _Slot(slot.version, slot.reserved_until_us, None, slot.far) if held else None,
             )
 
     def discard(self, is_refused: Callable[[Record], bool]) -> None:
-        """Drop what new rules refuse."""
+        """Drop records that new rules refuse."""
         for key, owned in list(self._slots.items()):
             for owner, slot in list(owned.items()):
                 if slot.record is not None and is_refused(slot.record):
@@ -161,7 +170,7 @@ class Storage:
                 return f"the key holds {config.entries_per_key_max} entries already"
             if by_writer.entries >= config.entries_per_writer_max:
                 return f"its writer has {config.entries_per_writer_max} entries here already"
-            if self._by_both.get((record.key, record.writer), _NONE).entries >= per_writer_and_key:
+            if self._by_key_and_writer.get((record.key, record.writer), _NONE).entries >= per_writer_and_key:
                 return f"its writer has {per_writer_and_key} entries under this key already"
         growth_bytes = slot.size_bytes - (old.size_bytes if old else 0)
         if growth_bytes <= 0:
@@ -179,7 +188,7 @@ class Storage:
         return None
 
     def _put(self, key: Key, owner: Owner, old: _Slot | None, new: _Slot | None) -> None:
-        """Replace a slot, with every count that depends on it."""
+        """Replace a slot, and update every count that depends on it."""
         size_bytes = (new.size_bytes if new else 0) - (old.size_bytes if old else 0)
         entries = (new is not None) - (old is not None)
         self.size_bytes += size_bytes
@@ -189,7 +198,7 @@ class Storage:
         self.entry_count += entries
         _count(self._by_key, key, entries, size_bytes)
         _count(self._by_writer, owner[0], entries, size_bytes)
-        _count(self._by_both, (key, owner[0]), entries, size_bytes)
+        _count(self._by_key_and_writer, (key, owner[0]), entries, size_bytes)
         if new is None:
             del self._slots[key][owner]
             if not self._slots[key]:
@@ -197,7 +206,8 @@ class Storage:
             return
         self._slots.setdefault(key, {})[owner] = new
         heapq.heappush(self._due, (new.due_us, next(self._counter), key, owner))
-        if len(self._due) > 64 + 4 * self.entry_count:  # owners that renew often leave dead entries behind
+        # owners that renew often leave dead entries in the heap
+        if len(self._due) > 64 + 4 * self.entry_count:
             slots = (
                 (key, owner, slot) for key, owned in self._slots.items() for owner, slot in owned.items()
             )
@@ -214,13 +224,13 @@ def _count(usages: dict[_Name, _Usage], name: _Name, entries: int, size_bytes: i
 
 
 def latest_by_owner(records: Iterable[Record]) -> dict[Owner, Record]:
-    """Of each owner's records the latest: how the answers of several replicas are merged."""
+    """Return the latest record of each owner. This merges the answers of several replicas."""
     latest: dict[Owner, Record] = {}
     for record in records:
         held = latest.get(record.owner)
         longer = (
             held is not None
-            and record.lasting
+            and record.is_blob
             and record.version == held.version
             and record.expiration_us > held.expiration_us
         )

@@ -1,9 +1,10 @@
-"""What a peer holds, in 16 bytes a record: enough for another to say exactly which of it is missing there,
-before anything is sent.
+"""Summaries of 16 bytes per record, from which another peer computes exactly which records it lacks before
+anything is sent.
 
-An entry names its owner by 8 bytes of a hash (over key, writer and subkey) and its version by the issue time.
-A replica that has the same or a later version, or holds the place of one, wants nothing. Of two records of
-one owner with the same issue time the one that is there stays: readers, who see both, settle that tie.
+An entry identifies its owner by 8 bytes of a hash (over key, writer and subkey) and its version by the issue
+time. A replica that has the same or a later version, or a reserved slot for it, does not request it. Of two
+records of one owner with the same issue time a replica keeps the one it has: readers, which see both, settle
+that tie.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ def _owner_mark(key: Key, owner: Owner) -> bytes:
 
 
 def summary(key: Key, records: Iterable[Record]) -> bytes:
-    """The entries of some records of one key, in their order."""
+    """Return the summary of some records of one key, in their order."""
     return b"".join(
         _owner_mark(key, record.owner) + record.issued_at_us.to_bytes(8, "big") for record in records
     )
 
 
-def wanted(key: Key, entries: bytes, versions: Mapping[Owner, int]) -> list[int]:
-    """The numbers of the entries whose records are missing or later than `versions`, which are this peer's. A
-    broken tail is ignored.
+def missing_entries(key: Key, entries: bytes, versions: Mapping[Owner, int]) -> list[int]:
+    """Return the indices of the entries whose records are missing or later than `versions`, which are this
+    peer's. An incomplete last entry is ignored.
     """
     held = {_owner_mark(key, owner): issued_at_us for owner, issued_at_us in versions.items()}
     found = []

@@ -1,1 +1,1 @@
-"""The DHT's services: they feed the logic with messages and time, and perform what it asks for."""
+"""The DHT's services: they feed the logic with messages and time, and perform its effects."""

@@ -1,4 +1,4 @@
-"""Many keys at once: their searches go on side by side, and what they ask of one peer travels in one call."""
+"""Operations on many keys: their searches run concurrently, and queries for the same peer share a call."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from swarm.dht.service.wire import id_to_wire, key_to_wire, record_to_wire
 from swarm.dht.service.writer import Verdicts
 from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtFindResult, DhtStoreRequest
 
-_ROUNDS_MAX = 3  # of placing records: after each, those whose replicas failed go to the next nearest
-_ARRIVAL_S_MAX = 1.0
+# attempts to place records: after each, records whose replicas failed go to the next nearest peers
+_ROUNDS_MAX = 3
+_ANSWER_WAIT_S_MAX = 1.0
 
-Absorb = Callable[[Key, Contact, DhtFindResult], Awaitable[Sequence[Contact]]]
+MergeAnswer = Callable[[Key, Contact, DhtFindResult], Awaitable[Sequence[Contact]]]
 
 
-def _parts(keys: Sequence[Key], count_max: int) -> Iterator[Sequence[Key]]:
+def _chunks(keys: Sequence[Key], count_max: int) -> Iterator[Sequence[Key]]:
     return (keys[start : start + count_max] for start in range(0, len(keys), count_max))
 
 
 class ManySearches:
-    """Drives the lookups of many keys. `absorb` takes one peer's answer about one key, and returns the closer
-    peers in it.
+    """Drive the lookups of many keys. `merge_answer` takes one peer's answer about one key, and returns the
+    closer peers in it.
     """
 
     def __init__(
@@ -38,18 +39,18 @@ class ManySearches:
         overlay: Overlay,
         lookups: Mapping[Key, Lookup],
         query_of: Callable[[Key], DhtFindQuery],
-        absorb: Absorb,
+        merge_answer: MergeAnswer,
     ) -> None:
         self._overlay = overlay
         self._lookups = dict(lookups)
         self._query_of = query_of
-        self._absorb = absorb
+        self._merge_answer = merge_answer
         self._limit = asyncio.Semaphore(overlay.config.bulk_calls_max)
         self._inbox: asyncio.Queue[tuple[PeerId, dict[Key, Sequence[Contact] | None]]] = asyncio.Queue()
         self._nearest_max = overlay.config.replicas if overlay.knows_all else 0
 
     async def run(self, on_done: Callable[[Key, tuple[Contact, ...]], None]) -> None:
-        """Until every lookup is done; `on_done` hears of each as soon as it is."""
+        """Run until every lookup is done; call `on_done` for each one when it is done."""
         overlay = self._overlay
         async with asyncio.TaskGroup() as group:
             tasks: list[asyncio.Task[None]] = []
@@ -59,46 +60,48 @@ class ManySearches:
                     for contact, keys in self._poll(changed, on_done):
                         tasks.append(group.create_task(self._call(contact, keys)))
                     if self._lookups:
-                        changed = await self._arrivals()
+                        changed = await self._wait_for_answers()
             finally:
                 for peer_id in {peer_id for lookup in self._lookups.values() for peer_id in lookup.stalled}:
-                    overlay.failed(peer_id)
+                    overlay.on_failure(peer_id)
                 for task in tasks:
                     task.cancel()
 
     def _poll(
         self, changed: Iterable[Key], on_done: Callable[[Key, tuple[Contact, ...]], None]
     ) -> Iterator[tuple[Contact, Sequence[Key]]]:
-        """The calls that these lookups want to make now, one per peer and so many keys."""
+        """Poll these lookups and yield the calls to make now: a peer and at most `queries_per_call_max` keys
+        each.
+        """
         now_s = self._overlay.clock.monotonic_s()
         calls: dict[PeerId, tuple[Contact, list[Key]]] = {}
         for key in changed:
             for effect in self._lookups[key].poll(now_s):
                 if isinstance(effect, LookupDone):
                     for peer_id in self._lookups.pop(key).stalled:
-                        self._overlay.failed(peer_id)
+                        self._overlay.on_failure(peer_id)
                     on_done(key, effect.nearest)
                 else:
                     calls.setdefault(effect.contact.peer_id, (effect.contact, []))[1].append(key)
         for contact, keys in calls.values():
-            for part in _parts(keys, self._overlay.config.queries_per_call_max):
-                yield contact, part
+            for chunk in _chunks(keys, self._overlay.config.queries_per_call_max):
+                yield contact, chunk
 
     async def _call(self, contact: Contact, keys: Sequence[Key]) -> None:
         answers: dict[Key, Sequence[Contact] | None] = dict.fromkeys(keys)
         try:
             async with self._limit:
                 results = await self._find(contact, keys)
-                # The reply was full: what did not fit into it is asked for alone.
+                # The reply was full: keys that did not fit are asked for alone.
                 for number, key in enumerate(keys if results is not None else ()):
                     if results is not None and results[number].left_out and len(keys) > 1:
                         again = await self._find(contact, [key])
                         results[number] = again[0] if again is not None else results[number]
             if results is not None:
                 for key, result in zip(keys, results, strict=True):
-                    answers[key] = await self._absorb(key, contact, result)
+                    answers[key] = await self._merge_answer(key, contact, result)
         except PeerError:
-            self._overlay.failed(contact.peer_id, broke_protocol=True)
+            self._overlay.on_failure(contact.peer_id, broke_protocol=True)
         self._inbox.put_nowait((contact.peer_id, answers))
 
     async def _find(self, contact: Contact, keys: Sequence[Key]) -> list[DhtFindResult] | None:
@@ -106,21 +109,25 @@ class ManySearches:
             sender=self._overlay.sender,
             queries=map(self._query_of, keys),
             nearest_max=self._nearest_max,
-            known=self._overlay.known,
+            known=self._overlay.known_peers,
         )
         reply = await self._overlay.ask(contact, FIND, request)
         return list(reply.results) if reply is not None and len(reply.results) == len(keys) else None
 
-    async def _arrivals(self) -> set[Key]:
-        """The keys whose lookups have something to do: an answer came, or somebody was silent for too long."""
+    async def _wait_for_answers(self) -> set[Key]:
+        """Wait for answers and return the keys whose lookups must be polled, because of an answer or a
+        stalled call.
+        """
         deadlines = [
             deadline_s for lookup in self._lookups.values() if (deadline_s := lookup.deadline_s()) is not None
         ]
         now_s = self._overlay.clock.monotonic_s()
-        arrived = []
+        answered = []
         try:
-            async with asyncio.timeout(max(min(deadlines, default=now_s + _ARRIVAL_S_MAX) - now_s, 0.001)):
-                arrived.append(await self._inbox.get())
+            async with asyncio.timeout(
+                max(min(deadlines, default=now_s + _ANSWER_WAIT_S_MAX) - now_s, 0.001)
+            ):
+                answered.append(await self._inbox.get())
         except TimeoutError:
             now_s = self._overlay.clock.monotonic_s()
             return {
@@ -129,9 +136,9 @@ class ManySearches:
                 if (deadline_s := lookup.deadline_s()) is not None and deadline_s <= now_s
             }
         while not self._inbox.empty():
-            arrived.append(self._inbox.get_nowait())
+            answered.append(self._inbox.get_nowait())
         changed = set()
-        for peer_id, answers in arrived:
+        for peer_id, answers in answered:
             for key, closer in answers.items():
                 lookup = self._lookups.get(key)
                 if lookup is None:
@@ -145,7 +152,7 @@ class ManySearches:
 
 
 class ManyReads:
-    """The reads of many keys. `searches` says for each what was found, also when `run` is cut off."""
+    """Reads of many keys. `searches` holds the result of each key, also when `run` is cancelled."""
 
     def __init__(
         self, overlay: Overlay, reader: Reader, storage_records: Callable[[Key, int], list[Record]]
@@ -156,41 +163,41 @@ class ManyReads:
         self.searches: dict[Key, RecordSearch] = {}
 
     async def run(self, keys: Iterable[Key], *, exhaustive: bool, max_age_s: float | None) -> None:
-        """Keys that lie near to one another go together: they have replicas in common."""
+        """Read all keys. Keys that are near one another are read together, because they share replicas."""
         overlay = self._overlay
         unknown: list[Key] = []
         for key in sorted(set(keys), key=lambda key: key.dht_id):
-            found = None if exhaustive else self._reader.remembered(key, max_age_s)
+            found = None if exhaustive else self._reader.cached_search(key, max_age_s)
             self.searches[key] = found or self._reader.begin(key)
             if found is not None:
                 found.end()
             else:
                 unknown.append(key)
         wanted = overlay.config.routing.bucket_max if exhaustive else overlay.config.replicas
-        for part in _parts(unknown, overlay.config.bulk_active_max):
+        for chunk in _chunks(unknown, overlay.config.bulk_active_max):
             lookups = {}
-            for key in part:
+            for key in chunk:
                 self.searches[key].merge(self._records(key, overlay.now_us))
                 lookups[key] = overlay.lookup(key.dht_id, wanted=wanted, parallel=overlay.config.replicas)
-            await ManySearches(overlay, lookups, self._query, self._absorb).run(self._done)
+            await ManySearches(overlay, lookups, self._query, self._merge_answer).run(self._done)
 
     def _query(self, key: Key) -> DhtFindQuery:
         self.searches[key].asked += 1
         return DhtFindQuery(key=key_to_wire(key))
 
-    async def _absorb(self, key: Key, contact: Contact, result: DhtFindResult) -> Sequence[Contact]:
-        return await self._reader.absorb(self.searches[key], contact.peer_id, result)
+    async def _merge_answer(self, key: Key, contact: Contact, result: DhtFindResult) -> Sequence[Contact]:
+        return await self._reader.merge_answer(self.searches[key], contact.peer_id, result)
 
     def _done(self, key: Key, nearest: tuple[Contact, ...]) -> None:
         search = self.searches[key]
         if search.answers or not search.asked:
-            self._reader.conclude(search, nearest)
+            self._reader.finish(search, nearest)
         search.end()
 
 
 class ManyWrites:
-    """Many records on their way to their replicas: one call per replica and so many bytes. `verdicts` are in
-    the records' order.
+    """Writes of many records, batched into calls of bounded size per replica. `verdicts` are in the records'
+    order.
     """
 
     def __init__(self, overlay: Overlay, replica: ReplicaStore, records: Sequence[Record]) -> None:
@@ -203,7 +210,7 @@ class ManyWrites:
         self._numbers = {id(record): number for number, record in enumerate(records)}
 
     async def run(self) -> None:
-        """Until every replica has answered or is given up."""
+        """Run until every replica has answered or failed."""
         nearest = await self._nearest()
         for _ in range(_ROUNDS_MAX):
             calls: dict[PeerId, tuple[Contact, list[Record]]] = {}
@@ -218,36 +225,38 @@ class ManyWrites:
                 for contact, records in calls.values():
                     group.create_task(self._store_at(contact, records))
 
-    def keep_own(self) -> None:
-        """What nobody else has taken is kept here, if others can reach this peer: newcomers get it from here."""
+    def store_unplaced(self) -> None:
+        """Store the records that no other peer has taken on this peer, if others can reach it: newcomers get
+        them from here.
+        """
         if not self._overlay.own().addresses:
             return
         for record, verdicts in zip(self._records, self.verdicts, strict=True):
             if not verdicts.held and self._overlay.own_id not in verdicts:
-                verdicts.note(self._overlay.own_id, self._replica.keep(record, direct=True))
+                verdicts.note(self._overlay.own_id, self._replica.store_record(record, direct=True))
 
     async def _nearest(self) -> dict[Key, Sequence[Contact]]:
-        """Candidates for the replicas of every key, with some to spare."""
+        """Return the candidates for the replicas of every key, including spare ones."""
         overlay, config = self._overlay, self._overlay.config
         own = overlay.own()
         keys = sorted({record.key for record in self._records}, key=lambda key: key.dht_id)
         found: dict[Key, Sequence[Contact]] = {}
         if overlay.knows_all:
-            everybody = [*overlay.table, *([own] if own.addresses else [])]
+            all_peers = [*overlay.table, *([own] if own.addresses else [])]
             for key in keys:
-                found[key] = sorted(everybody, key=functools.partial(_distance, key))
+                found[key] = sorted(all_peers, key=functools.partial(_distance, key))
             return found
 
-        async def absorb(key: Key, contact: Contact, result: DhtFindResult) -> Sequence[Contact]:
-            return overlay.heard_of(result.nearest)
+        async def merge_answer(key: Key, contact: Contact, result: DhtFindResult) -> Sequence[Contact]:
+            return overlay.contacts_from_answer(result.nearest)
 
-        for part in _parts(keys, config.bulk_active_max):
+        for chunk in _chunks(keys, config.bulk_active_max):
             lookups = {
                 key: overlay.lookup(key.dht_id, wanted=config.replicas, parallel=config.replicas)
-                for key in part
+                for key in chunk
             }
             searches = ManySearches(
-                overlay, lookups, lambda key: DhtFindQuery(target=id_to_wire(key.dht_id)), absorb
+                overlay, lookups, lambda key: DhtFindQuery(target=id_to_wire(key.dht_id)), merge_answer
             )
             await searches.run(found.__setitem__)
         return found
@@ -256,7 +265,7 @@ class ManyWrites:
         overlay, config = self._overlay, self._overlay.config
         if contact.peer_id == overlay.own_id:
             for record in records:
-                self._note(contact.peer_id, record, self._replica.keep(record, direct=True))
+                self._note(contact.peer_id, record, self._replica.store_record(record, direct=True))
             return
         for batch in batches(records, config.records_per_call_max, config.record_bytes_per_call_max):
             async with self._limit:

@@ -1,9 +1,9 @@
-"""The swarm's shared state: store, get and delete signed, expiring records at the peers nearest to their key.
+"""The DHT of one peer: store, get and delete signed, expiring records at the peers nearest to their key.
 
-`DhtService` lives on the network loop; `Dht` (in `handle`) is what users see as `node.dht`. What a key holds
-and who may write it is described in `records`, `reading` and `namespaces`. Each operation is a search for the
-key's replicas whose calls carry the question itself, so that in a swarm that this peer knows whole it is one
-parallel round of calls.
+`DhtService` runs on the network loop; users see it as `node.dht` (`Dht` in `handle`). `records`, `reading`
+and `namespaces` describe the content of a key and its permitted writers. Each operation is a search for the
+key's replicas whose calls carry the question itself. In a swarm that this peer knows completely it is
+therefore one parallel round of calls.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = ["DhtConfig", "DhtService", "Entry", "ManyAnswers", "NamespaceRules", 
 
 _WRITTEN_MAX = 4096
 _SIGNED_AT_ONCE = 16
-_SETTLE_S_MAX = 3.0
+_FIRST_CONTACT_S_MAX = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +58,13 @@ class StoreItem:
     key: str | Key
     value: Value
     subkey: str | None = None
-    ttl_s: float | None = None  # None: that of the call
+    ttl_s: float | None = None  # None: the `ttl_s` of the call
 
 
 @dataclass(frozen=True, slots=True)
 class ManyAnswers:
-    """What `get_many` found: an answer, as `get` gives it, or a failure for every key, named as it was asked
-    for.
+    """The result of `get_many`: an answer, as `get` returns it, or a failure for every key, under the name it
+    was asked by.
     """
 
     answers: dict[str | Key, Entry | dict[str, Entry] | None]
@@ -73,11 +73,12 @@ class ManyAnswers:
 
 @dataclass(kw_only=True, eq=False)
 class DhtService:
-    """A peer's DHT. Made on the network loop; its background tasks belong to `supervisor`. All of its methods
-    are for that loop.
+    """The DHT of a peer. It is created on the network loop, and its background tasks belong to `supervisor`.
+    All methods must be called on that loop.
     """
 
-    # this peer as others should call it, as of now; without addresses it holds nothing for others
+    # This peer as others should call it, evaluated on every use; without addresses it stores nothing for
+    # others.
     own: Callable[[], Contact]
     identity: RecordSigner
     caller: Caller
@@ -98,7 +99,7 @@ class DhtService:
         self._replica.serve(self.handlers)
         self._reader = Reader(self.overlay, self.storage, self._replica, self._replication, self.supervisor)
         self._upkeep = Upkeep(self.overlay, self._replication, self.supervisor, self.rng)
-        # (latest expiration, latest issue) of our own
+        # (latest expiration, latest issue time) of this peer's own entries
         self._written: OrderedDict[tuple[Key, str | None], tuple[int, int]] = OrderedDict()
         self._joins = 0
 
@@ -107,11 +108,11 @@ class DhtService:
         return self.identity.peer_id
 
     async def join(self, contacts: Sequence[Contact]) -> None:
-        """Try all contacts once, together, and meet this peer's neighbours through those that answer. Raises
-        for none that does not.
+        """Try all contacts once, concurrently, and find this peer's neighbours through those that answer. A
+        contact that does not answer raises no error.
 
-        What was tried in vain is tried again in the background, as are the peers of the book, until one is
-        known, and now and then after that.
+        Contacts that did not answer are retried in the background, as are the peers of the book: until one
+        peer is known, and occasionally after that.
         """
         self._joins += 1
         try:
@@ -120,33 +121,33 @@ class DhtService:
             self._joins -= 1
 
     async def ping(self, contact: Contact) -> bool:
-        """Whether the peer answers now."""
+        """Return whether the peer answers now."""
         return await self._upkeep.ping(contact)
 
     @property
     def clock_problem(self) -> str | None:
-        """What is wrong with this machine's clock, by how much, and what to do; None when nothing is known to
-        be.
+        """Return by how much this machine's clock is wrong and what to do about it, as a sentence; None when
+        no problem is known.
         """
         return self._upkeep.clock_problem
 
     def register(self, namespace: str, rules: NamespaceRules) -> None:
-        """Hold this peer to rules for a namespace: see `swarm.dht.logic.namespaces`. What it holds against
-        them already is dropped.
+        """Enforce rules for a namespace on this peer: see `swarm.dht.logic.namespaces`. Stored records that
+        break them are dropped.
         """
         self.namespaces.register(namespace, rules)
         self.storage.discard(lambda record: self.namespaces.refusal(record) is not None)
         self._reader.cache.clear()
 
     async def leave(self, *, timeout_s: float = 0.5) -> None:
-        """Say goodbye to the neighbours, and hand them what they lack of what this peer holds, as far as the
-        time goes.
+        """Send a goodbye to the neighbours, and hand over records that they lack, as far as `timeout_s`
+        allows.
         """
         if not len(self.overlay.table):
             return
-        for part, step in ((0.6, self._replication.hand_on), (0.4, self._replication.say_goodbye)):
+        for share, step in ((0.6, self._replication.hand_over), (0.4, self._replication.say_goodbye)):
             try:
-                async with asyncio.timeout(part * timeout_s):
+                async with asyncio.timeout(share * timeout_s):
                     await step()
             except TimeoutError:
                 continue
@@ -154,11 +155,12 @@ class DhtService:
     async def store(
         self, key: Key, value: Value, *, ttl_s: float, subkey: str | None = None, timeout_s: float = 10.0
     ) -> StoreResult:
-        """Sign and store a value (at most 64 KiB as msgpack) for `ttl_s` seconds (at most 24 h); replaces
+        """Sign and store a value (at most 64 KiB as msgpack) for `ttl_s` seconds (at most 24 h); it replaces
         this peer's own entry of that subkey.
 
-        In a run's namespace the subkey is this peer's id, and may be left out. UsageError: the value, the
-        subkey or the time is not allowed. What replicas and the network do is in the result.
+        In a run's namespace the subkey is this peer's id, and may be omitted. Raises UsageError when the
+        value, the subkey or the time is not allowed. Failures of replicas and of the network are reported in
+        the result.
         """
         return await self._store(
             self._entry(StoreItem(key=key, value=value, subkey=subkey, ttl_s=ttl_s), ttl_s), timeout_s
@@ -167,10 +169,10 @@ class DhtService:
     async def store_many(
         self, items: Sequence[StoreItem], *, ttl_s: float, timeout_s: float = 30.0
     ) -> list[StoreResult]:
-        """Store many entries together: one call per replica for as many as fit into it. The results are in
-        the items' order.
+        """Store many entries together, with as many records per call to a replica as fit into it. The results
+        are in the items' order.
 
-        UsageError, before anything is sent, when one of them is not allowed or there are more than
+        Raises UsageError before anything is sent when an item is not allowed or there are more than
         `bulk_keys_max`.
         """
         if len(items) > self.config.bulk_keys_max:
@@ -183,23 +185,23 @@ class DhtService:
             if number % _SIGNED_AT_ONCE == 0:
                 await asyncio.sleep(0)
         for record in records:
-            self._reader.forget(record.key)
+            self._reader.invalidate(record.key)
         writes = ManyWrites(self.overlay, self._replica, records)
         try:
             async with asyncio.timeout(max(timeout_s, 0.0)):
-                await self._settle(timeout_s)
+                await self._wait_for_contact(timeout_s)
                 await writes.run()
         except TimeoutError:
-            pass  # the verdicts say what was reached
-        writes.keep_own()
+            pass  # the verdicts say which replicas were reached
+        writes.store_unplaced()
         return [verdicts.result for verdicts in writes.verdicts]
 
     async def store_blob(
         self, key: Key, blob: bytes, *, ttl_s: float, timeout_s: float = 10.0
     ) -> StoreResult:
-        """Keep a blob that its owner signed (a run's specification) in the DHT, whoever this peer is. A
-        higher version replaces it, the same version stored again lives on. UsageError when it is malformed or
-        belongs elsewhere.
+        """Store a blob that its owner signed (a run's specification); any peer may do this. A higher version
+        replaces it, and storing the same version again prolongs its life. Raises UsageError when it is
+        malformed or belongs to another key.
         """
         record = record_of_blob(key, blob, self.overlay.now_us + round(min(ttl_s * 1e6, TTL_MAX_US)))
         refusal = self._validator.refusal(record, self.overlay.now_us)
@@ -213,7 +215,7 @@ class DhtService:
         deadline_s = self.clock.monotonic_s() + timeout_s
         expiration_us, _ = self._written.get((key, subkey), (0, 0))
         now_us = self.overlay.now_us
-        if expiration_us <= now_us:  # not written by this process, perhaps by one before it
+        if expiration_us <= now_us:  # not written by this process, perhaps by a previous one
             search = await self._reader.read(key, exhaustive=False, max_age_s=0.0, timeout_s=timeout_s / 2)
             found = search.latest.get((self.peer_id, subkey))
             expiration_us = (
@@ -231,15 +233,17 @@ class DhtService:
         max_age_s: float | None = None,
         timeout_s: float = 10.0,
     ) -> Entry | dict[str, Entry] | None:
-        """What is stored under a key: the entry issued last, or a dictionary {subkey: entry}; None when there
-        is nothing.
+        """Return what is stored under a key: the entry issued last, or a dictionary {subkey: entry}; None
+        when there is nothing.
 
-        `writer`: only that peer's (in a run's namespace its one entry). `latest`: ask the 20 nearest peers
-        instead of the replicas alone. `max_age_s`: an answer up to so old will do, so that none or one of
-        many reads asks anybody; 0: ask in any case; None: ask, unless this peer is one of the key's replicas
-        itself, whom every write reaches. Whatever its age, an answer holds nothing that has expired or that
-        this peer knows to be deleted. NetworkError when no peer answered (DeadlineExceeded: in time); what
-        some did is used.
+        - `writer`: return that peer's entries only (in a run's namespace its single entry).
+        - `latest`: ask the 20 nearest peers instead of the replicas only.
+        - `max_age_s`: accept an answer of up to this age, so that a read can be served from the cache or
+          share a search; 0: always ask; None: ask, unless this peer is itself one of the key's replicas,
+          which every write reaches.
+
+        An answer of any age contains nothing that has expired or that this peer knows to be deleted. Raises
+        NetworkError when no peer answered (DeadlineExceeded: in time); a partial set of answers is used.
         """
         search = await self._read(key, latest, max_age_s, timeout_s)
         return select(search.latest, key, writer, self.overlay.now_us)
@@ -247,8 +251,8 @@ class DhtService:
     async def get_all(
         self, key: Key, *, latest: bool = False, max_age_s: float | None = None, timeout_s: float = 10.0
     ) -> list[Entry]:
-        """Every writer's live entries, plain and sub-keyed, the one issued last first. `max_age_s` as in
-        `get`.
+        """Return every writer's live entries, plain and sub-keyed, the one issued last first. `max_age_s` is
+        as in `get`.
         """
         search = await self._read(key, latest, max_age_s, timeout_s)
         return [Entry.of(record) for record in live(search.latest, self.overlay.now_us)]
@@ -261,31 +265,34 @@ class DhtService:
         max_age_s: float | None = None,
         timeout_s: float = 30.0,
     ) -> ManyAnswers:
-        """Read many keys together: one call per peer for as many of them as it can answer. The arguments are
+        """Read many keys together, with as many keys per call to a peer as it can answer. The arguments are
         those of `get`.
 
-        A key that nobody answered for in time is among the failures. UsageError for more than `bulk_keys_max`
-        keys.
+        A key for which no peer answered in time is among the failures. Raises UsageError for more than
+        `bulk_keys_max` keys.
         """
-        wanted = {key: Key.parse(key) if isinstance(key, str) else key for key in keys}
-        if len(wanted) > self.config.bulk_keys_max:
-            raise UsageError(f"get_many takes at most {self.config.bulk_keys_max} keys, not {len(wanted)}")
+        key_by_name = {key: Key.parse(key) if isinstance(key, str) else key for key in keys}
+        if len(key_by_name) > self.config.bulk_keys_max:
+            raise UsageError(
+                f"get_many takes at most {self.config.bulk_keys_max} keys, not {len(key_by_name)}"
+            )
         _check_age(max_age_s)
         reads = ManyReads(self.overlay, self._reader, self.storage.records)
         try:
             async with asyncio.timeout(max(timeout_s, 0.0)):
-                await self._settle(timeout_s)
-                await reads.run(wanted.values(), exhaustive=latest, max_age_s=max_age_s)
+                await self._wait_for_contact(timeout_s)
+                await reads.run(key_by_name.values(), exhaustive=latest, max_age_s=max_age_s)
         except TimeoutError:
-            pass  # what was found until now is the answer
+            pass  # the answers found so far are used
         answers: dict[str | Key, Entry | dict[str, Entry] | None] = {}
         failures: dict[str | Key, NetworkError] = {}
-        for name, key in wanted.items():
+        for name, key in key_by_name.items():
             search = reads.searches.get(key) or RecordSearch(key, 0.0)
             error = search.failure(timeout_s)
             if error is None and not (search.is_done or search.answers or search.latest):
                 error = DeadlineExceeded(
-                    f"{key} was not asked for within {timeout_s:g} s: ask for fewer keys, or give it more time"
+                    f"{key} was not asked for within {timeout_s:g} s: ask for fewer keys, or give it more "
+                    "time"
                 )
             if error is not None:
                 failures[name] = error
@@ -294,7 +301,7 @@ class DhtService:
         return ManyAnswers(answers, failures)
 
     def _entry(self, item: StoreItem, ttl_s: float) -> Record:
-        """The signed record of an item. UsageError when it is not allowed."""
+        """Return the signed record of an item. Raises UsageError when the item is not allowed."""
         key = Key.parse(item.key) if isinstance(item.key, str) else item.key
         raw = encode_value(item.value)
         ttl_s = ttl_s if item.ttl_s is None else item.ttl_s
@@ -312,10 +319,10 @@ class DhtService:
     def _issue(
         self, key: Key, subkey: str | None, raw: bytes, ttl_us: int, *, deleted: bool = False
     ) -> Record:
-        """A record of this peer's, later than all that it issued for this entry before.
+        """Sign a record of this peer, later than all that it issued for this entry before.
 
-        Should this machine's clock have been far ahead when it issued the last one, the swarm holds that
-        against it until the time has come: UsageError says so. Its other entries are not concerned.
+        Raises UsageError when the last one was issued while this machine's clock was far ahead: the swarm
+        refuses earlier records of this entry until that time has passed. Other entries are not affected.
         """
         expired_us, issued_us = self._written.get((key, subkey), (0, 0))
         issued_at_us = max(self.overlay.now_us, issued_us + 1)
@@ -342,30 +349,30 @@ class DhtService:
             self._written.popitem(last=False)
         return record
 
-    async def _settle(self, timeout_s: float) -> None:
-        """While this peer is still joining, give it a moment to meet somebody: a read would find nothing, a
+    async def _wait_for_contact(self, timeout_s: float) -> None:
+        """Wait briefly for a first contact while this peer is still joining: a read would find nothing, and a
         write would stay here.
         """
         if self._joins and not len(self.overlay.table):
             try:
-                async with asyncio.timeout(min(timeout_s, _SETTLE_S_MAX)):
-                    await self._upkeep.settled.wait()
+                async with asyncio.timeout(min(timeout_s, _FIRST_CONTACT_S_MAX)):
+                    await self._upkeep.join_attempted.wait()
             except TimeoutError:
                 return
 
     async def _store(self, record: Record, timeout_s: float) -> StoreResult:
-        self._reader.forget(record.key)
+        self._reader.invalidate(record.key)
         write = PendingWrite(self.overlay, record)
         verdicts = write.verdicts
         try:
             async with asyncio.timeout(max(timeout_s, 0.0)):
-                await self._settle(timeout_s)
+                await self._wait_for_contact(timeout_s)
                 await write.run()
         except TimeoutError:
-            # better here, from where newcomers get it, than nowhere
-            write.own_holds = write.own_holds or not verdicts.held
-        if write.own_holds and self.own().addresses:
-            verdicts.note(self.peer_id, self._replica.keep(record, direct=True))
+            # Newcomers get it from here, which is better than from nowhere.
+            write.is_own_replica = write.is_own_replica or not verdicts.held
+        if write.is_own_replica and self.own().addresses:
+            verdicts.note(self.peer_id, self._replica.store_record(record, direct=True))
         return verdicts.result
 
     async def _read(
@@ -373,9 +380,9 @@ class DhtService:
     ) -> RecordSearch:
         _check_age(max_age_s)
         deadline_s = self.clock.monotonic_s() + timeout_s
-        await self._settle(timeout_s)
-        left_s = deadline_s - self.clock.monotonic_s()
-        return await self._reader.read(key, exhaustive=exhaustive, max_age_s=max_age_s, timeout_s=left_s)
+        await self._wait_for_contact(timeout_s)
+        remaining_s = deadline_s - self.clock.monotonic_s()
+        return await self._reader.read(key, exhaustive=exhaustive, max_age_s=max_age_s, timeout_s=remaining_s)
 
 
 def _check_age(max_age_s: float | None) -> None:

@@ -1,5 +1,5 @@
-"""The peers around us: whom we know, how to ask them, how to search among them. What the DHT's calls have in
-common.
+"""The overlay network: which peers are known, how to call them, and how to search among them. All of the
+DHT's calls go through it.
 """
 
 from __future__ import annotations
@@ -65,22 +65,22 @@ HOLDS = Method(
     reply_bytes_max=64 << 10,
 )
 
-_NOTE_S = 1.0  # the book hears of a peer that was met at most this often
-_NOTED_MAX = 2048
+_BOOK_UPDATE_INTERVAL_S = 1.0  # the book is updated about the same peer at most this often
+_BOOK_UPDATES_MAX = 2048
 
 DhtReplyT = TypeVar("DhtReplyT", DhtPingReply, DhtFindReply, DhtStoreReply, DhtHoldsReply)
-Noted: TypeAlias = "OrderedDict[PeerId, tuple[Contact, float]]"
+BookUpdates: TypeAlias = "OrderedDict[PeerId, tuple[Contact, float]]"
 Ask = Callable[[Contact], Awaitable[Sequence[Contact] | None]]
 
 
 class DhtClock(Clock, Protocol):
-    """A clock whose distance to the swarm's time the DHT corrects."""
+    """A clock whose offset from swarm time the DHT corrects."""
 
     offset_s: float
 
 
 class Overlay:
-    """The routing table with what keeps it true: every answer, every failure and every caller ends up here."""
+    """The routing table and what keeps it up to date: every answer, failure and call is reported here."""
 
     def __init__(
         self, own: Callable[[], Contact], caller: Caller, book: PeerBook, clock: DhtClock, config: DhtConfig
@@ -93,18 +93,20 @@ class Overlay:
         self.offset = ClockOffset()
         self.book = book
         self.table = RoutingTable(self.own_id, config.routing)
-        self.on_newcomer: Callable[[Contact], None] = lambda contact: None
-        self.on_lost: Callable[[Contact, bool], None] = lambda contact, left: None  # whether it said goodbye
-        # somebody is to be pinged; returns whether that is done
-        self.on_unproven: Callable[[Contact], bool] = lambda contact: False
-        self.neighbourhood = 0  # how often the peers nearest to us have changed
-        self.changed_s = clock.monotonic_s()  # when they last did
+        self.on_peer_joined: Callable[[Contact], None] = lambda contact: None
+        # The second argument says whether the peer said goodbye.
+        self.on_peer_left: Callable[[Contact, bool], None] = lambda contact, left: None
+        # Called when a peer should be pinged; returns whether the ping was started.
+        self.on_ping_wanted: Callable[[Contact], bool] = lambda contact: False
+        self.neighbourhood_version = 0  # number of changes among the nearest peers so far
+        self.neighbourhood_changed_s = clock.monotonic_s()  # time of the latest of these changes
         self._caller = caller
         self._sender = own(), contact_to_wire(own())
-        self._known = -1, b""
-        self._met: Noted = OrderedDict()  # what the book was last told of those that answered, and when
-        self._heard: Noted = OrderedDict()  # and of those that called
-        # peer -> (not before, failures in a row)
+        self._known_peers = -1, b""
+        # peers that answered: the contact and time of the last update of the book
+        self._answered: BookUpdates = OrderedDict()
+        self._called: BookUpdates = OrderedDict()  # the same for peers that called
+        # peer -> (earliest next call, failures in a row)
         self._suspects: OrderedDict[PeerId, tuple[float, int]] = OrderedDict()
 
     @property
@@ -116,49 +118,49 @@ class Overlay:
 
     @property
     def raw_us(self) -> int:
-        """This machine's own clock, uncorrected."""
+        """Return this machine's own clock, uncorrected, in microseconds."""
         return int((self.clock.swarm_s() - self.clock.offset_s) * 1e6)
 
     @property
     def now_us(self) -> int:
-        """Swarm time."""
+        """Return swarm time in microseconds."""
         return int(self.clock.swarm_s() * 1e6)
 
-    def met(self, contact: Contact, round_trip_s: float | None = None) -> None:
-        """The peer itself answered, authenticated."""
+    def on_answer(self, contact: Contact, round_trip_s: float | None = None) -> None:
+        """Record that the peer itself, authenticated, answered."""
         if contact.peer_id == self.own_id:
             return
         self._suspects.pop(contact.peer_id, None)
-        if self._is_news(self._met, contact):
-            self.book.seen(contact, round_trip_s=round_trip_s)
+        if self._is_book_update_due(self._answered, contact):
+            self.book.record_seen(contact, round_trip_s=round_trip_s)
         self._enter(contact, proven=True)
 
-    def _is_news(self, noted: Noted, contact: Contact) -> bool:
-        """Whether the book has not heard of this for a while: in a storm of calls it would be a tenth of the
-        work.
+    def _is_book_update_due(self, updates: BookUpdates, contact: Contact) -> bool:
+        """Return whether the book needs an update about this contact. Updating it for every call would take a
+        tenth of the time under load.
         """
         now_s = self.clock.monotonic_s()
-        known = noted.get(contact.peer_id)
-        if known is not None and known[1] > now_s - _NOTE_S and known[0] == contact:
+        known = updates.get(contact.peer_id)
+        if known is not None and known[1] > now_s - _BOOK_UPDATE_INTERVAL_S and known[0] == contact:
             return False
-        noted[contact.peer_id] = contact, now_s
-        if len(noted) > _NOTED_MAX:
-            noted.popitem(last=False)
+        updates[contact.peer_id] = contact, now_s
+        if len(updates) > _BOOK_UPDATES_MAX:
+            updates.popitem(last=False)
         return True
 
-    def heard(self, contact: Contact) -> None:
-        """The peer itself called, authenticated. That it can be called, too, is for its answer to a ping to
-        show: it is believed until then, unless it has failed before.
+    def on_call(self, contact: Contact) -> None:
+        """Record that the peer itself, authenticated, called. A ping checks that it can be called back; until
+        it answers it is used anyway, unless it has failed before.
         """
         if contact.peer_id == self.own_id:
             return
-        if self._is_news(self._heard, contact):
-            self.book.seen(contact)
-        unproven = self.table.heard(contact, self.clock.monotonic_s())
-        if unproven is None or not self.on_unproven(unproven):
+        if self._is_book_update_due(self._called, contact):
+            self.book.record_seen(contact)
+        to_ping = self.table.on_call(contact, self.clock.monotonic_s())
+        if to_ping is None or not self.on_ping_wanted(to_ping):
             return
         if (
-            unproven.peer_id == contact.peer_id
+            to_ping.peer_id == contact.peer_id
             and contact.peer_id not in self.table
             and contact.peer_id not in self._suspects
         ):
@@ -166,31 +168,31 @@ class Overlay:
 
     def _enter(self, contact: Contact, *, proven: bool) -> None:
         known = contact.peer_id in self.table
-        crowded = self.table.met(contact, self.clock.monotonic_s(), proven=proven)
-        if crowded is not None:
-            self.on_unproven(crowded)
+        to_ping = self.table.on_answer(contact, self.clock.monotonic_s(), proven=proven)
+        if to_ping is not None:
+            self.on_ping_wanted(to_ping)
         if not known and contact.peer_id in self.table:
             self._note_change(contact.peer_id.dht_id)
-            self.on_newcomer(contact)
+            self.on_peer_joined(contact)
 
-    def left(self, peer_id: PeerId) -> None:
-        """The peer said goodbye."""
+    def on_goodbye(self, peer_id: PeerId) -> None:
+        """Record that the peer said goodbye."""
         contact = self.table.contact(peer_id)
         if contact is not None:
-            self.table.failed(peer_id, at_once=True)
+            self.table.on_failure(peer_id, at_once=True)
             self._note_change(peer_id.dht_id)
-            self.on_lost(contact, True)
+            self.on_peer_left(contact, True)
 
-    def failed(self, peer_id: PeerId, *, broke_protocol: bool = False) -> None:
-        """The peer did not answer. One of the table may fail once; any other, or one that sends nonsense, is
-        left alone for a while.
+    def on_failure(self, peer_id: PeerId, *, broke_protocol: bool = False) -> None:
+        """Record that the peer did not answer. A peer of the table may fail once; any other peer, or one that
+        broke the protocol, is avoided for some time.
         """
         contact = self.table.contact(peer_id)
         if contact is not None:
-            if not self.table.failed(peer_id, at_once=broke_protocol):
+            if not self.table.on_failure(peer_id, at_once=broke_protocol):
                 return
             self._note_change(peer_id.dht_id)
-            self.on_lost(contact, False)
+            self.on_peer_left(contact, False)
         failures = self._suspects.pop(peer_id, (0.0, 0))[1] + 1
         pause_s = backoff_s(failures, self.config.suspect_s, self.config.suspect_s_max)
         self._suspects[peer_id] = (self.clock.monotonic_s() + pause_s, failures)
@@ -198,28 +200,30 @@ class Overlay:
             self._suspects.popitem(last=False)
 
     def _note_change(self, dht_id: int) -> None:
-        """Somebody came or went: a neighbour?"""
+        """Count a change of the neighbourhood, if the peer that came or left is a neighbour."""
         near = self.table.nearest(self.own_id_number, self.config.routing.near_count)
         if (
             len(near) < self.config.routing.near_count
             or dht_id ^ self.own_id_number <= near[-1].peer_id.dht_id ^ self.own_id_number
         ):
-            self.neighbourhood += 1
-            self.changed_s = self.clock.monotonic_s()
+            self.neighbourhood_version += 1
+            self.neighbourhood_changed_s = self.clock.monotonic_s()
 
     @property
-    def is_settled(self) -> bool:
-        """The neighbourhood has not changed for a while: who was to hand records over has done so."""
-        return self.clock.monotonic_s() - self.changed_s >= self.config.settled_s
+    def is_stable(self) -> bool:
+        """Return whether the neighbourhood has been stable long enough for records to have been handed
+        over.
+        """
+        return self.clock.monotonic_s() - self.neighbourhood_changed_s >= self.config.stable_after_s
 
     @property
     def knows_all(self) -> bool:
-        """A table that never filled a bucket probably knows everybody."""
+        """Return whether this peer probably knows all peers: no bucket of its table has ever been full."""
         return len(self.table) < self.config.routing.bucket_max
 
     def replicas(self, dht_id: int) -> list[Contact]:
-        """Who should hold a key, as far as this peer knows: nearest first, itself among them if others can
-        reach it.
+        """Return the peers that should hold a key, as far as this peer knows: nearest first, itself included
+        if others can reach it.
         """
         own = self.own()
         nearest = self.table.nearest(dht_id, self.config.replicas)
@@ -228,7 +232,7 @@ class Overlay:
         return nearest[: self.config.replicas]
 
     def is_replica(self, dht_id: int) -> bool:
-        """Should this peer hold a key?"""
+        """Return whether this peer should hold a key."""
         if not self.own().addresses:
             return False
         nearest = self.table.nearest(dht_id, self.config.replicas)
@@ -244,21 +248,23 @@ class Overlay:
     async def ask(
         self, contact: Contact, method: Method[RequestT, DhtReplyT], request: RequestT
     ) -> DhtReplyT | None:
-        """One call; None when it failed, which the table then knows."""
+        """Call a peer and record the outcome in the table. Returns None when the call failed."""
         sent_us, started_s = self.raw_us, self.clock.monotonic_s()
         try:
             reply = await self._caller.call(contact, method, request, timeout_s=self.config.call_timeout_s)
         except SwarmError:
-            self.failed(contact.peer_id)
+            self.on_failure(contact.peer_id)
             return None
         self.offset.add(
             contact.peer_id, sent_s=sent_us / 1e6, received_s=self.raw_us / 1e6, peer_s=reply.time_us / 1e6
         )
-        self.met(contact, self.clock.monotonic_s() - started_s)
+        self.on_answer(contact, self.clock.monotonic_s() - started_s)
         return reply
 
     def lookup(self, target: int, *, wanted: int, parallel: int) -> Lookup:
-        """A search that starts from the table. This peer itself is a candidate if others can reach it."""
+        """Return a lookup that starts from the table. This peer itself is a candidate if others can
+        reach it.
+        """
         own = self.own()
         seeds = self.table.nearest(target, self.config.routing.bucket_max)
         self.table.touch(target, self.clock.monotonic_s())
@@ -268,19 +274,19 @@ class Overlay:
         )
 
     @property
-    def known(self) -> bytes:
-        """For a request: whom this peer knows anyway. Empty in a swarm so large that most of what others name
-        is news.
+    def known_peers(self) -> bytes:
+        """Return the peers that this peer knows, abbreviated, for a request: answers omit them. Empty in a
+        large swarm, where most contacts in answers are new.
         """
         if not self.knows_all:
             return b""
-        if self.table.changes != self._known[0]:
-            self._known = self.table.changes, known_to_wire(self.table)
-        return self._known[1]
+        if self.table.changes != self._known_peers[0]:
+            self._known_peers = self.table.changes, known_to_wire(self.table)
+        return self._known_peers[1]
 
-    def heard_of(self, messages: Iterable[WireContact]) -> list[Contact]:
-        """Contacts out of an answer, without those that just failed. An address that this peer has seen work
-        beats hearsay.
+    def contacts_from_answer(self, messages: Iterable[WireContact]) -> list[Contact]:
+        """Return the contacts in an answer, without those that failed recently. An address that has worked
+        for this peer takes precedence over a reported one.
         """
         contacts = contacts_from_wire(messages)
         return [
@@ -291,7 +297,8 @@ class Overlay:
 
     async def search(self, lookup: Lookup, ask: Ask, until_s: float = math.inf) -> tuple[Contact, ...]:
         """Perform a lookup. `ask` returns the closer contacts that a peer named, or None when it failed;
-        PeerError counts as failed. TimeoutError when it has not ended at `until_s` of the clock.
+        PeerError counts as a failure. Raises TimeoutError when the lookup has not ended at `until_s` of the
+        clock.
         """
         inbox = _Inbox(self.clock)
 
@@ -299,7 +306,7 @@ class Overlay:
             try:
                 closer = await ask(contact)
             except PeerError:
-                self.failed(contact.peer_id, broke_protocol=True)
+                self.on_failure(contact.peer_id, broke_protocol=True)
                 closer = None
             inbox.put(contact.peer_id, closer)
 
@@ -318,10 +325,10 @@ class Overlay:
                             lookup.on_reply(peer_id, closer)
             finally:
                 inbox.close()
-                # A call that is cut off reports nothing: whoever kept the search waiting is noted here, or it
-                # would do so every time.
+                # A cancelled call reports nothing: peers that delayed the search are marked failed here, or
+                # they would delay every search.
                 for peer_id in lookup.stalled:
-                    self.failed(peer_id)
+                    self.on_failure(peer_id)
                 for task in tasks:
                     task.cancel()
         raise TimeoutError
@@ -337,8 +344,8 @@ def _earlier(deadline_s: float | None, until_s: float) -> float:
 
 
 class _Inbox:
-    """Answers on their way to one search. One timer and a future: a queue and `asyncio.timeout` would cost a
-    tenth of a read.
+    """Queue of answers to one search. It uses one timer and a future: a queue and `asyncio.timeout` would
+    cost a tenth of a read.
     """
 
     def __init__(self, clock: DhtClock) -> None:
@@ -346,15 +353,15 @@ class _Inbox:
         self._arrived: list[tuple[PeerId, Sequence[Contact] | None]] = []
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._due_s = math.inf  # when the timer goes off
+        self._due_s = math.inf  # when the timer fires
 
     def put(self, peer_id: PeerId, closer: Sequence[Contact] | None) -> None:
         self._arrived.append((peer_id, closer))
         self._wake()
 
     async def take(self, deadline_s: float) -> list[tuple[PeerId, Sequence[Contact] | None]]:
-        """What has come in, at least one answer; nothing when the deadline comes first, or an earlier one
-        that was set before it.
+        """Wait for at least one answer and return all that have arrived; an empty list when this deadline, or
+        an earlier one set before, comes first.
         """
         if not self._arrived:
             loop = asyncio.get_running_loop()
@@ -369,7 +376,7 @@ class _Inbox:
         return arrived
 
     def close(self) -> None:
-        """No timer is left behind."""
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
 

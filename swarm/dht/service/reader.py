@@ -1,10 +1,10 @@
-"""Reading: one search per key at a time, shared by all who ask meanwhile, merged with what this peer holds,
-remembered for a while.
+"""Reads: one search per key at a time, shared by all concurrent readers, merged with the records of this
+peer, and cached.
 
-How old an answer may be is the reader's choice (`max_age_s`). Unless it says so, a replica answers by itself
-for `local_s` after it last compared the key with the others, as long as its neighbourhood stays as it is:
-every write reaches it in the same call that reaches the others. Anybody else asks the replicas. `latest`
-always asks, and more widely.
+The reader chooses how old an answer may be (`max_age_s`). By default a replica answers from memory for
+`local_read_ttl_s` after it last compared the key with the others, as long as its neighbourhood does not
+change: every write reaches it in the same call that reaches the others. Any other peer asks the replicas.
+`latest` always asks, and asks more peers.
 """
 
 from __future__ import annotations
@@ -27,41 +27,42 @@ from swarm.runtime.supervise import Supervisor
 from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtFindResult, DhtRecord
 
 _REPAIR_AGE_US = 2_000_000  # a record issued later may still be on its way to its replicas
-_REPAIR_LIFE_US = 5_000_000  # one that expires sooner is not worth a call
+_REPAIR_LIFE_US = 5_000_000  # a record that expires sooner is not worth a call
 
 
 @dataclass(slots=True, eq=False)
 class RecordSearch:
-    """A read in progress or done."""
+    """A read, running or done."""
 
     key: Key
     started_s: float
     started_us: int = 0
-    neighbourhood: int = 0  # `Overlay.neighbourhood` when it began: a change meanwhile counts as one since
+    # value of `Overlay.neighbourhood_version` at the start: a change meanwhile invalidates the cached answer
+    neighbourhood_version: int = 0
     latest: dict[Owner, Record] = field(default_factory=dict)
-    # what each peer answered with
-    given: dict[PeerId, dict[Owner, tuple[int, bytes]]] = field(default_factory=dict)
-    # the last answer, and what of it was accepted
-    told: tuple[Sequence[DhtRecord], list[Record]] | None = None
+    # the versions that each peer answered with
+    versions_by_peer: dict[PeerId, dict[Owner, tuple[int, bytes]]] = field(default_factory=dict)
+    # the last answer, and the records of it that were accepted
+    last_answer: tuple[Sequence[DhtRecord], list[Record]] | None = None
     asked: int = 0
     answers: int = 0
     is_done: bool = False
-    gave_up: bool = False  # done because its time was over
+    timed_out: bool = False  # done because `search_timeout_s` has passed
     waiting: list[asyncio.Future[None]] = field(default_factory=list)
 
     def merge(self, records: Sequence[Record]) -> None:
-        """Of each owner's records the latest is kept."""
+        """Merge records into the result, keeping the latest of each owner."""
         self.latest = latest_by_owner([*self.latest.values(), *records])
 
     def end(self, task: object = None) -> None:
-        """Whoever waits goes on. Idempotent."""
+        """Mark the search done and wake all waiting readers. Idempotent."""
         self.is_done = True
         while self.waiting:
             _release(self.waiting.pop())
 
     async def wait(self, timeout_s: float) -> None:
-        """Until it has ended, at most so long. An event and `asyncio.timeout` would cost a twentieth of a
-        read.
+        """Wait until the search has ended, at most `timeout_s`. An event and `asyncio.timeout` would cost a
+        twentieth of a read.
         """
         if self.is_done:
             return
@@ -75,10 +76,10 @@ class RecordSearch:
             timer.cancel()
 
     def failure(self, timeout_s: float) -> NetworkError | None:
-        """The error of a reader that waits no longer; None when there is something to answer with, or nobody
-        to ask.
+        """Return the error for a reader that stops waiting; None when there is an answer, or there was no
+        peer to ask.
 
-        Peers that all failed have not said that there is nothing.
+        If all peers failed, it is unknown whether the key is empty.
         """
         if not self.asked or self.answers or self.latest:
             return None
@@ -86,7 +87,7 @@ class RecordSearch:
             f"none of the {self.asked} peers asked for {self.key} answered",
             "see node.peers() for who is known",
         )
-        if self.is_done and not self.gave_up:
+        if self.is_done and not self.timed_out:
             return NetworkError(f"{text}, all failed or refused: {advice}")
         return DeadlineExceeded(f"{text} within {timeout_s:g} s: {advice}")
 
@@ -97,7 +98,7 @@ def _release(waiter: asyncio.Future[None]) -> None:
 
 
 class Reader:
-    """One peer's reads."""
+    """The reads of one peer."""
 
     def __init__(
         self,
@@ -114,38 +115,47 @@ class Reader:
         self._supervisor = supervisor
         self.cache = ReadCache(overlay.config.cached_max, overlay.config.cached_bytes_max)
         self.running: dict[tuple[Key, bool], RecordSearch] = {}
-        replica.on_first = self.note_first
+        replica.on_first_record = self.cache_empty_answer
 
-    def forget(self, key: Key) -> None:
-        """This peer writes: a read that begins now must see it."""
+    def invalidate(self, key: Key) -> None:
+        """Detach the key from running searches and the cache, because this peer writes it: a read that begins
+        now must see the write.
+        """
         self.running.pop((key, False), None)
         self.running.pop((key, True), None)
         self.cache.drop(key)
 
-    def note_first(self, key: Key) -> None:
-        """This peer, a replica of the key, held nothing under it and has just been given the first record by
-        its writer.
+    def cache_empty_answer(self, key: Key) -> None:
+        """Cache that this peer, a replica of the key, held nothing under it before its writer stored the
+        first record.
         """
-        if self._overlay.is_settled:
+        if self._overlay.is_stable:
             self.cache.put(
                 key,
                 CachedAnswer(
-                    self._overlay.clock.monotonic_s(), self._overlay.now_us, self._overlay.neighbourhood, {}
+                    self._overlay.clock.monotonic_s(),
+                    self._overlay.now_us,
+                    self._overlay.neighbourhood_version,
+                    {},
                 ),
             )
 
     def begin(self, key: Key) -> RecordSearch:
-        """A search that starts now."""
+        """Return a new search that starts now."""
         overlay = self._overlay
-        return RecordSearch(key, overlay.clock.monotonic_s(), overlay.now_us, overlay.neighbourhood)
+        return RecordSearch(key, overlay.clock.monotonic_s(), overlay.now_us, overlay.neighbourhood_version)
 
-    def remembered(self, key: Key, max_age_s: float | None) -> RecordSearch | None:
-        """What may be answered without asking anybody."""
+    def cached_search(self, key: Key, max_age_s: float | None) -> RecordSearch | None:
+        """Return an answer that needs no call, or None."""
         overlay, now_s = self._overlay, self._overlay.clock.monotonic_s()
-        age_s = overlay.config.local_s if max_age_s is None else max_age_s
+        age_s = overlay.config.local_read_ttl_s if max_age_s is None else max_age_s
         answer = self.cache.get(key, now_s, overlay.now_us, age_s) if age_s > 0 else None
         if max_age_s is None:
-            if answer is None or answer.neighbourhood != overlay.neighbourhood or not overlay.is_settled:
+            if (
+                answer is None
+                or answer.neighbourhood_version != overlay.neighbourhood_version
+                or not overlay.is_stable
+            ):
                 return None
             if not overlay.is_replica(key.dht_id):
                 return None
@@ -159,17 +169,19 @@ class Reader:
     async def read(
         self, key: Key, *, exhaustive: bool, max_age_s: float | None, timeout_s: float
     ) -> RecordSearch:
-        """NetworkError when no peer answered, or none in time (DeadlineExceeded); what part of them answered
-        is used otherwise.
+        """Return the finished search for a key. Raises NetworkError when no peer answered (DeadlineExceeded:
+        in time); a partial set of answers is used.
         """
         now_s = self._overlay.clock.monotonic_s()
         if not exhaustive:
-            found = self.remembered(key, max_age_s)
+            found = self.cached_search(key, max_age_s)
             if found is not None:
                 return found
-        share_s = self._overlay.config.share_s if exhaustive or max_age_s is None else max_age_s
+        search_join_window_s = (
+            self._overlay.config.search_join_window_s if exhaustive or max_age_s is None else max_age_s
+        )
         search = self.running.get((key, exhaustive))
-        if search is None or search.started_s < now_s - share_s or share_s == 0:
+        if search is None or search.started_s < now_s - search_join_window_s or search_join_window_s == 0:
             search = self.running[key, exhaustive] = self.begin(key)
             task = self._supervisor.spawn(
                 f"DHT read of {key}", functools.partial(self._search, search, exhaustive)
@@ -181,42 +193,50 @@ class Reader:
             raise error
         return search
 
-    async def absorb(self, search: RecordSearch, peer: PeerId, result: DhtFindResult) -> list[Contact]:
-        """Take a peer's answer in; returns the closer peers that it named. PeerError when it is malformed."""
-        closer = self._overlay.heard_of(result.nearest)
-        told = search.told
-        if told is None or told[0] != result.records:  # most often all replicas answer with the same
+    async def merge_answer(self, search: RecordSearch, peer: PeerId, result: DhtFindResult) -> list[Contact]:
+        """Merge a peer's answer, and return the closer peers that it named. Raises PeerError when the answer
+        is malformed.
+        """
+        closer = self._overlay.contacts_from_answer(result.nearest)
+        last_answer = search.last_answer
+        if (
+            last_answer is None or last_answer[0] != result.records
+        ):  # usually all replicas send the same answer
             records = [
                 record
-                for record in await self._replica.accepted(result.records)
+                for record in await self._replica.validate(result.records)
                 if isinstance(record, Record)
             ]
-            told = search.told = result.records, [record for record in records if record.key == search.key]
-            search.merge(told[1])
-        records = told[1]
-        search.given[peer] = {record.owner: record.version for record in records}
+            last_answer = search.last_answer = (
+                result.records,
+                [record for record in records if record.key == search.key],
+            )
+            search.merge(last_answer[1])
+        records = last_answer[1]
+        search.versions_by_peer[peer] = {record.owner: record.version for record in records}
         search.answers += 1
         return closer
 
-    def conclude(self, search: RecordSearch, nearest: Sequence[Contact]) -> None:
-        """The search has found its peers: keep what this peer should hold, mend the replicas that lack
-        something, remember the answer.
+    def finish(self, search: RecordSearch, nearest: Sequence[Contact]) -> None:
+        """Finish a search that has found its peers: store what this peer should hold, repair replicas that
+        lack records, cache the answer.
         """
         overlay, key = self._overlay, search.key
         replicas = nearest[: overlay.config.replicas]
         if any(contact.peer_id == overlay.own_id for contact in replicas):
             for record in search.latest.values():
-                self._replica.keep(record, direct=False)
-            self._mend(search, replicas)
-        # written here meanwhile, by this peer or by others
+                self._replica.store_record(record, direct=False)
+            self._repair_replicas(search, replicas)
+        # Records may have been written here meanwhile, by this peer or by others.
         search.merge(self._storage.records(key, overlay.now_us))
         self.cache.put(
-            key, CachedAnswer(search.started_s, search.started_us, search.neighbourhood, search.latest)
+            key,
+            CachedAnswer(search.started_s, search.started_us, search.neighbourhood_version, search.latest),
         )
 
-    def _mend(self, search: RecordSearch, replicas: Sequence[Contact]) -> None:
-        """Send the replicas that answered what they lacked. Replicas alone do this: every reader would be a
-        storm.
+    def _repair_replicas(self, search: RecordSearch, replicas: Sequence[Contact]) -> None:
+        """Send the replicas that answered the records that they lack. Only replicas do this: if every reader
+        did, the load would be excessive.
         """
         now_us = self._overlay.now_us
         old = [
@@ -226,19 +246,21 @@ class Reader:
             and record.expiration_us > now_us + _REPAIR_LIFE_US
         ]
         for contact in replicas:
-            given = search.given.get(contact.peer_id)
-            if given is not None:
-                lacking = [record for record in old if given.get(record.owner, (-1, b"")) < record.version]
+            versions = search.versions_by_peer.get(contact.peer_id)
+            if versions is not None:
+                lacking = [record for record in old if versions.get(record.owner, (-1, b"")) < record.version]
                 if lacking:
-                    self._replication.lacks(contact, lacking)
+                    self._replication.schedule_repair(contact, lacking)
 
-    def _agreed(self, search: RecordSearch, nearest: Sequence[Contact]) -> bool:
-        """Whether the peers nearest to the key, a majority of its replicas, hold the same, and something."""
+    def _replicas_agree(self, search: RecordSearch, nearest: Sequence[Contact]) -> bool:
+        """Return whether the peers nearest to the key, a majority of its replicas, hold the same records, and
+        at least one.
+        """
         own = {
             record.owner: record.version for record in self._storage.records(search.key, self._overlay.now_us)
         }
         held = [
-            own if contact.peer_id == self._overlay.own_id else search.given.get(contact.peer_id)
+            own if contact.peer_id == self._overlay.own_id else search.versions_by_peer.get(contact.peer_id)
             for contact in nearest
         ]
         return (
@@ -248,10 +270,11 @@ class Reader:
         )
 
     async def _search(self, search: RecordSearch, exhaustive: bool) -> None:
-        """Ask the replicas and merge what they hold. Ends by `search_timeout_s`, whoever waits.
+        """Ask the replicas and merge their records. Ends by `search_timeout_s`, even if readers would wait
+        longer.
 
-        A majority is asked first: whatever most replicas hold, one of these holds. Only if they are at odds,
-        or hold nothing, the others are asked, too.
+        A majority is asked first: it contains at least one holder of any record that most replicas hold. The
+        others are asked only if the majority disagrees or holds nothing.
         """
         overlay, config, key = self._overlay, self._overlay.config, search.key
         nearest_max = config.replicas if overlay.knows_all and not exhaustive else 0
@@ -259,7 +282,7 @@ class Reader:
             sender=overlay.sender,
             queries=[DhtFindQuery(key=key_to_wire(key))],
             nearest_max=nearest_max,
-            known=overlay.known,
+            known=overlay.known_peers,
         )
 
         async def ask(contact: Contact) -> Sequence[Contact] | None:
@@ -267,7 +290,7 @@ class Reader:
             reply = await overlay.ask(contact, FIND, request)
             if reply is None or len(reply.results) != 1:
                 return None
-            return await self.absorb(search, contact.peer_id, reply.results[0])
+            return await self.merge_answer(search, contact.peer_id, reply.results[0])
 
         wanted = config.routing.bucket_max if exhaustive else config.replicas // 2 + 1
         until_s = search.started_s + config.search_timeout_s
@@ -277,13 +300,13 @@ class Reader:
                 key.dht_id, wanted=wanted, parallel=max(wanted, config.parallel) if exhaustive else wanted
             )
             nearest = await overlay.search(lookup, ask, until_s)
-            if not exhaustive and not self._agreed(search, nearest):
+            if not exhaustive and not self._replicas_agree(search, nearest):
                 lookup.widen(config.replicas)
                 nearest = await overlay.search(lookup, ask, until_s)
             if search.answers or not search.asked:
-                self.conclude(search, nearest)
+                self.finish(search, nearest)
         except TimeoutError:
-            search.gave_up = True
+            search.timed_out = True
         finally:
             search.merge(self._storage.records(key, overlay.now_us))
             if self.running.get((key, exhaustive)) is search:

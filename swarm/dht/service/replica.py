@@ -1,5 +1,5 @@
-"""What a peer does for others: answers Ping, Find, Store and Holds, and keeps the records that are near to
-it.
+"""The server side of the DHT: answers Ping, Find, Store and Holds, and keeps the records of keys that are
+near this peer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from swarm.dht.logic.storage import Storage
 from swarm.dht.logic.summary import ENTRY_BYTES
 from swarm.dht.service.overlay import FIND, HOLDS, PING, STORE, Overlay
 from swarm.dht.service.replication import Replication
-from swarm.dht.service.wire import id_from_wire, key_from_wire, record_from_wire, record_to_wire, unknown_of
+from swarm.dht.service.wire import (
+    id_from_wire,
+    key_from_wire,
+    record_from_wire,
+    record_to_wire,
+    without_known,
+)
 from swarm.net.contacts import contact_to_wire, sender_from_wire
 from swarm.net.rpc import Handlers
 from swarm.wire.dht_pb2 import (
@@ -33,13 +39,13 @@ from swarm.wire.dht_pb2 import (
 from swarm.wire.peer_pb2 import Contact as WireContact
 
 _REPLY_RECORD_BYTES_MAX = 3 << 20  # the rest of a Find reply is for contacts
-_CONTACTS_MAX = 384  # in one reply, over all queries: with the longest addresses less than a megabyte
+_CONTACTS_MAX = 384  # per reply, over all queries: with the longest addresses less than a megabyte
 _CONTACTS_MIN = 6  # per query
-_CHECKS_AT_ONCE = 16  # a signature costs 0.2 ms: other calls get their turn in between
+_CHECKS_PER_TURN = 16  # a signature check takes 0.2 ms: other calls get their turn in between
 
 
 class ReplicaStore:
-    """The server side of the DHT."""
+    """Answer the calls of other peers and store their records."""
 
     def __init__(
         self, overlay: Overlay, storage: Storage, validator: RecordValidator, replication: Replication
@@ -48,19 +54,19 @@ class ReplicaStore:
         self._storage = storage
         self._validator = validator
         self._replication = replication
-        # a writer stored under a key of which nothing was held
-        self.on_first: Callable[[Key], None] = lambda key: None
+        # Called when a writer stored the first record under a key.
+        self.on_first_record: Callable[[Key], None] = lambda key: None
 
     def serve(self, handlers: Handlers) -> None:
-        """Answer the calls of others."""
+        """Register the handlers of the DHT's calls."""
         handlers.direct(PING, self._on_ping)
         handlers.direct(FIND, self._on_find)
-        handlers.unary(STORE, self._on_store)  # signatures take their time
+        handlers.unary(STORE, self._on_store)  # checking signatures takes time
         handlers.direct(HOLDS, self._on_holds)
 
-    def keep(self, record: Record, *, direct: bool) -> str:
-        """Store a valid record here; returns why not, or nothing. `direct`: from its writer, not from another
-        holder.
+    def store_record(self, record: Record, *, direct: bool) -> str:
+        """Store a valid record on this peer. Returns why it was refused, or an empty string. `direct`: it
+        comes from its writer, not from another holder.
         """
         if not self._overlay.own().addresses:
             return "a client peer holds nothing for others"
@@ -68,11 +74,11 @@ class ReplicaStore:
         is_replica = self._overlay.is_replica(dht_id)
         refusal = self._storage.store(record, self._overlay.now_us, far=not is_replica) or ""
         if first and direct and is_replica and not refusal:
-            self.on_first(record.key)
+            self.on_first_record(record.key)
         return refusal
 
-    async def accepted(self, messages: Iterable[DhtRecord]) -> list[Record | str]:
-        """Each record, or why it is refused."""
+    async def validate(self, messages: Iterable[DhtRecord]) -> list[Record | str]:
+        """Return each record, or why it is refused."""
         results: list[Record | str] = []
         for number, message in enumerate(messages, 1):
             try:
@@ -81,7 +87,7 @@ class ReplicaStore:
                 results.append(str(error))
                 continue
             results.append(self._validator.refusal(record, self._overlay.now_us) or record)
-            if number % _CHECKS_AT_ONCE == 0:
+            if number % _CHECKS_PER_TURN == 0:
                 await asyncio.sleep(0)
         return results
 
@@ -89,30 +95,31 @@ class ReplicaStore:
         time_us = self._overlay.raw_us
         sender = sender_from_wire(request.sender, caller)
         if request.leaving:
-            self._overlay.left(caller)
+            self._overlay.on_goodbye(caller)
         else:
-            self._overlay.heard(sender)
+            self._overlay.on_call(sender)
         return DhtPingReply(time_us=time_us, contact=self._overlay.sender)
 
     def _on_find(self, caller: PeerId, request: DhtFindRequest) -> DhtFindReply:
         time_us = self._overlay.raw_us
-        self._overlay.heard(sender_from_wire(request.sender, caller))
+        self._overlay.on_call(sender_from_wire(request.sender, caller))
         if len(request.queries) > self._overlay.config.queries_per_call_max:
             raise PeerError(
-                f"a call may ask at most {self._overlay.config.queries_per_call_max} queries, not {len(request.queries)}"
+                f"a call may ask at most {self._overlay.config.queries_per_call_max} queries, not "
+                f"{len(request.queries)}"
             )
         reply = DhtFindReply(time_us=time_us)
-        room_bytes = _REPLY_RECORD_BYTES_MAX
+        free_bytes = _REPLY_RECORD_BYTES_MAX
         nearest_max = max(_CONTACTS_MAX // max(len(request.queries), 1), _CONTACTS_MIN)
         nearest_max = min(request.nearest_max or nearest_max, nearest_max)
         for query in request.queries:
-            result, size_bytes = self._answer(query, caller, room_bytes, nearest_max, request.known)
-            room_bytes -= size_bytes
+            result, size_bytes = self._answer(query, caller, free_bytes, nearest_max, request.known)
+            free_bytes -= size_bytes
             reply.results.append(result)
         return reply
 
     def _answer(
-        self, query: DhtFindQuery, caller: PeerId, room_bytes: int, nearest_max: int, known: bytes
+        self, query: DhtFindQuery, caller: PeerId, free_bytes: int, nearest_max: int, known: bytes
     ) -> tuple[DhtFindResult, int]:
         if query.WhichOneof("what") == "target":
             return DhtFindResult(
@@ -122,16 +129,17 @@ class ReplicaStore:
         records = self._storage.records(key, self._overlay.now_us)
         size_bytes = sum(record.size_bytes for record in records)
         nearest = self._nearest(key.dht_id, caller, nearest_max, known)
-        if size_bytes > room_bytes:
+        if size_bytes > free_bytes:
             return DhtFindResult(nearest=nearest, left_out=True), 0
         return DhtFindResult(records=map(record_to_wire, records), nearest=nearest), size_bytes
 
     async def _on_store(self, caller: PeerId, request: DhtStoreRequest) -> DhtStoreReply:
         time_us = self._overlay.raw_us
-        self._overlay.heard(sender_from_wire(request.sender, caller))
+        self._overlay.on_call(sender_from_wire(request.sender, caller))
         if len(request.records) > self._overlay.config.records_per_call_max:
             raise PeerError(
-                f"a call may store at most {self._overlay.config.records_per_call_max} records, not {len(request.records)}"
+                f"a call may store at most {self._overlay.config.records_per_call_max} records, not "
+                f"{len(request.records)}"
             )
         nearest = (
             self._nearest(id_from_wire(request.target), caller, request.nearest_max, request.known)
@@ -139,25 +147,28 @@ class ReplicaStore:
             else []
         )
         refusals = []
-        for record in await self.accepted(request.records):
+        for record in await self.validate(request.records):
             refusals.append(
-                record if isinstance(record, str) else self.keep(record, direct=record.writer == caller)
+                record
+                if isinstance(record, str)
+                else self.store_record(record, direct=record.writer == caller)
             )
         return DhtStoreReply(time_us=time_us, refusals=refusals, nearest=nearest)
 
     def _on_holds(self, caller: PeerId, request: DhtHoldsRequest) -> DhtHoldsReply:
         time_us, config = self._overlay.raw_us, self._overlay.config
-        self._overlay.heard(sender_from_wire(request.sender, caller))
+        self._overlay.on_call(sender_from_wire(request.sender, caller))
         entries = sum(len(held.entries) // ENTRY_BYTES for held in request.keys)
         if len(request.keys) > config.keys_per_summary_max or entries > config.entries_per_summary_max:
             raise PeerError(
-                f"a call may compare at most {config.keys_per_summary_max} keys and {config.entries_per_summary_max} records, "
+                f"a call may compare at most {config.keys_per_summary_max} keys and "
+                f"{config.entries_per_summary_max} records, "
                 f"not {len(request.keys)} and {entries}"
             )
         wanted: list[int] = []
         before = 0
         for held in request.keys:
-            if self._overlay.own().addresses:  # else this peer holds nothing for others
+            if self._overlay.own().addresses:  # otherwise this peer stores nothing for others
                 wanted.extend(
                     before + number
                     for number in self._replication.on_summary(caller, key_from_wire(held.key), held.entries)
@@ -170,4 +181,4 @@ class ReplicaStore:
             count_max or self._overlay.config.routing.bucket_max, self._overlay.config.routing.bucket_max
         )
         nearest = self._overlay.table.nearest(dht_id, count, exclude=caller)
-        return [contact_to_wire(contact) for contact in unknown_of(nearest, known)]
+        return [contact_to_wire(contact) for contact in without_known(nearest, known)]

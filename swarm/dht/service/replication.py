@@ -1,10 +1,11 @@
-"""Keeping as many copies as there should be while peers come and go: hand-over to newcomers, repair after
-departures, comparison now and then, and what a peer that leaves hands on.
+"""Replication while peers come and go: hand-over to newcomers, repair after departures, periodic comparison,
+and hand-over when this peer leaves.
 
-Nothing is sent before the other side has said that it lacks it (`summary`): what two peers both hold costs 16
-bytes a record. Of a key's holders the nearest acts first and the second nearest `backup_s` later, in case the
-first did not know or is gone itself; the others only if nobody has compared the key for long. One task does
-all of it, a call at a time, so that the death of half a swarm is no storm.
+Peers compare summaries (`summary`) before any record is sent: a record that both hold costs 16 bytes. Of a
+key's holders the nearest acts first. The second nearest acts `second_holder_delay_s` later, in case the first
+was unaware or has left as well; the others act only when the key has not been compared for a long time. A
+single task does all this, one call at a time, so that the simultaneous death of half a swarm causes no burst
+of traffic.
 """
 
 from __future__ import annotations
@@ -17,74 +18,81 @@ from collections.abc import Callable, Iterable, Sequence
 from swarm.core.ids import Contact, Key, PeerId
 from swarm.dht.logic.records import Record
 from swarm.dht.logic.storage import Storage
-from swarm.dht.logic.summary import ENTRY_BYTES, summary, wanted
+from swarm.dht.logic.summary import ENTRY_BYTES, missing_entries, summary
 from swarm.dht.service.overlay import HOLDS, PING, STORE, Overlay
 from swarm.dht.service.wire import key_to_wire, record_to_wire
 from swarm.wire.dht_pb2 import DhtHeldKey, DhtHoldsRequest, DhtPingRequest, DhtStoreRequest
 
-_HOLDERS_ACTING = 2  # of a key's holders the nearest this many act at once when somebody comes or goes
-_RECENT_S = 60.0  # a peer met later than this may itself be waiting for the key
-_KEYS_AT_ONCE = 64  # looked at before others get their turn
-_CHECK_S = 15.0
-_MISPLACED_S = 120.0  # who holds a record but is no replica of its key offers it to those who are this often
-# a record with less left to live, or issued later than this, is renewed by its writer soon or not at all
-_LIFE_S_MIN = 60.0
-_DEBTS_MAX = 64
-_PAID_MAX = 2048
-_PAID_S = 60.0
-_FAREWELLS_MAX = 20
+_HOLDERS_ACTING = 2  # nearest holders of a key that act directly when a peer comes or goes
+_RECENT_S = 60.0  # a peer met less than this ago may itself still be waiting for the key
+_KEYS_AT_ONCE = 64  # keys processed before other tasks get their turn
+_CHECK_INTERVAL_S = 15.0
+# interval at which a peer that holds a record without being its replica offers it to the replicas
+_MISPLACED_INTERVAL_S = 120.0
+# A record that expires sooner or was issued more recently is not compared: its writer will renew it soon, or
+# never.
+_STABLE_MARGIN_S = 60.0
+_REPAIRS_MAX = 64
+_REPAIRED_MAX = 2048
+_REPAIR_INTERVAL_S = 60.0
+_GOODBYES_MAX = 20
 _CALLS_AT_LEAVING_MAX = 8
 
 
 class Replication:
-    """One peer's share of the work."""
+    """The replication work of one peer."""
 
     def __init__(self, overlay: Overlay, storage: Storage, rng: random.Random) -> None:
         self._overlay = overlay
         self._storage = storage
         self._rng = rng
-        # (contact, due, whose turn: the nearest's first)
-        self._came: OrderedDict[PeerId, tuple[Contact, float, int]] = OrderedDict()
-        self._went: OrderedDict[PeerId, tuple[Contact, float, int]] = OrderedDict()
-        self._debts: OrderedDict[PeerId, tuple[Contact, list[Record]]] = OrderedDict()
-        self._paid: OrderedDict[tuple[PeerId, Key], float] = OrderedDict()
+        # (contact, due, turn: 0 for the nearest holder)
+        self._joined: OrderedDict[PeerId, tuple[Contact, float, int]] = OrderedDict()
+        self._departed: OrderedDict[PeerId, tuple[Contact, float, int]] = OrderedDict()
+        self._repairs: OrderedDict[PeerId, tuple[Contact, list[Record]]] = OrderedDict()
+        self._repaired_s: OrderedDict[tuple[PeerId, Key], float] = OrderedDict()
         self._compared_s: dict[Key, float] = {}
         self._wake = asyncio.Event()
-        self._check_s = 0.0
+        self._next_check_s = 0.0
 
-    def came(self, contact: Contact) -> None:
-        """A peer has entered the table: it may have to hold what this one holds."""
-        self._schedule(self._came, contact)
+    def on_peer_joined(self, contact: Contact) -> None:
+        """Schedule a hand-over to a peer that has entered the table: it may have to hold records of this
+        peer.
+        """
+        self._schedule(self._joined, contact)
 
-    def went(self, contact: Contact) -> None:
-        """A peer has left the table: another may have to hold what it held."""
-        self._came.pop(contact.peer_id, None)
-        self._schedule(self._went, contact)
+    def on_peer_left(self, contact: Contact) -> None:
+        """Schedule a repair after a peer has left the table: another peer may have to hold its records."""
+        self._joined.pop(contact.peer_id, None)
+        self._schedule(self._departed, contact)
 
-    def lacks(self, contact: Contact, records: Sequence[Record]) -> None:
-        """A read showed that a replica lacks these. Sent in the background, each key to a peer at most once a
-        minute.
+    def schedule_repair(self, contact: Contact, records: Sequence[Record]) -> None:
+        """Schedule sending records that a replica lacks, as a read showed: in the background, and each key to
+        a peer at most once a minute.
         """
         now_s = self._overlay.clock.monotonic_s()
         key = records[0].key
         if (
-            self._paid.get((contact.peer_id, key), -_PAID_S) > now_s - _PAID_S
-            or len(self._debts) >= _DEBTS_MAX
+            self._repaired_s.get((contact.peer_id, key), -_REPAIR_INTERVAL_S) > now_s - _REPAIR_INTERVAL_S
+            or len(self._repairs) >= _REPAIRS_MAX
         ):
             return
-        self._paid[contact.peer_id, key] = now_s
-        self._paid.move_to_end((contact.peer_id, key))
-        if len(self._paid) > _PAID_MAX:
-            self._paid.popitem(last=False)
-        self._debts.setdefault(contact.peer_id, (contact, []))[1].extend(records)
+        self._repaired_s[contact.peer_id, key] = now_s
+        self._repaired_s.move_to_end((contact.peer_id, key))
+        if len(self._repaired_s) > _REPAIRED_MAX:
+            self._repaired_s.popitem(last=False)
+        self._repairs.setdefault(contact.peer_id, (contact, []))[1].extend(records)
         self._wake.set()
 
     def on_summary(self, caller: PeerId, key: Key, entries: bytes) -> list[int]:
-        """Another holder says what it has under a key: the numbers of what we want. If it is a replica and we
-        have nothing more, the key was compared: one of its holders goes around for all.
+        """Compare another holder's summary of a key with this peer's records. Returns the indices of the
+        entries that this peer wants.
+
+        If the caller is a replica and this peer holds nothing more, the key counts as compared: one of its
+        holders compares it with all others.
         """
         versions = self._storage.versions(key)
-        missing = wanted(key, entries, versions)
+        missing = missing_entries(key, entries, versions)
         live = self._storage.records(key, self._overlay.now_us)
         theirs = {entries[at : at + ENTRY_BYTES] for at in range(0, len(entries), ENTRY_BYTES)}
         agreed = bool(live) and not missing and all(summary(key, [record]) in theirs for record in live)
@@ -93,30 +101,36 @@ class Replication:
         return missing
 
     async def run(self) -> None:
-        """For ever."""
-        self._check_s = self._overlay.clock.monotonic_s() + _CHECK_S
+        """Perform scheduled work and periodic comparisons until cancelled."""
+        self._next_check_s = self._overlay.clock.monotonic_s() + _CHECK_INTERVAL_S
         while True:
             self._wake.clear()
-            await self._pay()
+            await self._send_repairs()
             now_s = self._overlay.clock.monotonic_s()
-            for waiting, targets in ((self._came, self._for_newcomer), (self._went, self._for_departed)):
-                for peer_id, (contact, due_s, act) in list(waiting.items()):
+            for waiting, targets in (
+                (self._joined, self._for_newcomer),
+                (self._departed, self._for_departed),
+            ):
+                for peer_id, (contact, due_s, turn) in list(waiting.items()):
                     if due_s <= now_s and waiting.pop(peer_id, None) is not None:
-                        await self._act(contact, act, targets)
-                        if act + 1 < _HOLDERS_ACTING:
+                        await self._offer_to_targets(contact, turn, targets)
+                        if turn + 1 < _HOLDERS_ACTING:
                             waiting[peer_id] = (
                                 contact,
-                                now_s + self._overlay.config.backup_s * self._rng.uniform(0.8, 1.2),
-                                act + 1,
+                                now_s
+                                + self._overlay.config.second_holder_delay_s * self._rng.uniform(0.8, 1.2),
+                                turn + 1,
                             )
-            if now_s >= self._check_s:
+            if now_s >= self._next_check_s:
                 await self._compare(now_s)
-                self._check_s = self._overlay.clock.monotonic_s() + _CHECK_S * self._rng.uniform(0.8, 1.2)
-            await self._rest()
+                self._next_check_s = (
+                    self._overlay.clock.monotonic_s() + _CHECK_INTERVAL_S * self._rng.uniform(0.8, 1.2)
+                )
+            await self._wait_until_due()
 
-    async def hand_on(self) -> None:
-        """Offer all that is held here to the next nearest. The caller bounds it in time; whatever is done
-        first helps.
+    async def hand_over(self) -> None:
+        """Offer each record of this peer to the next nearest peer. The caller limits the time; partial
+        progress is useful.
         """
         overlay = self._overlay
         limit = asyncio.Semaphore(_CALLS_AT_LEAVING_MAX)
@@ -134,12 +148,14 @@ class Replication:
                 group.create_task(offer(contact, keys))
 
     async def say_goodbye(self) -> None:
-        """Tell the neighbours, after everything else: whoever is called later takes it for a sign of life."""
+        """Send a goodbye to the neighbours. This must come last, because any later call counts as a sign of
+        life.
+        """
         overlay = self._overlay
         if not overlay.own().addresses:
-            return  # a client peer is in nobody's table
+            return  # a client peer is in no table
         async with asyncio.TaskGroup() as group:
-            for contact in overlay.table.nearest(overlay.own_id_number, _FAREWELLS_MAX):
+            for contact in overlay.table.nearest(overlay.own_id_number, _GOODBYES_MAX):
                 group.create_task(
                     overlay.ask(contact, PING, DhtPingRequest(sender=overlay.sender, leaving=True))
                 )
@@ -150,12 +166,12 @@ class Replication:
             waiting.popitem(last=False)
         self._wake.set()
 
-    async def _rest(self) -> None:
-        """Until something is due."""
+    async def _wait_until_due(self) -> None:
+        """Wait until some work is due."""
         due_s = min(
             [
-                self._check_s,
-                *(due_s for waiting in (self._came, self._went) for _, due_s, _ in waiting.values()),
+                self._next_check_s,
+                *(due_s for waiting in (self._joined, self._departed) for _, due_s, _ in waiting.values()),
             ]
         )
         try:
@@ -164,41 +180,43 @@ class Replication:
         except TimeoutError:
             return
 
-    async def _act(
-        self, contact: Contact, act: int, targets: Callable[[Key, Contact, int], Contact | None]
+    async def _offer_to_targets(
+        self, contact: Contact, turn: int, targets: Callable[[Key, Contact, int], Contact | None]
     ) -> None:
         """Offer every key to the peer that has to hold it now, if it is this peer's turn."""
         by_target: dict[PeerId, tuple[Contact, list[Key]]] = {}
         for number, key in enumerate(self._storage.keys(), 1):
             if number % _KEYS_AT_ONCE == 0:
                 await asyncio.sleep(0)
-            target = targets(key, contact, act)
+            target = targets(key, contact, turn)
             if target is not None:
                 by_target.setdefault(target.peer_id, (target, []))[1].append(key)
         for target, keys in by_target.values():
             await self._offer(target, keys)
 
-    def _for_newcomer(self, key: Key, newcomer: Contact, act: int) -> Contact | None:
+    def _for_newcomer(self, key: Key, newcomer: Contact, turn: int) -> Contact | None:
         overlay, dht_id = self._overlay, key.dht_id
         replicas = overlay.replicas(dht_id)
         if newcomer.peer_id not in [contact.peer_id for contact in replicas]:
             return None
-        return newcomer if self._rank(dht_id, replicas, newcomer.peer_id) == act else None
+        return newcomer if self._rank(dht_id, replicas, newcomer.peer_id) == turn else None
 
-    def _for_departed(self, key: Key, departed: Contact, act: int) -> Contact | None:
-        """The peer that has become a replica in its place."""
+    def _for_departed(self, key: Key, departed: Contact, turn: int) -> Contact | None:
+        """Return the peer that has become a replica in place of the departed one, if it is this peer's
+        turn.
+        """
         overlay, dht_id = self._overlay, key.dht_id
         replicas = overlay.replicas(dht_id)
         last = replicas[-1] if replicas else None
         if last is None or last.peer_id == overlay.own_id or departed.peer_id in overlay.table:
             return None
         if departed.peer_id.dht_id ^ dht_id > last.peer_id.dht_id ^ dht_id:
-            return None  # it was none of this key's replicas
-        return last if self._rank(dht_id, replicas, last.peer_id) == act else None
+            return None  # it was no replica of this key
+        return last if self._rank(dht_id, replicas, last.peer_id) == turn else None
 
     def _rank(self, dht_id: int, replicas: Iterable[Contact], receiver: PeerId) -> int:
-        """How many of the key's replicas are nearer than this peer and have been there long enough to hold
-        it.
+        """Return how many of the key's replicas are nearer than this peer and have been known long enough to
+        hold it.
         """
         overlay = self._overlay
         own_distance, recent_s = overlay.own_id_number ^ dht_id, overlay.clock.monotonic_s() - _RECENT_S
@@ -210,26 +228,26 @@ class Replication:
         )
 
     async def _compare(self, now_s: float) -> None:
-        """Offer what nobody has compared for long to all of its replicas. The nearest holder is the first to
-        find it long enough.
+        """Offer every key that has not been compared for a long time to all of its replicas. The delay grows
+        with rank, so the nearest holder usually does it.
         """
-        overlay, period_s = self._overlay, self._overlay.config.replicate_s
+        overlay, period_s = self._overlay, self._overlay.config.replication_interval_s
         by_target: dict[PeerId, tuple[Contact, list[Key]]] = {}
         held = self._storage.keys()
         for number, key in enumerate(held, 1):
             if number % _KEYS_AT_ONCE == 0:
                 await asyncio.sleep(0)
             compared_s = self._compared_s.setdefault(key, now_s - period_s * self._rng.uniform(0.0, 0.5))
-            if now_s - compared_s < min(period_s, _MISPLACED_S) or not self._lasting(key):
+            if now_s - compared_s < min(period_s, _MISPLACED_INTERVAL_S) or not self._stable_records(key):
                 continue
             replicas = overlay.replicas(key.dht_id)
             rank = sum(
                 contact.peer_id.dht_id ^ key.dht_id < overlay.own_id_number ^ key.dht_id
                 for contact in replicas
             )
-            # whoever stored it here could not reach the replicas then
+            # The peer that stored it here could not reach the replicas at that time.
             misplaced = rank >= overlay.config.replicas
-            if now_s - compared_s < (_MISPLACED_S if misplaced else period_s * (1.0 + 0.25 * rank)):
+            if now_s - compared_s < (_MISPLACED_INTERVAL_S if misplaced else period_s * (1.0 + 0.25 * rank)):
                 continue
             self._compared_s[key] = now_s
             for contact in replicas:
@@ -241,64 +259,64 @@ class Replication:
                 key: compared_s for key, compared_s in self._compared_s.items() if key in kept
             }
         for contact, keys in by_target.values():
-            await self._offer(contact, keys, self._lasting)
+            await self._offer(contact, keys, self._stable_records)
 
-    def _lasting(self, key: Key) -> list[Record]:
-        """What of a key is neither about to expire nor just being written."""
+    def _stable_records(self, key: Key) -> list[Record]:
+        """Return the records of a key that are neither about to expire nor just being written."""
         now_us = self._overlay.now_us
-        margin_us = int(_LIFE_S_MIN * 1e6)
+        margin_us = int(_STABLE_MARGIN_S * 1e6)
         return [
             record
             for record in self._storage.records(key, now_us)
             if record.expiration_us > now_us + margin_us
-            and (record.lasting or record.issued_at_us < now_us - margin_us)
+            and (record.is_blob or record.issued_at_us < now_us - margin_us)
         ]
 
-    def _all(self, key: Key) -> list[Record]:
+    def _records(self, key: Key) -> list[Record]:
         return self._storage.records(key, self._overlay.now_us)
 
     async def _offer(
         self, contact: Contact, keys: Sequence[Key], records_of: Callable[[Key], list[Record]] | None = None
     ) -> None:
-        """Say what we hold, and send what the other wants of it; in as many calls as it takes, while it
-        answers.
+        """Send summaries of keys to a peer, then the records that it wants, in several calls if necessary.
+        Stops when the peer does not answer.
         """
         overlay, config = self._overlay, self._overlay.config
-        part: list[tuple[Key, list[Record]]] = []
+        chunk: list[tuple[Key, list[Record]]] = []
         entries = 0
         for key in keys:
-            records = (records_of or self._all)(key)
+            records = (records_of or self._records)(key)
             for start in range(0, len(records), config.entries_per_summary_max):
-                piece = records[start : start + config.entries_per_summary_max]
-                if part and (
-                    entries + len(piece) > config.entries_per_summary_max
-                    or len(part) >= config.keys_per_summary_max
+                part = records[start : start + config.entries_per_summary_max]
+                if chunk and (
+                    entries + len(part) > config.entries_per_summary_max
+                    or len(chunk) >= config.keys_per_summary_max
                 ):
-                    if not await self._offer_part(contact, part):
+                    if not await self._offer_chunk(contact, chunk):
                         return
-                    part, entries = [], 0
-                part.append((key, piece))
-                entries += len(piece)
-        if part and not overlay.is_suspect(contact.peer_id):
-            await self._offer_part(contact, part)
+                    chunk, entries = [], 0
+                chunk.append((key, part))
+                entries += len(part)
+        if chunk and not overlay.is_suspect(contact.peer_id):
+            await self._offer_chunk(contact, chunk)
 
-    async def _offer_part(self, contact: Contact, part: Sequence[tuple[Key, list[Record]]]) -> bool:
+    async def _offer_chunk(self, contact: Contact, chunk: Sequence[tuple[Key, list[Record]]]) -> bool:
         overlay = self._overlay
-        held = [DhtHeldKey(key=key_to_wire(key), entries=summary(key, records)) for key, records in part]
+        held = [DhtHeldKey(key=key_to_wire(key), entries=summary(key, records)) for key, records in chunk]
         reply = await overlay.ask(contact, HOLDS, DhtHoldsRequest(sender=overlay.sender, keys=held))
         if reply is None:
             return False
-        offered = [record for _, records in part for record in records]
+        offered = [record for _, records in chunk for record in records]
         numbers = sorted({number for number in reply.wanted if number < len(offered)})
         return await self._push(contact, [offered[number] for number in numbers])
 
-    async def _pay(self) -> None:
-        while self._debts:
-            _, (contact, records) = self._debts.popitem(last=False)
+    async def _send_repairs(self) -> None:
+        while self._repairs:
+            _, (contact, records) = self._repairs.popitem(last=False)
             await self._push(contact, records)
 
     async def _push(self, contact: Contact, records: Sequence[Record]) -> bool:
-        """Send records, in calls of bounded size. False when the peer does not answer."""
+        """Send records in calls of bounded size. Returns False when the peer does not answer."""
         for batch in batches(
             records, self._overlay.config.records_per_call_max, self._overlay.config.record_bytes_per_call_max
         ):
@@ -309,7 +327,9 @@ class Replication:
 
 
 def batches(records: Iterable[Record], count_max: int, bytes_max: int) -> list[list[Record]]:
-    """Cut into runs of at most so many records and bytes (or one record)."""
+    """Split records into batches of at most `count_max` records and `bytes_max` bytes (or a single
+    record).
+    """
     found: list[list[Record]] = []
     sizes: defaultdict[int, int] = defaultdict(int)
     for record in records:

@@ -1,9 +1,9 @@
-"""What the DHT does by itself: joins and rejoins, looks after its table, finds the other half of a swarm that
-was cut in two, keeps its clock.
+"""Background maintenance of the DHT: joining and rejoining, the routing table, merging after a network
+partition, clock correction.
 
-At rest this is cheap: whoever calls or answers for any other reason is not pinged, far peers are pinged ever
-more seldom the longer they live, and a stranger is asked one question whose answer shows whether it belongs
-to the same swarm.
+An idle swarm causes little traffic: a peer that calls or answers for any other reason is not pinged, far
+peers are pinged less often the longer they live, and a peer outside the table gets one query whose answer
+shows whether it belongs to the same swarm.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from swarm.wire.dht_pb2 import DhtFindQuery, DhtFindRequest, DhtPingRequest
 
 _log = logging.getLogger(__name__)
 
-_TRIED_MAX = 32  # contacts tried in one attempt to join
+_ATTEMPT_CONTACTS_MAX = 32  # contacts tried per attempt to join
 _CONTACTS_AT_ONCE = 8
-_PINGS_MAX = 8  # per round of tending
-_CHECKS_MAX = 32  # pings at once that show whether a caller can be called
-_CHECKED_MAX = 1024
-_CHECK_AGAIN_S = 10.0  # a peer that calls and does not answer is checked no more often
+_PINGS_MAX = 8  # per maintenance round
+_CHECKS_MAX = 32  # concurrent pings that show whether a caller can be called back
+_CHECKED_PEERS_MAX = 1024
+_CHECK_INTERVAL_S = 10.0  # a peer that calls but does not answer is checked at most this often
 _REFRESHES_MAX = 4
-_REFRESH_WANTED = 4  # a refresh looks for somebody in the bucket, not for the nearest twenty
-_STRANGERS_MAX = 2  # asked per round of tending
-_BOOK_S = 300.0  # how often a peer is taken out of the book by chance
-_HALVES_MAX = 8  # of a cut's other side, taken over from one answer
+_REFRESH_WANTED = 4  # a refresh needs some peers of the bucket, not the nearest twenty
+_CANDIDATES_MAX = 2  # called per maintenance round
+_BOOK_SAMPLE_INTERVAL_S = 300.0  # interval at which a random peer of the book is called
+_UNMET_MAX = 8  # peers of the other side of a partition that are taken from one answer
 
 
 class Upkeep:
@@ -50,40 +50,40 @@ class Upkeep:
         self._overlay = overlay
         self._supervisor = supervisor
         self._rng = rng
-        self._strangers = RejoinCandidates(rng)
-        # when a peer was last pinged because it called
-        self._checking: OrderedDict[PeerId, float] = OrderedDict()
+        self._rejoin_candidates = RejoinCandidates(rng)
+        # peer -> when it was last pinged because it called
+        self._checked_s: OrderedDict[PeerId, float] = OrderedDict()
         self._checks = 0
-        self._book_s = self._neighbours_s = 0.0
+        self._book_sampled_s = self._neighbours_looked_up_s = 0.0
         self._replication = replication
-        self.settled = asyncio.Event()  # a peer is known, or nobody answered when first asked
+        self.join_attempted = asyncio.Event()  # a peer is known, or no peer answered the first attempt
         self.clock_problem: str | None = None
-        overlay.on_newcomer = self._on_newcomer
-        overlay.on_lost = self._on_lost
-        overlay.on_unproven = self._on_unproven
-        supervisor.spawn("DHT upkeep", self._tend, restart=True)
+        overlay.on_peer_joined = self._on_peer_joined
+        overlay.on_peer_left = self._on_peer_left
+        overlay.on_ping_wanted = self._on_ping_wanted
+        supervisor.spawn("DHT upkeep", self._maintain, restart=True)
         supervisor.spawn("DHT replication", replication.run, restart=True)
 
     async def join(self, contacts: Sequence[Contact]) -> None:
-        """Try all of these once, and find this peer's neighbours through whoever answers. They are tried
-        again later if need be.
+        """Try all of these contacts once, and find this peer's neighbours through the first that answers.
+        They are retried later if necessary.
         """
-        told = [
+        dialable = [
             contact for contact in contacts if contact.addresses and contact.peer_id != self._overlay.own_id
         ]
-        self._strangers.told(told, self._overlay.clock.monotonic_s())
-        await self._attempt(told)
-        self.settled.set()
+        self._rejoin_candidates.add_bootstrap(dialable, self._overlay.clock.monotonic_s())
+        await self._attempt(dialable)
+        self.join_attempted.set()
 
     async def _attempt(self, contacts: Sequence[Contact]) -> None:
-        """Ping all of them; whoever answers first leads to the neighbours, without waiting for the dead among
-        the others.
+        """Ping all contacts; the first that answers leads to the neighbours, without waiting for dead
+        ones.
         """
-        waiting = asyncio.Semaphore(_CONTACTS_AT_ONCE)
+        limit = asyncio.Semaphore(_CONTACTS_AT_ONCE)
         reached: list[Contact] = []
 
         async def ping(contact: Contact) -> None:
-            async with waiting:
+            async with limit:
                 answered = await self.ping(contact)
             if answered:
                 reached.append(contact)
@@ -91,69 +91,71 @@ class Upkeep:
                     await self.find(self._overlay.own_id_number)
 
         async with asyncio.TaskGroup() as group:
-            for contact in contacts[:_TRIED_MAX]:
+            for contact in contacts[:_ATTEMPT_CONTACTS_MAX]:
                 group.create_task(ping(contact))
         self.set_clock()
 
     async def ping(self, contact: Contact) -> bool:
-        """Does the peer answer?"""
+        """Return whether the peer answers."""
         reply = await self._overlay.ask(contact, PING, DhtPingRequest(sender=self._overlay.sender))
         if reply is None:
             return False
         try:
-            told = contact_from_wire(reply.contact) if reply.HasField("contact") else contact
+            reported = contact_from_wire(reply.contact) if reply.HasField("contact") else contact
         except PeerError:
-            self._overlay.failed(contact.peer_id, broke_protocol=True)
+            self._overlay.on_failure(contact.peer_id, broke_protocol=True)
             return False
-        if told.peer_id == contact.peer_id and told.addresses:
-            # What was dialed works from here, so that it goes first; the peer may know more addresses of its
-            # own.
-            self._overlay.met(
+        if reported.peer_id == contact.peer_id and reported.addresses:
+            # The dialed address works from here and goes first; the peer may know more of its own addresses.
+            self._overlay.on_answer(
                 Contact(
-                    told.peer_id, tuple(dict.fromkeys(contact.addresses + told.addresses))[:ADDRESSES_MAX]
+                    reported.peer_id,
+                    tuple(dict.fromkeys(contact.addresses + reported.addresses))[:ADDRESSES_MAX],
                 )
             )
         return True
 
     async def find(self, target: int, wanted: int | None = None) -> tuple[Contact, ...]:
-        """The live peers nearest to an id."""
+        """Return the live peers nearest to an id."""
         overlay = self._overlay
         lookup = overlay.lookup(
             target, wanted=wanted or overlay.config.routing.bucket_max, parallel=overlay.config.parallel
         )
-        return await overlay.search(lookup, lambda contact: self._ask_for(contact, target))
+        return await overlay.search(lookup, lambda contact: self._find_closer(contact, target))
 
-    async def _ask_for(self, contact: Contact, target: int) -> Sequence[Contact] | None:
+    async def _find_closer(self, contact: Contact, target: int) -> Sequence[Contact] | None:
         overlay = self._overlay
         request = DhtFindRequest(sender=overlay.sender, queries=[DhtFindQuery(target=id_to_wire(target))])
         reply = await overlay.ask(contact, FIND, request)
         return (
-            overlay.heard_of(reply.results[0].nearest)
+            overlay.contacts_from_answer(reply.results[0].nearest)
             if reply is not None and len(reply.results) == 1
             else None
         )
 
-    def _on_newcomer(self, contact: Contact) -> None:
-        self.settled.set()
-        self._replication.came(contact)
+    def _on_peer_joined(self, contact: Contact) -> None:
+        self.join_attempted.set()
+        self._replication.on_peer_joined(contact)
 
-    def _on_lost(self, contact: Contact, left: bool) -> None:
+    def _on_peer_left(self, contact: Contact, left: bool) -> None:
         if not left:
-            self._strangers.lost(contact, self._overlay.clock.monotonic_s())
-        self._replication.went(contact)
+            self._rejoin_candidates.add_lost(contact, self._overlay.clock.monotonic_s())
+        self._replication.on_peer_left(contact)
 
-    def _on_unproven(self, contact: Contact) -> bool:
-        """Somebody called us, or waits for the place of somebody silent: does this peer answer?"""
+    def _on_ping_wanted(self, contact: Contact) -> bool:
+        """Ping a peer that called this one, or whose place in the table a newcomer waits for. Returns whether
+        a ping was started.
+        """
         now_s = self._overlay.clock.monotonic_s()
         if (
             self._checks >= _CHECKS_MAX
-            or now_s < self._checking.get(contact.peer_id, -_CHECK_AGAIN_S) + _CHECK_AGAIN_S
+            or now_s < self._checked_s.get(contact.peer_id, -_CHECK_INTERVAL_S) + _CHECK_INTERVAL_S
         ):
             return False
-        self._checking[contact.peer_id] = now_s
-        self._checking.move_to_end(contact.peer_id)
-        if len(self._checking) > _CHECKED_MAX:
-            self._checking.popitem(last=False)
+        self._checked_s[contact.peer_id] = now_s
+        self._checked_s.move_to_end(contact.peer_id)
+        if len(self._checked_s) > _CHECKED_PEERS_MAX:
+            self._checked_s.popitem(last=False)
         self._checks += 1
 
         async def check() -> None:
@@ -165,38 +167,40 @@ class Upkeep:
         self._supervisor.spawn("DHT check of a caller", check)
         return True
 
-    async def _tend(self) -> None:
+    async def _maintain(self) -> None:
         config = self._overlay.config
-        backoff = Backoff(config.rejoin_first_s, config.rejoin_s_max, self._rng)
+        backoff = Backoff(config.rejoin_s_first, config.rejoin_s_max, self._rng)
         while True:
             if not len(self._overlay.table):
-                await self._attempt(self._everybody())
+                await self._attempt(self._all_known_contacts())
             if len(self._overlay.table):
                 backoff.reset()
-                await self._tend_once()
-                await asyncio.sleep(config.tend_s * self._rng.uniform(0.8, 1.2))
+                await self._maintain_once()
+                await asyncio.sleep(config.maintenance_interval_s * self._rng.uniform(0.8, 1.2))
             else:
                 await asyncio.sleep(backoff.next_s())
 
-    async def _tend_once(self) -> None:
+    async def _maintain_once(self) -> None:
         overlay, now_s = self._overlay, self._overlay.clock.monotonic_s()
         async with asyncio.TaskGroup() as group:
             for contact in overlay.table.to_ping(now_s)[:_PINGS_MAX]:
                 group.create_task(self.ping(contact))
-            for contact in self._worth_asking(now_s):
-                group.create_task(self._ask_stranger(contact))
-        if now_s - self._neighbours_s >= overlay.config.neighbours_s:
-            self._neighbours_s = now_s
+            for contact in self._due_candidates(now_s):
+                group.create_task(self._query_candidate(contact))
+        if now_s - self._neighbours_looked_up_s >= overlay.config.neighbour_lookup_interval_s:
+            self._neighbours_looked_up_s = now_s
             await self.find(overlay.own_id_number)
-        for target in overlay.table.stale_ids(now_s - overlay.config.refresh_s, self._rng)[:_REFRESHES_MAX]:
+        for target in overlay.table.stale_ids(now_s - overlay.config.bucket_refresh_s, self._rng)[
+            :_REFRESHES_MAX
+        ]:
             await self.find(target, _REFRESH_WANTED)
         self.set_clock()
 
-    def _worth_asking(self, now_s: float) -> list[Contact]:
-        """Strangers whose turn it is, and now and then somebody out of the book."""
-        found = self._strangers.due(now_s, self._overlay.table, _STRANGERS_MAX)
-        if now_s - self._book_s >= _BOOK_S:
-            self._book_s = now_s
+    def _due_candidates(self, now_s: float) -> list[Contact]:
+        """Return the candidates for rejoining that are due, and occasionally a random peer of the book."""
+        found = self._rejoin_candidates.due(now_s, self._overlay.table, _CANDIDATES_MAX)
+        if now_s - self._book_sampled_s >= _BOOK_SAMPLE_INTERVAL_S:
+            self._book_sampled_s = now_s
             table = self._overlay.table
             known = [
                 peer.contact
@@ -212,21 +216,23 @@ class Upkeep:
                 found.append(self._rng.choice(known))
         return found
 
-    async def _ask_stranger(self, stranger: Contact) -> None:
-        """Who was lost may be back, or on the other side of a cut that has healed. In the same swarm it names
-        neighbours that we know; in another one it leads us to neighbours that we have not met.
+    async def _query_candidate(self, candidate: Contact) -> None:
+        """Ask a peer outside the table for this peer's neighbours.
+
+        A lost peer may be back, or on the other side of a partition that has healed. In the same swarm it
+        names known neighbours; in another one it names neighbours that this peer has not met.
         """
         overlay = self._overlay
         try:
-            closer = await self._ask_for(stranger, overlay.own_id_number)
+            closer = await self._find_closer(candidate, overlay.own_id_number)
         except PeerError:
-            overlay.failed(stranger.peer_id, broke_protocol=True)
+            overlay.on_failure(candidate.peer_id, broke_protocol=True)
             closer = None
-        self._strangers.tried(stranger.peer_id, overlay.clock.monotonic_s())
+        self._rejoin_candidates.on_called(candidate.peer_id, overlay.clock.monotonic_s())
         if closer is None:
             return
         near = overlay.table.nearest(overlay.own_id_number, overlay.config.routing.bucket_max)
-        reach = (
+        range_end = (
             near[-1].peer_id.dht_id ^ overlay.own_id_number
             if len(near) >= overlay.config.routing.bucket_max
             else None
@@ -235,33 +241,35 @@ class Upkeep:
         unmet = [
             contact
             for contact in unmet
-            if reach is None or contact.peer_id.dht_id ^ overlay.own_id_number < reach
+            if range_end is None or contact.peer_id.dht_id ^ overlay.own_id_number < range_end
         ]
         if not unmet:
             return
-        # not by a lookup alone: that would start among those we know, and may end there
+        # A lookup alone is not enough: it would start among known peers, and may end there.
         async with asyncio.TaskGroup() as group:
             answers = [
                 group.create_task(self.ping(contact))
-                for contact in unmet[:_HALVES_MAX]
+                for contact in unmet[:_UNMET_MAX]
                 if contact.peer_id != overlay.own_id
             ]
         if any(answer.result() for answer in answers):
-            self._strangers.hurry(overlay.clock.monotonic_s())
+            self._rejoin_candidates.retry_all_now(overlay.clock.monotonic_s())
             await self.find(overlay.own_id_number)
 
-    def _everybody(self) -> list[Contact]:
-        """All that is known to somebody who has lost the swarm."""
-        told = {contact.peer_id: contact for contact in self._strangers.contacts()}
-        known = {peer.peer_id: peer.contact for peer in self._overlay.book.known()[:_TRIED_MAX]}
+    def _all_known_contacts(self) -> list[Contact]:
+        """Return all known contacts, for a peer that has lost the swarm."""
+        candidates = {contact.peer_id: contact for contact in self._rejoin_candidates.contacts()}
+        known = {peer.peer_id: peer.contact for peer in self._overlay.book.known()[:_ATTEMPT_CONTACTS_MAX]}
         return [
             contact
-            for contact in (told | known).values()
+            for contact in (candidates | known).values()
             if contact.addresses and contact.peer_id != self._overlay.own_id
         ]
 
     def set_clock(self) -> None:
-        """Take over what the peers' clocks say, and tell the user when this one is far off."""
+        """Apply the clock offset estimated from the peers' clocks, and warn the user when this clock is far
+        off.
+        """
         overlay = self._overlay
         raw_s = overlay.raw_us / 1e6
         problem = overlay.offset.problem(overlay.own_id, raw_s)

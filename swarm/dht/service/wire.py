@@ -1,5 +1,5 @@
-"""Between the DHT's values and its protobuf messages. What a peer sends is checked here: PeerError when it is
-malformed.
+"""Conversion between the DHT's values and its protobuf messages. Messages from peers are checked here: a
+malformed one raises PeerError.
 """
 
 from __future__ import annotations
@@ -17,24 +17,27 @@ KNOWN_MAX = 64  # peers in one request
 
 
 def known_to_wire(contacts: Iterable[Contact]) -> bytes:
-    """Peers that need not be named in an answer: enough of each to tell it from others that somebody could
-    make.
+    """Encode peers that an answer need not name: the last 8 bytes of each key, so that no match can be
+    forged.
     """
     return b"".join([contact.peer_id.public_key[-_KNOWN_BYTES:] for contact in contacts])
 
 
-def unknown_of(contacts: list[Contact], known: bytes) -> list[Contact]:
-    """Those that the caller does not know yet. PeerError when it says that it knows more peers than a table's
-    bucket has.
+def without_known(contacts: list[Contact], known: bytes) -> list[Contact]:
+    """Return the contacts that the caller does not know yet. Raises PeerError when it claims to know more
+    than `KNOWN_MAX` peers.
     """
     if not known:
         return contacts
     if len(known) > KNOWN_MAX * _KNOWN_BYTES or len(known) % _KNOWN_BYTES:
         raise PeerError(
-            f"a request names at most {KNOWN_MAX} known peers with {_KNOWN_BYTES} bytes each, not {len(known)} bytes"
+            f"a request names at most {KNOWN_MAX} known peers with {_KNOWN_BYTES} bytes each, not "
+            f"{len(known)} bytes"
         )
-    ends = {known[place : place + _KNOWN_BYTES] for place in range(0, len(known), _KNOWN_BYTES)}
-    return [contact for contact in contacts if contact.peer_id.public_key[-_KNOWN_BYTES:] not in ends]
+    known_suffixes = {known[place : place + _KNOWN_BYTES] for place in range(0, len(known), _KNOWN_BYTES)}
+    return [
+        contact for contact in contacts if contact.peer_id.public_key[-_KNOWN_BYTES:] not in known_suffixes
+    ]
 
 
 def key_to_wire(key: Key) -> DhtKey:
@@ -58,12 +61,14 @@ def record_to_wire(record: Record) -> DhtRecord:
         writer=record.writer.to_bytes(),
         signature=record.signature,
         deleted=record.deleted,
-        lasting=record.lasting,
+        lasting=record.is_blob,
     )
 
 
 def record_from_wire(message: DhtRecord) -> Record:
-    """PeerError when a field is malformed. Whether the record is acceptable is `RecordValidator`'s question."""
+    """Decode a record. Raises PeerError when a field is malformed; `RecordValidator` decides whether it is
+    acceptable.
+    """
     try:
         writer = PeerId.from_bytes(message.writer)
     except UsageError as error:
@@ -76,7 +81,7 @@ def record_from_wire(message: DhtRecord) -> Record:
         expiration_us=message.expiration_us,
         writer=writer,
         deleted=message.deleted,
-        lasting=message.lasting,
+        is_blob=message.lasting,
         signature=message.signature,
     )
 

@@ -1,4 +1,4 @@
-"""Writing: one record on its way to its replicas."""
+"""Writes: store one record at its replicas."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _REFUSAL_CHARACTERS_MAX = 200
 
 @dataclass(frozen=True, slots=True)
 class StoreResult:
-    """Whether at least one replica holds the record, and how many do. `refusals`: what replicas that do not
-    hold it said.
+    """The outcome of a write: whether at least one replica holds the record, how many do, and in `refusals`
+    the reasons of those that do not.
     """
 
     ok: bool
@@ -29,14 +29,14 @@ class StoreResult:
 
 
 class Verdicts:
-    """What the replicas of one record said."""
+    """The answers of the replicas of one record."""
 
     def __init__(self) -> None:
         self.held: set[PeerId] = set()
         self.refusals: dict[PeerId, str] = {}
 
     def note(self, peer: PeerId, refusal: str) -> None:
-        """A replica holds the record, or says why not."""
+        """Record that a replica holds the record (empty `refusal`), or why it does not."""
         if refusal:
             self.refusals[peer] = refusal[:_REFUSAL_CHARACTERS_MAX]
         else:
@@ -53,33 +53,33 @@ class Verdicts:
 
 
 class PendingWrite:
-    """Of a single record: one round of calls in a swarm that this peer knows whole, a search and one round in
-    a larger one.
+    """A write of a single record: one round of calls in a swarm that this peer knows completely, a search and
+    one round in a larger one.
     """
 
     def __init__(self, overlay: Overlay, record: Record) -> None:
         self._overlay = overlay
         self._record = record
         self.verdicts = Verdicts()
-        self.own_holds = False
+        self.is_own_replica = False
 
     async def run(self) -> None:
-        """Until every replica has answered or is given up."""
+        """Run until every replica has answered or failed."""
         overlay, config, target = self._overlay, self._overlay.config, self._record.key.dht_id
-        # Whom one who knows everybody asks first are the replicas, and asking is storing.
+        # A peer that knows all peers asks the replicas first, and the question stores the record.
         lookup = overlay.lookup(target, wanted=config.replicas, parallel=config.replicas)
         nearest = await overlay.search(lookup, self._store_at if overlay.knows_all else self._find_at)
-        self.own_holds = any(contact.peer_id == overlay.own_id for contact in nearest)
+        self.is_own_replica = any(contact.peer_id == overlay.own_id for contact in nearest)
         async with asyncio.TaskGroup() as group:
             for contact in nearest:
                 if contact.peer_id != overlay.own_id and contact.peer_id not in self.verdicts:
-                    group.create_task(self._place(contact))
+                    group.create_task(self._store_or_mark_failed(contact))
 
-    async def _place(self, contact: Contact) -> None:
+    async def _store_or_mark_failed(self, contact: Contact) -> None:
         try:
             await self._store_at(contact)
         except PeerError:
-            self._overlay.failed(contact.peer_id, broke_protocol=True)
+            self._overlay.on_failure(contact.peer_id, broke_protocol=True)
 
     async def _store_at(self, contact: Contact) -> Sequence[Contact] | None:
         overlay, record = self._overlay, self._record
@@ -88,20 +88,20 @@ class PendingWrite:
             records=[record_to_wire(record)],
             target=id_to_wire(record.key.dht_id),
             nearest_max=overlay.config.replicas,
-            known=overlay.known,
+            known=overlay.known_peers,
         )
         reply = await overlay.ask(contact, STORE, request)
         if reply is None or len(reply.refusals) != 1:
             return None
         self.verdicts.note(contact.peer_id, reply.refusals[0])
-        return overlay.heard_of(reply.nearest)
+        return overlay.contacts_from_answer(reply.nearest)
 
     async def _find_at(self, contact: Contact) -> Sequence[Contact] | None:
         overlay = self._overlay
         query = DhtFindQuery(target=id_to_wire(self._record.key.dht_id))
         reply = await overlay.ask(contact, FIND, DhtFindRequest(sender=overlay.sender, queries=[query]))
         return (
-            overlay.heard_of(reply.results[0].nearest)
+            overlay.contacts_from_answer(reply.results[0].nearest)
             if reply is not None and len(reply.results) == 1
             else None
         )

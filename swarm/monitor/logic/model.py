@@ -148,7 +148,8 @@ class Model:
         recent = [
             one
             for one in told
-            if one.given_epoch is None or abs(self._epoch - one.given_epoch) <= config.behind_epochs
+            if one.contributed_epoch is None
+            or abs(self._epoch - one.contributed_epoch) <= config.behind_epochs
         ]
         samples = self._samples(live, rates, now_s)
         target, rate = self.run.target, sum(rates.values())

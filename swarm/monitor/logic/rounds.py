@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from swarm.core.ids import PeerId
-from swarm.metrics.record import RoundTold
+from swarm.metrics.record import RoundReport
 from swarm.monitor.logic.robust import median
 from swarm.monitor.logic.view import RoundView
 
@@ -22,7 +22,7 @@ RoundKey = tuple[str, int, str]
 
 @dataclass(slots=True)
 class _Round:
-    told: dict[PeerId, RoundTold] = field(default_factory=dict)
+    told: dict[PeerId, RoundReport] = field(default_factory=dict)
     first_s: float = 0.0  # when the monitor heard of it
 
 
@@ -33,7 +33,7 @@ class RoundBook:
         self._rounds_max = rounds_max
         self._rounds: dict[RoundKey, _Round] = {}
 
-    def tell(self, writer: PeerId, told: RoundTold, epoch: int, now_s: float) -> RoundKey | None:
+    def tell(self, writer: PeerId, told: RoundReport, epoch: int, now_s: float) -> RoundKey | None:
         """One member's word; returns the round's key when it is the first to tell of it. `epoch`: the
         swarm's.
         """

@@ -105,8 +105,10 @@ class Tracked:
             samples_given=told.samples,
             loss=told.loss,
             validation_loss=told.validation_loss,
-            contributed_epoch=told.given_epoch,
-            contributed_ago_s=max(0.0, now_s - told.given_at_s) if told.given_at_s is not None else None,
+            contributed_epoch=told.contributed_epoch,
+            contributed_ago_s=max(0.0, now_s - told.contributed_at_s)
+            if told.contributed_at_s is not None
+            else None,
             up_bytes=told.bytes_up,
             down_bytes=told.bytes_down,
             up_bytes_per_s=self.up_per_s if fresh else 0.0,

@@ -46,7 +46,7 @@ def test_rounds_and_state_add_up() -> None:
     meter.on_load(LoadResult(loaded=True, epoch=5, bytes_received=1000))
     told = metrics(meter)
     assert (told.name, told.device, told.epoch, told.samples_per_s) == ("anna", "cpu", 5, 12.346)
-    assert (told.samples, told.given_epoch, told.given_at_s, told.drift) == (40, 5, 1002.0, 0.5)
+    assert (told.samples, told.contributed_epoch, told.contributed_at_s, told.drift) == (40, 5, 1002.0, 0.5)
     assert (told.bytes_up, told.bytes_down, told.rounds_done, told.rounds_failed) == (200, 1100, 1, 0)
     assert [(one.kind, one.epoch, one.seconds, one.members, one.reason) for one in told.rounds] == [
         ("epoch", 4, 1.5, 1, ""),

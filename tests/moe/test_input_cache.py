@@ -1,4 +1,4 @@
-"""Inputs are kept within bounds, and one caller does not push out another's."""
+"""The input cache is bounded, and one caller does not evict another's inputs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from moe.server.logic.remembered import Remembered, RememberedConfig
+from moe.server.logic.input_cache import InputCache, InputCacheConfig
 
 
-def test_what_was_put_is_there_until_it_is_dropped() -> None:
-    kept: Remembered[str] = Remembered()
+def test_a_value_is_cached_until_it_is_dropped() -> None:
+    kept: InputCache[str] = InputCache()
     assert kept.put("x", 1, "inputs", 100)
     assert kept.get("x", 1) == "inputs"
     assert kept.get("y", 1) is None
@@ -20,9 +20,9 @@ def test_what_was_put_is_there_until_it_is_dropped() -> None:
     assert kept.size_bytes == 0
 
 
-def test_one_caller_pushes_out_its_own() -> None:
-    kept: Remembered[str] = Remembered(
-        RememberedConfig(bytes_max=1000, bytes_per_caller_max=300, entry_overhead_bytes=0)
+def test_a_caller_evicts_only_its_own_entries() -> None:
+    kept: InputCache[str] = InputCache(
+        InputCacheConfig(bytes_max=1000, bytes_per_caller_max=300, entry_overhead_bytes=0)
     )
     kept.put("quiet", 0, "kept", 100)
     for number in range(50):
@@ -33,10 +33,10 @@ def test_one_caller_pushes_out_its_own() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_limits_hold_whatever_happens(seed: int) -> None:
+def test_limits_hold_under_random_operations(seed: int) -> None:
     rng = random.Random(seed)
-    config = RememberedConfig(bytes_max=2000, bytes_per_caller_max=800, entry_overhead_bytes=10)
-    kept: Remembered[int] = Remembered(config)
+    config = InputCacheConfig(bytes_max=2000, bytes_per_caller_max=800, entry_overhead_bytes=10)
+    kept: InputCache[int] = InputCache(config)
     mirror: dict[tuple[str, int], int] = {}
     most = 0
     for step in range(2000):

@@ -1,8 +1,8 @@
-"""The inputs of forward passes whose backward passes are likely to follow: kept for a while, so that they
-need not be sent again.
+"""A cache of the inputs of forward passes whose backward passes are likely to follow, so that they need not
+be sent again.
 
-Bounded, over all and per caller; what was put first goes first. A caller whose inputs are gone is told so and
-sends them.
+It is bounded in total and per caller; the oldest entries are dropped first. A caller whose inputs are gone is
+asked to send them again.
 """
 
 from __future__ import annotations
@@ -16,52 +16,52 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RememberedConfig:
-    """How much is kept; 0 bytes: nothing."""
+class InputCacheConfig:
+    """Limits of the cache; 0 bytes: nothing is kept."""
 
     bytes_max: int = 256 << 20
     bytes_per_caller_max: int = 64 << 20
-    entry_overhead_bytes: int = 1024  # counted for each, so that small ones are bounded in number, too
+    entry_overhead_bytes: int = 1024  # counted for each, which bounds the number of small entries
 
 
-class Remembered(Generic[T]):
-    """By caller and name."""
+class InputCache(Generic[T]):
+    """Values by caller and name."""
 
-    def __init__(self, config: RememberedConfig | None = None) -> None:
-        self.config = config or RememberedConfig()
+    def __init__(self, config: InputCacheConfig | None = None) -> None:
+        self.config = config or InputCacheConfig()
         self._entries: OrderedDict[tuple[Hashable, Hashable], tuple[T, int]] = OrderedDict()
-        self._of_caller: dict[Hashable, OrderedDict[Hashable, None]] = {}
+        self._names_by_caller: dict[Hashable, OrderedDict[Hashable, None]] = {}
         self._caller_bytes: dict[Hashable, int] = {}
         self.size_bytes = 0
 
     def put(self, caller: Hashable, name: Hashable, value: T, size_bytes: int) -> bool:
-        """Keep it; False when it is too large to be kept."""
+        """Store a value. Return False when it is too large."""
         size_bytes += self.config.entry_overhead_bytes
         if size_bytes > min(self.config.bytes_max, self.config.bytes_per_caller_max):
             return False
         self.drop(caller, name)
         self._entries[caller, name] = (value, size_bytes)
-        self._of_caller.setdefault(caller, OrderedDict())[name] = None
+        self._names_by_caller.setdefault(caller, OrderedDict())[name] = None
         self._caller_bytes[caller] = self._caller_bytes.get(caller, 0) + size_bytes
         self.size_bytes += size_bytes
         while self._caller_bytes[caller] > self.config.bytes_per_caller_max:
-            self.drop(caller, next(iter(self._of_caller[caller])))
+            self.drop(caller, next(iter(self._names_by_caller[caller])))
         while self.size_bytes > self.config.bytes_max:
             self.drop(*next(iter(self._entries)))
         return True
 
     def get(self, caller: Hashable, name: Hashable) -> T | None:
-        """What was put; None when it is gone."""
+        """Return a value; None when it is gone."""
         found = self._entries.get((caller, name))
         return found[0] if found is not None else None
 
     def drop(self, caller: Hashable, name: Hashable) -> None:
-        """It is not needed any more."""
+        """Remove a value, if it is there."""
         found = self._entries.pop((caller, name), None)
         if found is None:
             return
         self.size_bytes -= found[1]
         self._caller_bytes[caller] -= found[1]
-        del self._of_caller[caller][name]
-        if not self._of_caller[caller]:
-            del self._of_caller[caller], self._caller_bytes[caller]
+        del self._names_by_caller[caller][name]
+        if not self._names_by_caller[caller]:
+            del self._names_by_caller[caller], self._caller_bytes[caller]
