@@ -26,5 +26,5 @@ class FailingServer:
 def test_serving_ends_with_an_error_when_a_device_fails() -> None:
     leaving = SimpleNamespace(requested=threading.Event())
     view = SimpleNamespace(emit=lambda event: None)
-    with pytest.raises(SwarmError, match="cuda:1 cannot be used .* start `swarm serve` again"):
+    with pytest.raises(SwarmError, match=r"cuda:1 cannot be used .* start `swarm serve` again"):
         _watch(cast(Any, FailingServer()), cast(Any, leaving), view, 0.001)

@@ -187,7 +187,7 @@ def test_a_device_that_is_lost_is_reported_when_not_even_the_current_device_can_
     entering: bool, leaving: bool
 ) -> None:
     context = using(DEVICE, LostCuda(entering=entering, leaving=leaving))
-    with pytest.raises(DeviceFailed, match="device-side assert triggered$"), context:
+    with pytest.raises(DeviceFailed, match=r"device-side assert triggered$"), context:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
 
