@@ -34,7 +34,7 @@ class GridFigures:
     messages: tuple[float, ...]  # requests and replies that a peer sends, on average
     messages_most: tuple[int, ...]  # that the busiest peer sends
     bytes_sent: tuple[float, ...]  # per peer, protobuf without TLS and TCP
-    looks: tuple[float, ...]  # reads of the presence records, per peer
+    reads: tuple[float, ...]  # reads of the presence records, per peer
     forming_s: tuple[float, ...]  # virtual seconds from the aligned start until everybody has its group
     # root mean square distance from the mean, as a share of what it was before the first round
     deviations: tuple[float, ...]
@@ -139,7 +139,7 @@ def measure(
         rows: list[tuple[float, int, float, float, float, float]] = []
         members = [one.peer for one in swarm.volunteers]
         for _ in range(rounds):
-            began_s, looks = loop.time(), swarm.table.looks
+            began_s, reads = loop.time(), swarm.table.reads
             sent = [(peer.messages_sent, peer.bytes_sent) for peer in members]
             found = await averaging.step(late_s=lambda: 0.02 * swarm.rng.random())
             if not all(isinstance(one, Group) for one in found):
@@ -151,13 +151,13 @@ def measure(
                 peer.bytes_sent - before for peer, (_, before) in zip(members, sent, strict=True)
             )
             formed_s = loop.time() - began_s - ROUND_S
-            looked = (swarm.table.looks - looks) / peers
+            reads_each = (swarm.table.reads - reads) / peers
             rows.append(
                 (
                     sum(messages) / peers,
                     max(messages),
                     size_bytes / peers,
-                    looked,
+                    reads_each,
                     formed_s,
                     averaging.deviation() / first,
                 )
@@ -165,7 +165,7 @@ def measure(
             await asyncio.sleep(1.0)  # the peers compute
         shape = swarm.volunteers[0].service.cells.grid.shape
         await swarm.close()
-        messages_of, most, sizes, looks_of, forming, deviations = zip(*rows, strict=True)
+        messages_of, most, sizes, reads_of, forming, deviations = zip(*rows, strict=True)
         return GridFigures(
             peers=peers,
             target_group_size=target_group_size,
@@ -174,7 +174,7 @@ def measure(
             messages=messages_of,
             messages_most=most,
             bytes_sent=sizes,
-            looks=looks_of,
+            reads=reads_of,
             forming_s=forming,
             deviations=deviations,
         )

@@ -26,15 +26,15 @@ SCHEMA = b"schema"
 
 
 @dataclass
-class Table:
+class PresenceTable:
     """Presence records as a table that everybody reads after a delay."""
 
     records: dict[PeerId, Holder] = field(default_factory=dict)
     delay_s: float = 0.05
-    looks: int = 0
+    reads: int = 0
 
-    async def look(self, timeout_s: float) -> dict[PeerId, Holder]:
-        self.looks += 1
+    async def read(self, timeout_s: float) -> dict[PeerId, Holder]:
+        self.reads += 1
         await asyncio.sleep(self.delay_s)
         return dict(self.records)
 
@@ -62,7 +62,11 @@ class SimulatedVolunteer:
 
 class Swarm:
     def __init__(self, seed: int, link: LinkConfig | None = None) -> None:
-        self.network, self.table, self.rng = SimulatedNetwork(seed, link), Table(), random.Random(seed)
+        self.network, self.table, self.rng = (
+            SimulatedNetwork(seed, link),
+            PresenceTable(),
+            random.Random(seed),
+        )
         self.volunteers: list[SimulatedVolunteer] = []
 
     def add(

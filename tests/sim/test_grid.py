@@ -234,7 +234,7 @@ def test_a_liar_cannot_call_a_swarm_into_a_grid_that_does_not_suit_it() -> None:
         async def shout() -> None:
             while True:
                 place = f"4.{rng.choice([2, 3, 8, 4096, 99999999])}.{rng.randrange(2)}"
-                seek = LookForGroup(
+                query = LookForGroup(
                     contact=liar.peer.contact,
                     round_key=key_at("0", place),
                     schema=SCHEMA,
@@ -243,7 +243,7 @@ def test_a_liar_cannot_call_a_swarm_into_a_grid_that_does_not_suit_it() -> None:
                     can_lead=True,
                 )
                 for volunteer in honest:
-                    volunteer.service.on_seek(seek, announced=False)
+                    volunteer.service.on_query(query, announced=False)
                     assert volunteer.service.cells.grid.shape.cells in (1, 3)
                 await asyncio.sleep(0.05)
 
@@ -272,9 +272,9 @@ def test_hosts_that_lie_or_are_dead_cost_time_and_no_more() -> None:
             averaging.swarm.network.peers[peer.peer_id].up = False
         for number, volunteer in enumerate(averaging.live()):
             if number % 3 == 0:
-                mates = strangers if number % 2 else ()
-                volunteer.service.cells.on_meet = lambda meet, mates=mates: CellLookupReply(
-                    mates=mates, home="", passed=True
+                members = strangers if number % 2 else ()
+                volunteer.service.cells.on_cell_lookup = lambda meet, members=members: CellLookupReply(
+                    members=members, home="", passed=True
                 )  # type: ignore[method-assign,misc]
         met = 0
         for _ in range(6):

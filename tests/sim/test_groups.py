@@ -8,7 +8,7 @@ import pytest
 
 from averaging.matchmaking.logic.group import Group
 from averaging.matchmaking.logic.messages import SearchFailed
-from averaging.matchmaking.service.refusals import SHUNNED_S
+from averaging.matchmaking.service.blocklist import BLOCK_AFTER_LIE_S
 from swarm.testing.group_swarm import SimulatedVolunteer, Swarm, check_groups
 from swarm.testing.network import LinkConfig
 from swarm.testing.virtual_loop import run_virtual
@@ -334,7 +334,7 @@ def test_who_is_banned_is_in_no_group(seed: int) -> None:
         swarm = Swarm(seed)
         banned, *others = [swarm.add(target_group_size=8) for _ in range(4)]
         for volunteer in others:
-            volunteer.exchange.refusals.ban("r", frozenset({banned.peer.peer_id}))
+            volunteer.exchange.blocklist.ban("r", frozenset({banned.peer.peer_id}))
         alone, *found = await swarm.all([swarm.rng.random() * 0.2 for _ in range(4)])
         assert isinstance(alone, SearchFailed)
         assert all(
@@ -364,7 +364,7 @@ def test_who_was_proved_to_lie_is_shunned_for_a_while(seed: int) -> None:
         ), found
         for volunteer in others:
             volunteer.service.round_over(committed=True)
-        await asyncio.sleep(SHUNNED_S)
+        await asyncio.sleep(BLOCK_AFTER_LIE_S)
         [group] = check_groups(swarm, await swarm.all([0.0] * 3))
         assert len(group.members) == 3
         await swarm.close()

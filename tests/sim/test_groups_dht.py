@@ -54,7 +54,7 @@ async def volunteer(network: SimulatedNetwork, bootstrap: SimulatedPeer | None) 
         dht=dht, name=NAME, own=lambda: peer.contact, schema=SCHEMA, config=PresenceConfig()
     )
     renewing = peer.supervisor.spawn("presence", presence.renew)
-    await presence.declared(2.0)
+    await presence.wait_until_declared(2.0)
     groups = GroupService(
         exchange=GroupExchange(
             handlers=peer.handlers, caller=peer.caller, own=peer.peer_id, clock=peer.clock
@@ -116,7 +116,7 @@ def test_peers_come_die_and_say_goodbye() -> None:
         assert took_s < 0.5
 
         await asyncio.sleep(120.0)  # records are renewed, that of the dead peer has expired
-        assert set(await volunteers[0].presence.look(5.0)) == {one.peer.peer_id for one in volunteers}
+        assert set(await volunteers[0].presence.read(5.0)) == {one.peer.peer_id for one in volunteers}
         found, took_s = await everybody(volunteers)
         assert members(found) == 3
         assert took_s < 0.5

@@ -1,7 +1,7 @@
-"""The search for a group that is in progress: what it wants, whom it knows, who has joined it, whom it
-follows.
+"""State of the search for a group that is in progress: its request, the known peers, the followers, and the
+leader.
 
-State of `averaging.matchmaking.logic.matchmaking`, which decides; time is a parameter.
+`averaging.matchmaking.logic.matchmaking` decides; this module only keeps the state. Time is a parameter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class GroupFollower:
-    """A peer whose call to be led is held back here."""
+    """A peer that asked to be led and whose call is held back here."""
 
     member: Member
     gathered: bytes
@@ -30,38 +30,43 @@ class GroupFollower:
 
 @dataclass(slots=True)
 class Search:
-    want: SearchRequest
+    """One search in progress. All times are monotonic seconds."""
+
+    request: SearchRequest
     member: Member
-    seek: LookForGroup
-    book: PeerTable
+    query: LookForGroup
+    table: PeerTable
     started_s: float
-    act_by_s: float  # when we, leading, make do with who is there
+    begin_by_s: float  # when this peer, as leader, begins with the followers it has
     followers: dict[PeerId, GroupFollower] = field(default_factory=dict)
     following: PeerId | None = None
     pinged_s: float = -math.inf
-    pinged: bool = False  # since we follow this leader
-    odd_answers: int = 0  # of the leader to our pings, in a row: it no longer leads this round
-    looked: bool = False  # the records were read since the search began
-    looking: bool = False
-    look_s: float = -math.inf
+    pinged: bool = False  # since this peer follows its leader
+    contrary_answers: int = (
+        0  # consecutive replies of the leader to pings that say it does not lead this round
+    )
+    records_read: bool = False  # the presence records were read since the search began
+    reading_records: bool = False
+    read_started_s: float = -math.inf
 
-    def speak(self, turn: int) -> LookForGroup:
-        """What we tell others, as of this turn."""
-        self.seek = replace(self.seek, turn=turn)
-        return self.seek
+    def stamped_query(self, turn: int) -> LookForGroup:
+        """Return the query to send to other peers, stamped with this turn."""
+        self.query = replace(self.query, turn=turn)
+        return self.query
 
     def follow(self, leader: PeerId, now_s: float) -> None:
-        self.following, self.pinged_s, self.pinged, self.odd_answers = leader, now_s, False, 0
+        """Begin to follow `leader`."""
+        self.following, self.pinged_s, self.pinged, self.contrary_answers = leader, now_s, False, 0
 
-    def leave(self, now_s: float) -> None:
-        """Follow nobody any more."""
-        self.following, self.book.free_s = None, now_s
+    def stop_following(self, now_s: float) -> None:
+        """Stop following."""
+        self.following, self.table.free_since_s = None, now_s
 
     def group(self, codec: str, rng: random.Random) -> Group:
-        """We and our followers, in the order of the PeerIDs: the same peers have the same spans in every
-        round.
+        """Build the group of this peer and its followers. Members are in the order of their PeerIDs, so that
+        the same peers reduce the same shards in every round.
         """
-        everybody = [(self.member, self.want.gathered)]
+        everybody = [(self.member, self.request.gathered)]
         everybody += [(follower.member, follower.gathered) for follower in self.followers.values()]
         everybody.sort(key=lambda one: one[0].peer_id)
         return Group(

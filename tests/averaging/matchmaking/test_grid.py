@@ -10,8 +10,9 @@ from collections import Counter
 import pytest
 import torch
 
+from averaging.matchmaking.logic.cell_members import CELL_MEMBERS_MAX, PEERS_MAX, CellMembers
 from averaging.matchmaking.logic.grid import (
-    ROOM,
+    LOBBY,
     AveragingGrid,
     Place,
     Shape,
@@ -20,7 +21,6 @@ from averaging.matchmaking.logic.grid import (
     shape_of,
     split_key,
 )
-from averaging.matchmaking.logic.roster import MATES_MAX, PEERS_MAX, Roster
 from swarm.core.ids import Address, Contact, PeerId
 from swarm.testing.identities import SeededIdentity
 
@@ -103,13 +103,17 @@ def test_any_number_of_peers_keeps_the_mean_and_comes_nearer(seed: int) -> None:
 
 def test_what_other_weights_than_those_of_the_round_before_do() -> None:
     """Its own weight again keeps the mean and is not exact; equal weights after the first round lose it."""
-    for again, rounds, least, most in ((True, 2, 1e-2, 1.0), (True, 40, 0.0, 1e-12), (False, 40, 1e-2, 1.0)):
+    for again, rounds, peers_min, most in (
+        (True, 2, 1e-2, 1.0),
+        (True, 40, 0.0, 1e-12),
+        (False, 40, 1e-2, 1.0),
+    ):
         model = Model(16, 4, random.Random(1), weighted=True)
         given = model.weights.clone()
         for _ in range(rounds):
             model.step()
             model.weights[:] = given if again else 1.0
-        assert least <= model.deviation() <= most
+        assert peers_min <= model.deviation() <= most
 
 
 def test_members_of_a_full_group_part() -> None:
@@ -118,9 +122,9 @@ def test_members_of_a_full_group_part() -> None:
         for cell in range(shape.cells):
             members = PEERS[cell : cell + group_size]
             after = [shape.cell_after(cell, bytes([cell % 256] * 32), members, member) for member in members]
-            assert max(Counter(after).values()) == -(-group_size // shape.fan)
+            assert max(Counter(after).values()) == -(-group_size // shape.fan_out)
         strays = {
-            shape.cell_after(ROOM, b"\x07" * 32, PEERS[:group_size], member) for member in PEERS[:group_size]
+            shape.cell_after(LOBBY, b"\x07" * 32, PEERS[:group_size], member) for member in PEERS[:group_size]
         }
         assert len(strays) == min(group_size, shape.cells)
 
@@ -137,7 +141,7 @@ def test_shapes_hold_everybody_and_follow_the_swarm_without_haste() -> None:
     grid, changes = AveragingGrid(PEERS[0], 4), 0
     for turn in range(60):
         before = grid.shape
-        grid.saw(PEERS[1 : 24 + (turn * 7) % 3])  # 24 to 26: around a border
+        grid.on_records(PEERS[1 : 24 + (turn * 7) % 3])  # 24 to 26: around a border
         changes += grid.shape != before
     assert changes == 2  # into the grid, and over the border once
 
@@ -145,7 +149,7 @@ def test_shapes_hold_everybody_and_follow_the_swarm_without_haste() -> None:
 def test_one_group_is_never_divided_and_comes_together_again() -> None:
     grid = AveragingGrid(PEERS[0], 4)
     for others, cells in ((3, 1), (4, 2), (3, 1), (11, 3), (4, 2), (3, 1), (0, 1)):
-        grid.saw(PEERS[1 : 1 + others])
+        grid.on_records(PEERS[1 : 1 + others])
         assert grid.shape.cells == cells
         assert grid.divided == (others > 3)
         assert bool(grid.home.text) == grid.divided
@@ -154,35 +158,37 @@ def test_one_group_is_never_divided_and_comes_together_again() -> None:
 def test_everybody_begins_in_the_cell_of_its_rank_and_knows_who_else_does() -> None:
     grids = [AveragingGrid(peer, 4) for peer in PEERS[:11]]
     for grid in grids:
-        grid.saw(PEERS[:11])
+        grid.on_records(PEERS[:11])
     for peer, grid in zip(PEERS, grids, strict=False):
-        mates = {other for other, one in zip(PEERS, grids, strict=False) if one.cell == grid.cell} - {peer}
-        assert set(grid.ranked()) == mates
+        members_at = {other for other, one in zip(PEERS, grids, strict=False) if one.cell == grid.cell} - {
+            peer
+        }
+        assert set(grid.initial_members()) == members_at
 
 
 def test_a_round_that_fails_leaves_everybody_where_it_was() -> None:
     grid = AveragingGrid(PEERS[0], 4)
-    grid.saw(PEERS[:16])
+    grid.on_records(PEERS[:16])
     home = grid.home
     for committed in (False, True):
-        grid.began(home, b"\x01" * 32, PEERS[:4])
+        grid.on_group_formed(home, b"\x01" * 32, PEERS[:4])
         coming = grid.next
-        grid.over(committed=committed)
+        grid.on_round_over(committed=committed)
         assert grid.home == (coming if committed else home)
-        assert grid.settled == committed
-    assert grid.ranked() == []
+        assert grid.has_moved == committed
+    assert grid.initial_members() == []
 
 
 def test_who_is_lost_does_not_count_and_others_may_know_better() -> None:
     grid = AveragingGrid(PEERS[0], 4)
-    grid.saw(PEERS[1:5], lost={PEERS[4]})
+    grid.on_records(PEERS[1:5], lost={PEERS[4]})
     assert not grid.divided
-    assert not grid.heard(Shape(4, 3)), "this does not suit the records"
-    assert not grid.heard(Shape(3, 2)), "nor do other groups"
-    assert grid.heard(Shape(4, 2))
-    grid.saw(PEERS[1:5], lost={PEERS[4]})
+    assert not grid.adopt_shape(Shape(4, 3)), "this does not suit the records"
+    assert not grid.adopt_shape(Shape(3, 2)), "nor do other groups"
+    assert grid.adopt_shape(Shape(4, 2))
+    grid.on_records(PEERS[1:5], lost={PEERS[4]})
     assert grid.shape == Shape(4, 2), "others live so, and by the records they may"
-    grid.saw(PEERS[1:4])
+    grid.on_records(PEERS[1:4])
     assert not grid.divided
 
 
@@ -193,7 +199,7 @@ def test_keys_say_where_and_survive_what_callers_write() -> None:
         assert split_key(key) == (round_key, place.text)
         assert split_key(round_key) == (round_key, "")
     assert shape_of(place.text) == Shape(4, 8)
-    assert split_key(key_at("7", Place(Shape(4, 8), ROOM).text)) == ("7", "*")
+    assert split_key(key_at("7", Place(Shape(4, 8), LOBBY).text)) == ("7", "*")
     for text in ("", "*", "4.8.8", "4.1.0", "1.2.0", "999.2.0", "4.99999999.1", "4.8", "x.y.z"):
         assert shape_of(text) is None
 
@@ -203,32 +209,32 @@ def contact(number: int) -> Contact:
 
 
 def test_a_roster_believes_the_latest_word_and_forgets() -> None:
-    roster, names = Roster(60.0), [PEERS[number] for number in range(3)]
+    cell_members, names = CellMembers(60.0), [PEERS[number] for number in range(3)]
 
-    def mates(place: str, now_s: float = 1.0) -> set[PeerId]:
-        return {one.peer_id for one in roster.mates(place, PEERS[9], now_s)}
+    def members_at(place: str, now_s: float = 1.0) -> set[PeerId]:
+        return {one.peer_id for one in cell_members.members_at(place, PEERS[9], now_s)}
 
     for number in range(3):
-        roster.enter(contact(number), "a", 5, 0.0)
-    assert mates("a") == set(names)
-    roster.enter(contact(0), "b", 4, 0.5)  # overtaken on its way
-    assert mates("b") == set()
-    roster.enter(contact(0), "b", 6, 0.5)
-    assert mates("b") == {names[0]}
-    assert mates("a") == set(names[1:])
-    roster.leave(names[0], "a", 7)  # it is elsewhere by now
-    roster.leave(names[1], "a", 4)  # it has come again since
-    assert mates("b") == {names[0]}
-    assert mates("a") == set(names[1:])
-    roster.leave(names[1], "a", 8)
-    assert mates("a") == {names[2]}
-    assert mates("a", 61.0) == set()
-    assert len(roster) == 1
+        cell_members.enter(contact(number), "a", 5, 0.0)
+    assert members_at("a") == set(names)
+    cell_members.enter(contact(0), "b", 4, 0.5)  # overtaken on its way
+    assert members_at("b") == set()
+    cell_members.enter(contact(0), "b", 6, 0.5)
+    assert members_at("b") == {names[0]}
+    assert members_at("a") == set(names[1:])
+    cell_members.leave(names[0], "a", 7)  # it is elsewhere by now
+    cell_members.leave(names[1], "a", 4)  # it has come again since
+    assert members_at("b") == {names[0]}
+    assert members_at("a") == set(names[1:])
+    cell_members.leave(names[1], "a", 8)
+    assert members_at("a") == {names[2]}
+    assert members_at("a", 61.0) == set()
+    assert len(cell_members) == 1
 
 
 def test_a_roster_has_limits() -> None:
-    roster = Roster(60.0)
+    cell_members = CellMembers(60.0)
     for number in range(PEERS_MAX + 50):
-        roster.enter(Contact(SeededIdentity(number).peer_id, ()), "a", 1, 0.0)
-    assert len(roster) == PEERS_MAX
-    assert len(roster.mates("a", PEERS[0], 1.0)) == MATES_MAX
+        cell_members.enter(Contact(SeededIdentity(number).peer_id, ()), "a", 1, 0.0)
+    assert len(cell_members) == PEERS_MAX
+    assert len(cell_members.members_at("a", PEERS[0], 1.0)) == CELL_MEMBERS_MAX
