@@ -1,6 +1,4 @@
-"""Groups whose members find one another through a simulated DHT: presence records, newcomers, deaths and
-goodbyes.
-"""
+"""Matchmaking through a simulated DHT: presence records, newcomers, deaths and departures."""
 
 from __future__ import annotations
 
@@ -77,13 +75,13 @@ async def everybody(volunteers: list[Volunteer]) -> tuple[list[Group | SearchFai
 
 
 def members(found: list[Group | SearchFailed]) -> int:
-    """How many peers are in the one group that everybody is in."""
+    """Assert that all peers are in one group, and return its size."""
     assert all(isinstance(one, Group) for one in found), found
     [group] = {one.group_id: one for one in found if isinstance(one, Group)}.values()
     return len(group.members)
 
 
-def test_peers_come_die_and_say_goodbye() -> None:
+def test_groups_follow_peers_that_come_die_and_leave() -> None:
     async def scenario() -> None:
         network = SimulatedNetwork(seed=1)
         volunteers = [await volunteer(network, None)]
@@ -107,7 +105,7 @@ def test_peers_come_die_and_say_goodbye() -> None:
         assert members(found) == 4
         assert took_s < 0.5
 
-        leaver = volunteers.pop(0)  # the one whom the others joined by
+        leaver = volunteers.pop(0)  # the one that the others joined by
         leaver.renewing.cancel()
         await leaver.presence.withdraw()
         leaver.groups.close()

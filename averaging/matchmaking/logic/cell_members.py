@@ -50,8 +50,8 @@ class CellMembers:
             self._drop(peer_id)
 
     def members_at(self, place: str, asker: PeerId, now_s: float) -> list[Contact]:
-        """Return the contacts of the other peers at `place`, latest first, at most `CELL_MEMBERS_MAX`. Expired
-        entries are removed.
+        """Return the contacts of the other peers at `place`, latest first, at most `CELL_MEMBERS_MAX`.
+        Expired entries are removed.
         """
         found: list[Contact] = []
         for peer_id in list(reversed(self._places.get(place, ()))):

@@ -19,11 +19,13 @@ _DEVIATIONS = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GracePeriodConfig:
+    """Bounds of the grace periods."""
+
     # grace of a peer that was never seen looking for a group. Too small: the first round of a run leaves slow
     # starters out; too large: an idle peer delays it
     unknown_peer_s: float = 3.0
-    # added to the observed lateness, for noise of training steps and a starved processor. Too small: a punctual
-    # peer is left out
+    # added to the observed lateness, for noise of training steps and a starved processor. Too small: a
+    # punctual peer is left out
     margin_s: float = 2.5
     grace_s_max: float = 10.0  # upper bound for every peer, however late it used to be
 

@@ -232,11 +232,11 @@ class Matchmaker:
         if search is None:
             return self.status_for(join.query, now_s)
         search.table.on_query(join.query, now_s)
-        ranks_before_us = join.query.can_lead and join.query.rank < search.query.rank
+        ranks_lower = join.query.can_lead and join.query.rank < search.query.rank
         fits = join.query.schema == self._schema.digest and join.query.round_key == search.request.round_key
         search.followers.pop(peer_id, None)  # its earlier call, if any, is superseded
         full = 1 + len(search.followers) >= self._config.target_group_size
-        if not fits or search.following is not None or not search.query.can_lead or ranks_before_us or full:
+        if not fits or search.following is not None or not search.query.can_lead or ranks_lower or full:
             return self.status_for(join.query, now_s)
         self._tickets += 1
         search.followers[peer_id] = GroupFollower(member, join.gathered, self._tickets)

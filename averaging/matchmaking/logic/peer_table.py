@@ -83,8 +83,8 @@ class PeerTable:
     # --- events
 
     def on_holders(self, holders: Mapping[PeerId, Holder], unreachable: Iterable[PeerId]) -> None:
-        """Take in the presence records. If there are more holders than `QUERIED_PEERS_MAX`, keep those with the
-        lowest selection hash, which all searches of a round choose alike. Peers in `unreachable` start as
+        """Take in the presence records. If there are more holders than `QUERIED_PEERS_MAX`, keep those with
+        the lowest selection hash, which all searches of a round choose alike. Peers in `unreachable` start as
         failed.
         """
         chosen = sorted(holders, key=self._selection_hash)[:QUERIED_PEERS_MAX]
@@ -177,8 +177,8 @@ class PeerTable:
     ) -> list[PeerState]:
         """Return the peers to send a query to now, and mark them as queried.
 
-        `needs_no_query` tells of a peer that needs no query; `first_only` restricts the result to peers that were
-        never queried.
+        `needs_no_query` returns whether a peer needs no query; `first_only` restricts the result to peers
+        that were never queried.
         """
         due = []
         for peer_id, peer in self.peers.items():
@@ -248,8 +248,8 @@ class PeerTable:
     def _follower_until_s(self, peer: PeerState) -> float:
         """Return by when a peer that follows another one would have come to this one."""
         # Either it follows this peer and its call is on the way; or its leader learns of this peer and sends
-        # it here; or its leader, which ranks before this peer, has a full group (or this peer would follow it,
-        # too) and sends it away: the members of that group are known to be busy.
+        # it here; or its leader, which ranks before this peer, has a full group (or this peer would follow
+        # it, too) and sends it away: the members of that group are known to be busy.
         leader = self.peers.get(peer.follows.contact.peer_id) if peer.follows is not None else None
         return max(peer.searching_since_s, self.free_since_s) + (
             _LEADER_LOSS_S if leader is not None and leader.failed else _JOIN_WAIT_S
@@ -388,7 +388,7 @@ class PeerTable:
         if member is None or (
             member.status is not None and member.round_key == self.query.round_key != reporter.round_key
         ):
-            return  # its own message says that it looks for this round: it ended the other one before `reporter`
+            return  # by its own message it looks for this round: it ended the other one before `reporter`
         if member.status in (None, PeerStatus.SEARCHING, PeerStatus.FOLLOWING):
             member.status, member.round_key, member.busy_until_s = (
                 PeerStatus.BUSY,

@@ -1,5 +1,5 @@
-"""Blocklist of a node: peers with which it forms no group of a run, either because the run's owner banned them
-or because they were proved here to have lied.
+"""Blocklist of a node: peers with which it forms no group of a run, either because the run's owner banned
+them or because they were proved here to have lied.
 """
 
 from __future__ import annotations

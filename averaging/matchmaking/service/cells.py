@@ -1,9 +1,9 @@
 """One averager's position in the grid of a large swarm, and how it finds the peers in its cell.
 
-Only its group knows where a peer goes after a round. Each peer therefore reports its next cell ahead of time to
-the hosts of that cell, a few holders that everybody chooses alike (the lowest hashes of cell and PeerID), and
-asks them for the other members when it begins to search. Messages per peer and round grow with the size of a
-group, not with the size of the swarm. A swarm that fits into one group uses none of this.
+Only its group knows where a peer goes after a round. Each peer therefore reports its next cell ahead of time
+to the hosts of that cell, a few holders that everybody chooses alike (the lowest hashes of cell and PeerID),
+and asks them for the other members when it begins to search. Messages per peer and round grow with the size
+of a group, not with the size of the swarm. A swarm that fits into one group uses none of this.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LOBBY_S_MAX = 4.0  # up to this
 # lobby
 _HOSTS_PER_CELL = 3
 _ENTRY_TTL_S = 60.0  # of an entry in such a list
-# presence records older than this are read again at the next search. Too large: the grid follows the swarm late
+# presence records older than this are read again at the next search. Too large: the grid follows changes late
 _RECORDS_AGE_S_MAX = 5.0
 _LOOKUP_INTERVAL_S = 1.0  # the hosts of a cell are asked again during a search after this, at the earliest
 _CALL_TIMEOUT_S = 1.0
@@ -210,7 +210,9 @@ class Cells:
         self._leave_old_places()
 
     def on_unmatched(self) -> None:
-        """Record that nobody is left to wait for at the place of the search; move on if it was this peer's cell."""
+        """Record that nobody is left to wait for at the place of the search; move on if it was this peer's
+        cell.
+        """
         self._records_read_s = -math.inf
         if self.place == self.grid.home:
             self.grid.move_to_other_cell()

@@ -102,7 +102,8 @@ class GroupExchange:
         """
         if service.name in self._services:
             raise UsageError(
-                f"this node already has an averager {service.name.averager!r}: give the second one another name"
+                f"this node already has an averager {service.name.averager!r}:"
+                " give the second one another name"
             )
         self._services[service.name] = service
 

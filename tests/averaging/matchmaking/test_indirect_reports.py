@@ -1,5 +1,5 @@
-"""What one peer says about another while a group forms: when it is believed, and when that peer itself knows
-better.
+"""Reports of one peer about another while a group forms: when they are believed, and when a message of that
+peer itself takes precedence.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tests.averaging.matchmaking.test_matchmaking import (
 )
 
 
-def test_who_looks_for_this_round_is_not_thought_to_be_in_the_one_before() -> None:
-    """7 looks for round 270 already; 6, which has not ended round 269 yet, says that it is in it together
-    with 7. Both are waited for.
+def test_a_peer_that_looks_for_this_round_is_not_marked_busy_by_a_report_about_the_round_before() -> None:
+    """Peer 7 looks for round 270 already; peer 6, which has not ended round 269 yet, reports that it is in it
+    together with 7. Both are waited for.
     """
     bench = MatchmakerBench.make(MatchmakingConfig(target_group_size=8))
     bench.start(holder(6), holder(7), key="270")
@@ -39,7 +39,7 @@ def test_who_looks_for_this_round_is_not_thought_to_be_in_the_one_before() -> No
     assert {member.peer_id for member in group.members} == {contact(5).peer_id, *both}
 
 
-def test_who_is_said_to_be_in_this_round_with_others_is_not_waited_for() -> None:
+def test_a_peer_reported_to_be_in_this_round_with_others_is_not_waited_for() -> None:
     bench = MatchmakerBench.make(MatchmakingConfig(target_group_size=8))
     bench.start(holder(6), holder(7), holder(8), key="270")
     bench.machine.on_query(replace(query_of(7, 11.0, key="270"), turn=1), 0.01)

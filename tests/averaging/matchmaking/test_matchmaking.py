@@ -1,4 +1,4 @@
-"""The matchmaking machine alone: what it asks for, what it answers, and why it gives up."""
+"""The matchmaking machine alone: its effects, its replies, and the reasons for which a search ends."""
 
 from __future__ import annotations
 
@@ -108,14 +108,14 @@ def searching_answer(deadline_s: float, key: str = "") -> Answer:
 IDLE = Answer(status=PeerStatus.IDLE)
 
 
-def test_alone_is_found_out_by_one_look() -> None:
+def test_a_search_ends_as_alone_after_one_read_without_holders() -> None:
     bench = MatchmakerBench.make()
     failed = outcome(bench.start())
     assert isinstance(failed, SearchFailed)
     assert failed.reason == "alone"
 
 
-def test_a_new_averager_looks_for_a_moment_before_it_calls_itself_alone() -> None:
+def test_a_new_averager_searches_for_a_moment_before_it_ends_as_alone() -> None:
     machine = Matchmaker(
         own=contact(5).peer_id, config=MatchmakingConfig(), schema=OURS, rng=random.Random(0), now_s=0.0
     )
@@ -127,7 +127,7 @@ def test_a_new_averager_looks_for_a_moment_before_it_calls_itself_alone() -> Non
     assert outcome(machine.poll(0.5)) is not None
 
 
-def test_everybody_known_is_asked_at_once() -> None:
+def test_all_known_holders_are_queried_at_once() -> None:
     effects = MatchmakerBench.make().start(holder(1), holder(2))
     assert {effect.contact for effect in effects if isinstance(effect, SendLookForGroup)} == {
         contact(1),
@@ -135,9 +135,9 @@ def test_everybody_known_is_asked_at_once() -> None:
     }
 
 
-def test_what_a_peer_says_later_counts_though_it_arrives_earlier() -> None:
-    """It was idle when we asked; its own search began before its answer reached us: it is on its way, and not
-    gone elsewhere.
+def test_a_later_message_counts_even_if_it_arrives_first() -> None:
+    """The peer was idle when it was queried; its own search began before its reply arrived here: it is on its
+    way, and not gone elsewhere.
     """
     bench = MatchmakerBench.make(MatchmakingConfig(target_group_size=8))
     bench.start(holder(6), holder(7))
@@ -149,9 +149,9 @@ def test_what_a_peer_says_later_counts_though_it_arrives_earlier() -> None:
     assert isinstance(outcome(bench.machine.poll(0.04)), Group)
 
 
-def test_a_follower_whose_call_was_lost_does_not_hold_the_group_up() -> None:
-    """It believes that it follows us and pings us, which is no newcomer's Seek each time: the group begins
-    without it.
+def test_a_follower_whose_call_was_lost_does_not_delay_the_group() -> None:
+    """The peer believes that it follows this one and pings it; a ping is not a newcomer's query each time, so
+    that the group begins without it.
     """
     bench = MatchmakerBench.make(MatchmakingConfig(target_group_size=8))
     bench.start(holder(6), holder(7))
@@ -171,28 +171,28 @@ def test_a_follower_whose_call_was_lost_does_not_hold_the_group_up() -> None:
     assert [member.peer_id for member in found.members] == [contact(5).peer_id, contact(7).peer_id]
 
 
-def test_each_change_of_standing_is_a_turn() -> None:
+def test_each_change_of_status_increases_the_turn() -> None:
     bench = MatchmakerBench.make()
-    said = [bench.machine.on_query(query_of(6, 11.0), 0.0).turn]
+    turns = [bench.machine.on_query(query_of(6, 11.0), 0.0).turn]
     [query] = [effect.query for effect in bench.start(holder(1)) if isinstance(effect, SendLookForGroup)]
-    said.append(query.turn)
+    turns.append(query.turn)
     bench.machine.on_query_answer(contact(1).peer_id, searching_answer(9.0), 0.01)
     [join] = [effect.join for effect in bench.machine.poll(0.01) if isinstance(effect, SendJoin)]
-    said.append(join.query.turn)
+    turns.append(join.query.turn)
     assert bench.machine.on_query(query_of(6, 11.0), 0.02).turn == join.query.turn
     bench.machine.on_join_failed(contact(1).peer_id, "it is gone", 0.02)
-    said.append(bench.machine.on_query(query_of(6, 11.0), 0.02).turn)
+    turns.append(bench.machine.on_query(query_of(6, 11.0), 0.02).turn)
     bench.machine.stop(0.03)
-    said.append(bench.machine.on_query(query_of(6, 11.0), 0.03).turn)
-    assert said == sorted(set(said))
+    turns.append(bench.machine.on_query(query_of(6, 11.0), 0.03).turn)
+    assert turns == sorted(set(turns))
 
 
-def test_the_earlier_deadline_leads_and_the_peer_id_breaks_ties() -> None:
-    for theirs, joins in ((9.0, True), (11.0, False), (10.0, True)):
-        bench = MatchmakerBench.make()
-        bench.start(holder(1))
-        bench.machine.on_query_answer(contact(1).peer_id, searching_answer(theirs), 0.01)
-        assert any(isinstance(effect, SendJoin) for effect in bench.machine.poll(0.01)) == joins, theirs
+@pytest.mark.parametrize(("deadline_s", "joins"), [(9.0, True), (11.0, False), (10.0, True)])
+def test_the_earlier_deadline_leads_and_the_peer_id_breaks_ties(deadline_s: float, joins: bool) -> None:
+    bench = MatchmakerBench.make()
+    bench.start(holder(1))
+    bench.machine.on_query_answer(contact(1).peer_id, searching_answer(deadline_s), 0.01)
+    assert any(isinstance(effect, SendJoin) for effect in bench.machine.poll(0.01)) == joins
 
 
 def test_a_leader_begins_when_everybody_expected_has_joined() -> None:
@@ -210,7 +210,7 @@ def test_a_leader_begins_when_everybody_expected_has_joined() -> None:
     assert answers[1].ticket == ticket
 
 
-def test_a_full_group_begins_and_the_rest_are_told() -> None:
+def test_a_full_group_begins_and_later_joins_are_declined() -> None:
     bench = MatchmakerBench.make(MatchmakingConfig(target_group_size=2))
     bench.start(holder(6), holder(7))
     bench.machine.on_join(join_of(6, 11.0), 0.01)
@@ -221,7 +221,7 @@ def test_a_full_group_begins_and_the_rest_are_told() -> None:
     assert contact(6).peer_id in refused.members
 
 
-def test_an_idle_peer_is_waited_for_as_long_as_it_may_be_late_and_less_each_time() -> None:
+def test_the_grace_period_of_an_idle_peer_halves_with_each_missed_round() -> None:
     bench = MatchmakerBench.make()
     now_s, waited = 0.0, []
     for _ in range(4):
@@ -243,7 +243,7 @@ def test_an_idle_peer_is_waited_for_as_long_as_it_may_be_late_and_less_each_time
     assert waited == pytest.approx([3.0, 1.5, 0.75, 0.375])
 
 
-def test_who_does_not_answer_is_not_waited_for() -> None:
+def test_a_peer_that_does_not_answer_is_not_waited_for() -> None:
     bench = MatchmakerBench.make()
     bench.start(holder(6), holder(7))
     bench.machine.on_join(join_of(6, 11.0), 0.0)
@@ -251,7 +251,7 @@ def test_who_does_not_answer_is_not_waited_for() -> None:
     bench.machine.on_query_failed(contact(7).peer_id, "connection refused", 0.1)
     assert isinstance(outcome(bench.machine.poll(0.1)), Group)
     bench.machine.round_over(committed=True, left_out=frozenset(), now_s=0.2)
-    effects = bench.start(holder(6), holder(7), now_s=0.3)  # nor in the next search, though it is asked
+    effects = bench.start(holder(6), holder(7), now_s=0.3)  # nor in the next search, although it is queried
     assert contact(7) in [effect.contact for effect in effects if isinstance(effect, SendLookForGroup)]
     bench.machine.on_join(join_of(6, 11.3), 0.3)
     assert isinstance(outcome(bench.machine.poll(0.3)), Group)
@@ -294,7 +294,7 @@ def test_nobody_leads_a_peer_that_ranks_before_it() -> None:
     assert any(isinstance(effect, SendJoin) for effect in bench.machine.poll(0.01))
 
 
-def test_a_silent_leader_is_left_and_not_asked_again_until_it_is_heard() -> None:
+def test_a_silent_leader_is_left_and_not_asked_again_until_it_sends_a_message() -> None:
     bench = MatchmakerBench.make()
     bench.start(holder(1))
     bench.machine.on_query_answer(contact(1).peer_id, searching_answer(9.0), 0.0)
@@ -323,22 +323,22 @@ def test_only_equal_round_keys_meet() -> None:
     assert "look for another round than '7' ('8')" in failed.detail
 
 
-def test_a_round_that_was_held_without_us_is_named_at_once() -> None:
+def test_a_search_ends_at_once_when_its_round_was_committed_without_it() -> None:
     bench = MatchmakerBench.make()
     bench.start(holder(1), key="7")
     bench.machine.on_query_answer(contact(1).peer_id, Answer(status=PeerStatus.PASSED, round_key="7"), 0.01)
     bench.machine.poll(0.01)
-    failed = outcome(step_look(bench, 0.02, holder(1)))
+    failed = outcome(poll_after_read(bench, 0.02, holder(1)))
     assert isinstance(failed, SearchFailed)
     assert failed.reason == "passed"
 
 
-def step_look(bench: MatchmakerBench, now_s: float, *holders: Holder) -> list[Effect]:
+def poll_after_read(bench: MatchmakerBench, now_s: float, *holders: Holder) -> list[Effect]:
     bench.machine.on_holders({one.contact.peer_id: one for one in holders}, now_s)
     return bench.machine.poll(now_s)
 
 
-def test_other_tensors_are_named_and_not_waited_for() -> None:
+def test_a_peer_with_other_tensors_is_named_and_not_waited_for() -> None:
     bench = MatchmakerBench.make()
     failed = outcome(bench.start(holder(1, b"other")))
     assert isinstance(failed, SearchFailed)
@@ -347,7 +347,7 @@ def test_other_tensors_are_named_and_not_waited_for() -> None:
     assert contact(1).peer_id.short in failed.detail
 
 
-def test_a_dead_neighbourhood_is_unreachable_after_a_second_try() -> None:
+def test_a_search_ends_as_unreachable_after_a_second_failed_query() -> None:
     bench = MatchmakerBench.make()
     bench.start(holder(1))
     bench.machine.on_query_failed(contact(1).peer_id, "connection refused", 0.01)
@@ -355,7 +355,7 @@ def test_a_dead_neighbourhood_is_unreachable_after_a_second_try() -> None:
     assert any(isinstance(effect, SendLookForGroup) for effect in bench.machine.poll(0.21))
     bench.machine.on_query_failed(contact(1).peer_id, "connection refused", 0.22)
     bench.machine.poll(0.22)
-    failed = outcome(step_look(bench, 0.3, holder(1)))
+    failed = outcome(poll_after_read(bench, 0.3, holder(1)))
     assert isinstance(failed, SearchFailed)
     assert failed.reason == "unreachable"
     assert "connection refused" in failed.detail
@@ -379,7 +379,7 @@ def test_two_peers_that_cannot_be_dialed_cannot_meet() -> None:
     assert failed.reason == "few"
 
 
-def test_a_clock_that_is_far_off_is_mentioned() -> None:
+def test_a_wrong_clock_of_a_peer_is_mentioned_in_the_failure() -> None:
     bench = MatchmakerBench.make()
     bench.start(holder(1))
     bench.machine.on_query_answer(contact(1).peer_id, replace(IDLE, clock_off_s=40.0), 0.01)
@@ -388,7 +388,7 @@ def test_a_clock_that_is_far_off_is_mentioned() -> None:
     assert "+40 s" in failed.detail
 
 
-def test_a_group_that_lies_about_us_is_refused() -> None:
+def test_a_group_with_wrong_values_of_this_peer_is_refused() -> None:
     bench = MatchmakerBench.make()
     bench.start(holder(1))
     bench.machine.on_query_answer(contact(1).peer_id, searching_answer(9.0), 0.0)
@@ -407,14 +407,14 @@ def test_a_group_that_lies_about_us_is_refused() -> None:
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf"), 1e13])
-def test_claims_out_of_bounds_are_refused(weight: float) -> None:
+def test_a_join_with_a_weight_out_of_bounds_is_refused(weight: float) -> None:
     bench = MatchmakerBench.make()
     bench.start(holder(6))
     with pytest.raises(UsageError, match="weight"):
         bench.machine.on_join(join_of(6, 11.0, weight=weight), 0.01)
 
 
-def test_a_follower_that_leaves_is_counted_out() -> None:
+def test_a_follower_that_leaves_is_not_in_the_group() -> None:
     bench = MatchmakerBench.make()
     bench.start(holder(6), holder(7))
     ticket = bench.machine.on_join(join_of(6, 11.0), 0.0)
@@ -430,7 +430,7 @@ def test_a_follower_that_leaves_is_counted_out() -> None:
     assert group.peer_ids == (contact(5).peer_id, contact(7).peer_id)
 
 
-def test_one_search_at_a_time() -> None:
+def test_a_second_search_at_a_time_is_refused() -> None:
     bench = MatchmakerBench.make()
     bench.start(holder(1))
     with pytest.raises(UsageError, match="already averaging"):

@@ -1,4 +1,4 @@
-"""The matchmaking machine as a leader: who has a place in its group."""
+"""The matchmaking machine as a leader: which peers have a place in its group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.averaging.matchmaking.test_matchmaking import (
 )
 
 
-def test_who_comes_to_a_full_group_that_has_not_begun_is_told_so() -> None:
+def test_a_join_to_a_full_group_that_has_not_begun_is_declined() -> None:
     bench = MatchmakerBench.make(MatchmakingConfig(target_group_size=2))
     bench.start(holder(6), holder(7))
     assert isinstance(bench.machine.on_join(join_of(6, 11.0), 0.01), int)
@@ -34,7 +34,7 @@ def test_who_comes_to_a_full_group_that_has_not_begun_is_told_so() -> None:
     assert len(group.members) == 2
 
 
-def test_who_joins_again_takes_its_own_place() -> None:
+def test_a_second_join_of_a_peer_replaces_its_first() -> None:
     bench = MatchmakerBench.make(MatchmakingConfig(target_group_size=3))
     bench.start(holder(6), holder(7))
     first = bench.machine.on_join(join_of(6, 11.0), 0.01)
@@ -49,9 +49,9 @@ def test_who_joins_again_takes_its_own_place() -> None:
     assert all(isinstance(answer.answer, Group) for answer in answers)
 
 
-def test_a_leader_that_twice_says_that_it_does_not_lead_is_left() -> None:
-    """One odd answer may have been overtaken on its way; answers to what was asked before it led us do not
-    count.
+def test_a_leader_is_left_after_two_replies_that_it_does_not_lead() -> None:
+    """A single contrary reply may have been overtaken on its way; replies to queries sent before it led this
+    peer do not count.
     """
     bench = MatchmakerBench.make()
     leader = contact(1).peer_id
