@@ -208,7 +208,9 @@ class Watch:
 
 
 def run_view(signed: SignedSpecification) -> RunView:
-    """Return the view of a specification. It includes the task's own description where the task is installed."""
+    """Return the view of a specification. It includes the task's own description where the task is
+    installed.
+    """
     specification = signed.specification
     parameters, summary = None, ""
     with contextlib.suppress(SwarmError):

@@ -226,7 +226,9 @@ def make_app(watch: Watched, stream: EventStream) -> Starlette:
 
 
 class WebServer:
-    """Server of the page at host:port, as a context manager. Raise UsageError when the port cannot be used."""
+    """Server of the page at host:port, as a context manager. Raise UsageError when the port cannot be
+    used.
+    """
 
     def __init__(self, watch: Watched, address: tuple[str, int]) -> None:
         self._watch = watch

@@ -1,4 +1,6 @@
-"""The model of the monitor: which peers take part, how old their values are, and how little one liar changes."""
+"""The model of the monitor: which peers take part, how old their values are, and how little one liar
+changes.
+"""
 
 from __future__ import annotations
 

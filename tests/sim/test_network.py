@@ -276,7 +276,9 @@ print(run_scenario(config).digest)
 
 
 async def exchange() -> str:
-    """Return the digest of a few hundred messages with all kinds of faults, between handlers that do nothing."""
+    """Return the digest of a few hundred messages with all kinds of faults, between handlers that do
+    nothing.
+    """
     network = SimulatedNetwork(seed=11, config=LinkConfig(loss=0.1, duplication=0.1, reorder=0.1))
     peers = [network.peer() for _ in range(8)]
     for peer in peers:

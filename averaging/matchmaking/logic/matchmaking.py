@@ -243,7 +243,9 @@ class Matchmaker:
         return self._tickets
 
     def on_join_lost(self, peer_id: PeerId, ticket: int) -> None:
-        """Record that a follower's call ended before it was answered, because the follower gave up or died."""
+        """Record that a follower's call ended before it was answered, because the follower gave up or
+        died.
+        """
         search = self._search
         if (
             search is not None
@@ -251,15 +253,7 @@ class Matchmaker:
             and follower.ticket == ticket
         ):
             del search.followers[peer_id]
-            state = search.table.peers.get(peer_id)
-            # query its status, and wait for it no longer than its reply takes
-            if state is not None:
-                state.status, state.was_searching, state.queried_s, state.query_pending = (
-                    None,
-                    False,
-                    -math.inf,
-                    False,
-                )
+            search.table.forget_status(peer_id)
 
     def on_join_answer(self, peer_id: PeerId, answer: Group | Answer, now_s: float) -> None:
         """Take in the leader's reply to a `Join`: the group, or the leader's status."""
@@ -314,7 +308,9 @@ class Matchmaker:
         return effects
 
     def wake_s(self, now_s: float) -> float | None:
-        """Return when to poll at the latest if nothing happens; None when only an event makes that necessary."""
+        """Return when to poll at the latest if nothing happens; None when only an event makes that
+        necessary.
+        """
         search = self._search
         if search is None:
             return None
@@ -338,9 +334,8 @@ class Matchmaker:
         if search.reading_records:
             return math.inf
         if not self._history.holders or (not search.records_read and search.table.is_impossible()):
-            return (
-                search.read_started_s + _FIRST_READ_INTERVAL_S
-            )  # the search might end because this peer is alone
+            # the search might end because this peer is alone
+            return search.read_started_s + _FIRST_READ_INTERVAL_S
         return max(self._history.records_read_s, search.read_started_s) + _READ_INTERVAL_S
 
     def _read_records_if_due(self, search: Search, now_s: float) -> None:
@@ -364,28 +359,8 @@ class Matchmaker:
             return Answer(status=PeerStatus.REFUSED, text=self._schema.text)
         if query.round_key in self._history.passed:
             return Answer(status=PeerStatus.PASSED, round_key=query.round_key)
-        if (search := self._search) is not None:
-            key, deadline_s = search.request.round_key, search.query.deadline_s
-            if search.following is not None:
-                state = search.table.peers[search.following]
-                leader = (
-                    Leader(contact=state.contact, deadline_s=state.rank.deadline_s)
-                    if state.rank is not None
-                    else None
-                )
-                return Answer(
-                    status=PeerStatus.FOLLOWING,
-                    round_key=key,
-                    deadline_s=deadline_s,
-                    can_lead=search.query.can_lead,
-                    leader=leader,
-                )
-            return Answer(
-                status=PeerStatus.SEARCHING,
-                round_key=key,
-                deadline_s=deadline_s,
-                can_lead=search.query.can_lead,
-            )
+        if self._search is not None:
+            return self._search.status()
         return self._history.busy_answer(now_s) or Answer(status=PeerStatus.IDLE)
 
     # --- following
@@ -417,15 +392,7 @@ class Matchmaker:
             turn=turn,
         )
         self._answer_followers(search, following)
-        own = search.member
-        join = Join(
-            query=search.stamped_query(turn),
-            weight=own.weight,
-            bandwidth=own.bandwidth,
-            auxiliary=own.auxiliary,
-            gathered=search.request.gathered,
-        )
-        self._outbox.append(SendJoin(contact=state.contact, join=join))
+        self._outbox.append(SendJoin(contact=state.contact, join=search.join(turn)))
 
     def _stop_following(self, search: Search, now_s: float) -> None:
         search.stop_following(now_s)
@@ -468,9 +435,8 @@ class Matchmaker:
             for peer_id, peer in search.table.peers.items()
             if peer_id not in search.followers
         ]
-        if (
-            1 + (known := search.table.reachable_count()) < search.request.expected
-        ):  # no peer has reported the others yet
+        known = search.table.reachable_count()
+        if 1 + known < search.request.expected:  # no peer has reported the others yet
             grace_s = self._history.grace_period.grace_s(self._own)
             waits.append(search.started_s + (grace_s if known else min(grace_s, _EMPTY_CELL_WAIT_S)))
         if not search.records_read and search.started_s - self._history.records_read_s > _RECORDS_AGE_S_MAX:

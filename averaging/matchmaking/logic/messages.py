@@ -22,7 +22,9 @@ ROUND_KEY_MAX = 128  # characters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AveragerName:
-    """Name of an averager. Peers average with peers that hold an averager of the same name in the same run."""
+    """Name of an averager. Peers average with peers that hold an averager of the same name in the same
+    run.
+    """
 
     run: str
     averager: str

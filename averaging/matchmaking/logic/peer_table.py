@@ -159,6 +159,12 @@ class PeerTable:
             peer.failed = text or "no answer"
             peer.failures += 1
 
+    def forget_status(self, peer_id: PeerId) -> None:
+        """Query the status of this peer again, and wait for it no longer than its reply takes."""
+        if (peer := self.peers.get(peer_id)) is not None:
+            peer.status, peer.was_searching = None, False
+            peer.queried_s, peer.query_pending = -math.inf, False
+
     def on_refusal(self, peer_id: PeerId, now_s: float) -> None:
         """Record that the peer did not lead this one. It is not asked again at once, and all peers that may
         have joined it are queried again.

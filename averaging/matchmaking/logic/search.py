@@ -11,7 +11,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from averaging.matchmaking.logic.group import GROUP_ID_BYTES, Group, Member
-from averaging.matchmaking.logic.messages import LookForGroup, SearchRequest
+from averaging.matchmaking.logic.messages import (
+    Answer,
+    Join,
+    Leader,
+    LookForGroup,
+    PeerStatus,
+    SearchRequest,
+)
 from averaging.matchmaking.logic.peer_table import PeerTable
 from swarm.core.ids import PeerId
 
@@ -61,6 +68,31 @@ class Search:
     def stop_following(self, now_s: float) -> None:
         """Stop following."""
         self.following, self.table.free_since_s = None, now_s
+
+    def status(self) -> Answer:
+        """Return this peer's status during the search: searching, or following its leader."""
+        leader: Leader | None = None
+        if self.following is not None:
+            peer = self.table.peers[self.following]
+            if peer.rank is not None:
+                leader = Leader(contact=peer.contact, deadline_s=peer.rank.deadline_s)
+        return Answer(
+            status=PeerStatus.SEARCHING if self.following is None else PeerStatus.FOLLOWING,
+            round_key=self.request.round_key,
+            deadline_s=self.query.deadline_s,
+            can_lead=self.query.can_lead,
+            leader=leader,
+        )
+
+    def join(self, turn: int) -> Join:
+        """Return the request to be led, as of this turn."""
+        return Join(
+            query=self.stamped_query(turn),
+            weight=self.member.weight,
+            bandwidth=self.member.bandwidth,
+            auxiliary=self.member.auxiliary,
+            gathered=self.request.gathered,
+        )
 
     def group(self, codec: str, rng: random.Random) -> Group:
         """Build the group of this peer and its followers. Members are in the order of their PeerIDs, so that

@@ -155,7 +155,9 @@ def encode_answer(answer: Answer, *, now_s: float) -> group_pb2.SeekAnswer:
 
 
 def decode_answer(message: group_pb2.SeekAnswer, now_s: float) -> Answer:
-    """Check and convert a status reply. `now_s` is this peer's swarm time half-way between query and reply."""
+    """Check and convert a status reply. `now_s` is this peer's swarm time half-way between query and
+    reply.
+    """
     if int(message.standing) not in _STATUSES:
         raise PeerError(
             f"a peer reported a status that this version does not know ({message.standing}):"

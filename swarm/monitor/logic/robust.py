@@ -1,4 +1,6 @@
-"""Robust sums over claims of untrusted peers: no single claim moves the result further than the others allow."""
+"""Robust sums over claims of untrusted peers: no single claim moves the result further than the others
+allow.
+"""
 
 from __future__ import annotations
 
