@@ -1,6 +1,6 @@
 """Polling of a run: reads its records at intervals and feeds the model. Runs on the network loop.
 
-A poll reads all records of the run at once. A run without peers is told apart from a monitor without a
+A poll reads all records of the run at once. A run without peers is distinguished from a monitor without a
 connection by whether any peer answers: when a poll finds no records, peers are pinged; when none answers, the
 view becomes "lost" and the monitor tries all peers that it has ever met until one answers. The peer by which
 the monitor joined has no special part; it is only pinged to show whether it is still there.

@@ -368,13 +368,13 @@ class PeerTable:
     ) -> None:
         # a peer that claims to follow this one without a pending call has lost that call: its pings do not
         # make it a newcomer
-        ours = (
+        follows_this_peer = (
             peer.status is PeerStatus.FOLLOWING
             and peer.follows is not None
             and peer.follows.contact.peer_id == self.query.contact.peer_id
         )
         if (
-            (peer.status is not PeerStatus.SEARCHING and not ours)
+            (peer.status is not PeerStatus.SEARCHING and not follows_this_peer)
             or peer.rank != rank
             or peer.round_key != round_key
         ):

@@ -87,7 +87,7 @@ class Cells:
         self._lookup_s = -math.inf
         self._round_passed: dict[PeerId, bool] = {}  # per host that replied in this search
         self._passed = PassedRounds()
-        self._entered: dict[str, list[Contact]] = {}  # places that this peer reported, and the hosts it told
+        self._entered: dict[str, list[Contact]] = {}  # reported places, and the hosts of each
         self._lost: dict[PeerId, float] = {}  # peers that did not answer, and until when they count as lost
         self._turn = 0
 
@@ -195,7 +195,9 @@ class Cells:
         self._round_passed.clear()
 
     def on_group_formed(self, group: Group) -> None:
-        """Record that the search found a group. Hosts of the next cell are told while the round runs."""
+        """Record that the search found a group. The next cell is reported to its hosts while the round
+        runs.
+        """
         if self.place is not None and self.grid.divided:
             self.grid.on_group_formed(self.place, group.group_id, group.peer_ids)
             if (coming := self.grid.next) is not None:
