@@ -28,7 +28,7 @@ from averaging.allreduce.config import RoundConfig
 from averaging.allreduce.liveness import LivenessConfig
 from averaging.allreduce.pacing import PacingConfig
 from averaging.averager import AveragerConfig
-from averaging.matchmaking.logic.grace_period import PatienceConfig
+from averaging.matchmaking.logic.grace_period import GracePeriodConfig
 from averaging.matchmaking.logic.matchmaking import MatchmakingConfig
 from averaging.matchmaking.service.matchmaking_service import GroupServiceConfig
 from averaging.matchmaking.service.presence import PresenceConfig
@@ -239,11 +239,11 @@ def _unhurried() -> OptimizerConfig:
     """Nobody is missing here, only slow: a machine that is busy with other things must not change what is
     averaged.
     """
-    patience = PatienceConfig(first_s=SLOW_S, floor_s=SLOW_S, max_s=SLOW_S)
+    grace_period = GracePeriodConfig(unknown_peer_s=SLOW_S, margin_s=SLOW_S, grace_s_max=SLOW_S)
     groups = GroupServiceConfig(
-        ping_timeout_s=SLOW_S,
-        look_timeout_s=SLOW_S,
-        matchmaking=MatchmakingConfig(patience=patience, leader_ping_s=5.0),
+        query_timeout_s=SLOW_S,
+        records_timeout_s=SLOW_S,
+        matchmaking=MatchmakingConfig(grace_period=grace_period, leader_ping_interval_s=5.0),
     )
     presence = PresenceConfig(ttl_s=4 * SLOW_S, store_timeout_s=SLOW_S)
     liveness = LivenessConfig(probe_s=SLOW_S, first_s=SLOW_S, patience_s_max=SLOW_S)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from averaging.averager import AveragerConfig
-from averaging.matchmaking.logic.grace_period import PatienceConfig
+from averaging.matchmaking.logic.grace_period import GracePeriodConfig
 from averaging.matchmaking.logic.matchmaking import MatchmakingConfig
 from averaging.matchmaking.service.matchmaking_service import GroupServiceConfig
 from averaging.optim.progress.logic.reports import ProgressConfig
@@ -19,8 +19,8 @@ def _averager() -> AveragerConfig:
     """Peers come to a round when their step ends: whoever counts as training is waited for longer than an
     averager would by itself.
     """
-    patience = PatienceConfig(first_s=5.0, max_s=30.0)
-    return AveragerConfig(groups=GroupServiceConfig(matchmaking=MatchmakingConfig(patience=patience)))
+    grace_period = GracePeriodConfig(unknown_peer_s=5.0, grace_s_max=30.0)
+    return AveragerConfig(groups=GroupServiceConfig(matchmaking=MatchmakingConfig(grace_period=grace_period)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,7 +148,7 @@ class EpochAverager:
     def ban(self, peers: frozenset[PeerId]) -> None:
         """Whom no group of this run has from now on."""
         self._node.network.loop.call_soon_threadsafe(
-            lambda: self._node.service(AveragingService).exchange.refusals.ban(self._run_id, peers)
+            lambda: self._node.service(AveragingService).exchange.blocklist.ban(self._run_id, peers)
         )
 
     def feedback_state(self) -> Any:

@@ -1,4 +1,4 @@
-"""Checkpoints that a monitor keeps of a run which two others train: agreed on, loadable, pruned."""
+"""Checkpoints by a monitor of a run that two peers train: agreed on, loadable, pruned."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["texts"]  # a fixture
 _WAIT_S = 40.0
 
 
-def test_a_monitor_saves_what_the_donors_agree_on(texts: Path, tmp_path: Path) -> None:
+def test_a_monitor_saves_the_state_that_the_donors_agree_on(texts: Path, tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     with founded() as (founder, _, signed), Node(bootstrap=founder.addresses, listen=HERE) as node:
         assert node.wait_joined(10)
