@@ -26,7 +26,7 @@ _JOIN_S = 6.0
 def pause(run: str | None, *, paused: bool, as_json: bool) -> int:
     """Ask volunteers of this user on this machine to pause, or to go on."""
     control = Control(control_folder())
-    found = [one for one in control.running() if one.is_meant_by(run)]
+    found = [one for one in control.running() if one.matches(run)]
     if not found:
         raise SwarmError(
             f"nothing {'of ' + run + ' ' if run else ''}trains on this machine, or not under this user's SWARM_HOME"
@@ -53,19 +53,19 @@ class Where:
 
 def change(where: Where, asked: dict[str, Any], *, as_json: bool) -> int:
     """Publish the next version of a specification and tell those who train."""
-    from swarm.run.following import Change, changed, differences, tell
+    from swarm.run.changes import Change, differences, send_version, sign_change
 
     wanted = Change(**asked)
     owner = Identity.read(Path(where.identity).expanduser() if where.identity else default_identity())
     with _visit(where) as (node, directory):
         known = node.network.run(directory.find(where.run), 30.0)
-        signed = changed(known, wanted, owner)
+        signed = sign_change(known, wanted, owner)
         node.network.run(directory.publish(signed), 30.0)
         node.network.run(directory.save(signed), 10.0)
-        from swarm.run.outlook import members
+        from swarm.run.estimate import read_members
 
-        contacts = node.network.run(members(node.dht.service, signed.run_id), 10.0)
-        following = node.network.run(tell(node.channels, signed, contacts), 30.0)
+        contacts = node.network.run(read_members(node.dht.service, signed.run_id), 10.0)
+        following = node.network.run(send_version(node.channels, signed, contacts), 30.0)
     now = sum(version >= signed.version for version in following.values())
     told = differences(known.specification, signed.specification)
     _say(
@@ -89,7 +89,7 @@ def export(where: Where, output: Path, *, optimizer: bool, as_json: bool) -> int
     from swarm.run.directory import RunListing, choose
     from swarm.run.exporting import export as write
     from swarm.run.exporting import newest_checkpoint
-    from swarm.run.keeping import KeptSpecifications
+    from swarm.run.specification_store import SpecificationStore
 
     output = output.expanduser()
     if where.addresses:
@@ -98,7 +98,7 @@ def export(where: Where, output: Path, *, optimizer: bool, as_json: bool) -> int
             checkpoint = _fetched(node, directory, signed, Path(folder))
             write(signed, checkpoint, output, optimizer=optimizer)
     else:
-        kept = {one.run_id: one for one in KeptSpecifications(kept_runs()).all()}
+        kept = {one.run_id: one for one in SpecificationStore(kept_runs()).all()}
         if not kept:
             raise SwarmError(
                 "this machine took part in no run yet: fetch the model from peers with --from ADDRESS"
@@ -123,13 +123,13 @@ def export(where: Where, output: Path, *, optimizer: bool, as_json: bool) -> int
 
 
 def _fetched(node: Any, directory: Any, signed: Any, folder: Path) -> Any:
-    from swarm.run.exporting import downloaded
+    from swarm.run.exporting import read_checkpoint
     from swarm.run.volunteer import Volunteer, VolunteerConfig
 
     volunteer = Volunteer(
         node, signed, directory, VolunteerConfig(device="cpu"), lambda event: None, threading.Event()
     )
-    return downloaded(volunteer.fetch_state(folder / "state.safetensors"))
+    return read_checkpoint(volunteer.fetch_state(folder / "state.safetensors"))
 
 
 @contextlib.contextmanager
@@ -137,7 +137,7 @@ def _visit(where: Where) -> Iterator[tuple[Any, Any]]:
     """A node for a moment, under a name of its own, and a directory of runs."""
     from swarm.node import Node
     from swarm.run.directory import RunDirectory
-    from swarm.run.keeping import KeptSpecifications
+    from swarm.run.specification_store import SpecificationStore
 
     contacts = _entries(where)
     hosts = [address.host for contact in contacts for address in contact.addresses]
@@ -149,7 +149,7 @@ def _visit(where: Where) -> Iterator[tuple[Any, Any]]:
         yield (
             node,
             RunDirectory(
-                node.dht.service, node.peer_id, clock=node.clock, kept=KeptSpecifications(kept_runs())
+                node.dht.service, node.peer_id, clock=node.clock, store=SpecificationStore(kept_runs())
             ),
         )
 
@@ -159,7 +159,7 @@ def _entries(where: Where) -> list[Contact]:
     if where.addresses:
         return [Contact.parse(address) for address in where.addresses]
     running: Sequence[Running] = [
-        one for one in Control(control_folder()).running() if one.is_meant_by(where.run)
+        one for one in Control(control_folder()).running() if one.matches(where.run)
     ]
     found = [Contact.parse(address) for one in running for address in one.addresses[:1]]
     if not found:

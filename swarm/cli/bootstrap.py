@@ -5,7 +5,7 @@ from __future__ import annotations
 from swarm.cli.identity import open_identity
 from swarm.cli.paths import bootstrap_identity
 from swarm.cli.render import make_output
-from swarm.cli.shutdown import Leaving
+from swarm.cli.shutdown import Shutdown
 from swarm.run.events import Listening, Notice
 
 _LOOK_S = 5.0
@@ -17,7 +17,7 @@ def run_bootstrap(
     """Serve until Ctrl-C, SIGTERM, or the end of the parent."""
     from swarm.node import Node
 
-    with Leaving(exit_with_parent=exit_with_parent) as leaving, make_output(as_json=as_json) as output:
+    with Shutdown(exit_with_parent=exit_with_parent) as leaving, make_output(as_json=as_json) as output:
         own = open_identity(identity, bootstrap_identity())
         try:
             with Node(bootstrap=bootstrap, listen=listen, identity=own) as node:

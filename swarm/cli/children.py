@@ -66,7 +66,7 @@ class Child:
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def complaint(self) -> str:
+    def error_text(self) -> str:
         """The end of what it wrote to standard error, its last lines."""
         self._complaints.seek(0, os.SEEK_END)
         self._complaints.seek(max(0, self._complaints.tell() - _COMPLAINT_BYTES_MAX))
@@ -77,7 +77,7 @@ class Child:
         """What a power cut does to a volunteer."""
         self.process.kill()
 
-    def ask_to_leave(self) -> None:
+    def terminate(self) -> None:
         if self.alive:
             self.process.terminate()
 
@@ -148,7 +148,7 @@ class Children:
     def close(self) -> None:
         """Ask all of them, then make sure; about two seconds at most."""
         for child in self._children.values():
-            child.ask_to_leave()
+            child.terminate()
         deadline_s = time.monotonic() + _POLITE_S
         for child in self._children.values():
             child.close(deadline_s)

@@ -429,7 +429,7 @@ def resume(run: str | None, as_json: bool) -> int:
     multiple=True,
     help="Let nobody deal with this peer; may be given several times.",
 )
-@click.option("--pardon", metavar="PEERID", multiple=True, help="Let a banned peer in again.")
+@click.option("--unban", metavar="PEERID", multiple=True, help="Let a banned peer in again.")
 @_json
 def change(run: str, addresses: tuple[str, ...], identity: str | None, as_json: bool, **asked: object) -> int:
     """Change a run that you own: publishes the next version of its signed specification, which those who

@@ -32,7 +32,7 @@ class Running:
     peer_id: str
     addresses: Sequence[str]
 
-    def is_meant_by(self, wanted: str | None) -> bool:
+    def matches(self, wanted: str | None) -> bool:
         """`wanted`: a run's name, `name@id` or id, a PeerID, a process id, or None for all."""
         return wanted in (
             None,

@@ -12,9 +12,9 @@ from typing import Any
 
 from swarm.cli.children import Children
 from swarm.cli.demo_state import DemoState
-from swarm.cli.monitor import place_of
+from swarm.cli.monitor import parse_host_port
 from swarm.cli.render.output import is_terminal
-from swarm.cli.shutdown import Leaving
+from swarm.cli.shutdown import Shutdown
 
 # a start that takes longer is taken off the training, down to half of it: nobody wants to wait for a demo
 _START_S = 25.0
@@ -33,12 +33,12 @@ def run_demo(*, volunteers: int, seconds: int, web: str | None, as_json: bool, e
     `web`: where a monitor, a further process, serves its page.
     """
     if web is not None:
-        place_of(web, "--web")
+        parse_host_port(web, "--web")
     names = ["founder", *(f"volunteer {number}" for number in range(2, volunteers + 1))]
     state = DemoState(names, seconds)
     started_s = time.monotonic()
     with (
-        Leaving(exit_with_parent=exit_with_parent, interrupt_s=_TIDY_S_MAX) as leaving,
+        Shutdown(exit_with_parent=exit_with_parent, interrupt_s=_TIDY_S_MAX) as leaving,
         _view(as_json) as view,
     ):
         with Children() as children:
@@ -95,7 +95,7 @@ class _Demo:
         if now_s > self._leave_s and not self._asked:
             self._asked = True
             for child in volunteers:
-                child.ask_to_leave()
+                child.terminate()
         if now_s > self._leave_s + _GOODBYE_S_MAX:
             self._state.problems.append("not everybody left when asked to, and was stopped")
             return False
@@ -124,7 +124,7 @@ class _Demo:
 
     def _monitor(self, event: Mapping[str, Any] | None) -> None:
         if event is None and not self._asked and not self._children[_MONITOR].alive:
-            self._state.problems.append(f"the monitor ended: {self._children[_MONITOR].complaint()}")
+            self._state.problems.append(f"the monitor ended: {self._children[_MONITOR].error_text()}")
         elif event is not None and event.get("event") == "notice" and event.get("url"):
             self._state.page = event["url"]
 
@@ -136,7 +136,7 @@ class _Demo:
             child = self._children[name]
             child.process.wait(5.0)  # its output has ended, so it is about to
             self._over.add(name)
-            self._state.ended(name, child.complaint() if child.process.returncode else None)
+            self._state.ended(name, child.error_text() if child.process.returncode else None)
             return
         self._state.apply(name, event)
         if name == _BOOTSTRAP and event.get("event") == "listening":

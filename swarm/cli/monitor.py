@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from swarm.cli.paths import monitor_history
 from swarm.cli.render.output import is_terminal, printable
-from swarm.cli.shutdown import Leaving
+from swarm.cli.shutdown import Shutdown
 from swarm.core.errors import NetworkError, UsageError
 from swarm.core.ids import Contact
 from swarm.run.limits import parse_duration_s
@@ -60,7 +60,7 @@ class MonitorChoices:
         for name in ("web", "prometheus"):
             given = getattr(choices, name)
             if given is not None:
-                place_of(given, f"--{name}")
+                parse_host_port(given, f"--{name}")
         for grid in choices.experts:
             from moe.protocol.names import ExpertUid
 
@@ -85,7 +85,7 @@ class MonitorChoices:
         return Path(self.history).expanduser() if self.history is not None else monitor_history(run_id)
 
 
-def place_of(text: str, option: str) -> tuple[str, int]:
+def parse_host_port(text: str, option: str) -> tuple[str, int]:
     """`HOST:PORT`, as options that serve something take it."""
     host, separator, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -106,7 +106,7 @@ def run_monitor(choices: MonitorChoices) -> int:
         saving=choices.saving(),
         grids=choices.experts,
     )
-    with Leaving(exit_with_parent=choices.exit_with_parent) as leaving, Watch(config) as watch:
+    with Shutdown(exit_with_parent=choices.exit_with_parent) as leaving, Watch(config) as watch:
         if watch.notice:
             _tell(choices, watch.notice)
         views: queue.Queue[MonitorView] = queue.Queue(maxsize=_VIEWS_MAX)
@@ -149,12 +149,12 @@ def _serve(choices: MonitorChoices, watch: Watch, faces: contextlib.ExitStack) -
     if choices.web is not None:
         from swarm.monitor.web import WebServer
 
-        server = faces.enter_context(WebServer(watch, place_of(choices.web, "--web")))
+        server = faces.enter_context(WebServer(watch, parse_host_port(choices.web, "--web")))
         _tell(choices, f"the page is at {server.url}", url=server.url)
     if choices.prometheus is not None:
         from swarm.monitor.prometheus import MetricsServer
 
-        metrics = faces.enter_context(MetricsServer(watch, place_of(choices.prometheus, "--prometheus")))
+        metrics = faces.enter_context(MetricsServer(watch, parse_host_port(choices.prometheus, "--prometheus")))
         _tell(choices, f"metrics are at {metrics.url}", url=metrics.url)
 
 
@@ -175,7 +175,7 @@ def _put(views: queue.Queue[MonitorView], view: MonitorView) -> None:
                 views.get_nowait()
 
 
-def _first_view(views: queue.Queue[MonitorView], leaving: Leaving) -> MonitorView | None:
+def _first_view(views: queue.Queue[MonitorView], leaving: Shutdown) -> MonitorView | None:
     """The first that somebody answered for."""
     deadline_s = time.monotonic() + _FIRST_LOOK_S
     while not leaving.requested.is_set():
@@ -266,7 +266,7 @@ def headline(view: MonitorView) -> str:
 
 
 def _follow(
-    views: queue.Queue[MonitorView], first: MonitorView, leaving: Leaving, faces: list[_Lines | _Sentences]
+    views: queue.Queue[MonitorView], first: MonitorView, leaving: Shutdown, faces: list[_Lines | _Sentences]
 ) -> None:
     view: MonitorView | None = first
     while not leaving.requested.is_set():
@@ -279,7 +279,7 @@ def _follow(
 
 
 def _live(
-    watch: Watch, views: queue.Queue[MonitorView], first: MonitorView, leaving: Leaving, log: _Lines | None
+    watch: Watch, views: queue.Queue[MonitorView], first: MonitorView, leaving: Shutdown, log: _Lines | None
 ) -> None:
     from rich.console import Console, Group
     from rich.live import Live

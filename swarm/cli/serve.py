@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarm.cli.identity import open_identity
 from swarm.cli.render.serve import ExpertLoad, Served, ServerLoad, make_view
-from swarm.cli.shutdown import Leaving
+from swarm.cli.shutdown import Shutdown
 from swarm.core.device import check_device_present, resolve_device
 from swarm.core.errors import NetworkError, SwarmError, UsageError
 from swarm.core.ids import Contact
@@ -93,7 +93,7 @@ def serve_experts(choices: ServeChoices) -> int:
 
     grids = [ExpertGrid.parse(text) for text in choices.experts]
     with (
-        Leaving(exit_with_parent=choices.exit_with_parent, abandon_s=_ABANDON_S) as leaving,
+        Shutdown(exit_with_parent=choices.exit_with_parent, abandon_s=_ABANDON_S) as leaving,
         make_view(as_json=choices.as_json) as view,
     ):
         check_device_present(choices.device)  # before anything is opened or declared
@@ -252,7 +252,7 @@ def _served(choices: ServeChoices, node: Node, server: ExpertServer, factory: _F
     )
 
 
-def _watch(server: ExpertServer, leaving: Leaving, view: Any, every_s: float) -> None:
+def _watch(server: ExpertServer, leaving: Shutdown, view: Any, every_s: float) -> None:
     """Show the load until somebody wants the command to end; SwarmError when a device of the server failed."""
     before, before_s = server.statistics(), time.monotonic()
     while not leaving.requested.wait(every_s):

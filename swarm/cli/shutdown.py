@@ -18,7 +18,7 @@ _ABANDON_S = 2.5
 _ORPHAN_S = (0.4, 1.5)  # both, when the parent is gone
 
 
-class Leaving:
+class Shutdown:
     """A context manager for the main thread. `requested` is set once the command should end; `why` says what
     asked for it.
     """
@@ -41,7 +41,7 @@ class Leaving:
         self._watch_parent = exit_with_parent
         self._previous: dict[int, object] = {}
 
-    def __enter__(self) -> Leaving:
+    def __enter__(self) -> Shutdown:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._on_signal)
         if self._watch_parent:

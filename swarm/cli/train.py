@@ -16,17 +16,17 @@ from swarm.cli.identity import open_identity
 from swarm.cli.paths import control_folder, default_identity, kept_runs, saved_states
 from swarm.cli.render import make_output
 from swarm.cli.render.output import Output
-from swarm.cli.shutdown import Leaving
+from swarm.cli.shutdown import Shutdown
 from swarm.core.device import check_device_present
 from swarm.core.errors import DeadlineExceeded, NetworkError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Contact
 from swarm.metrics.record import NAME_CHARACTERS_MAX
+from swarm.run.checkpoints import CheckpointConfig
 from swarm.run.events import Event, Finished, Listening, Notice
 from swarm.run.hours import Hours
 from swarm.run.limits import VolunteerLimits, parse_duration_s, parse_size
 from swarm.run.machine import choose_device
-from swarm.run.saving import CheckpointConfig
 from swarm.run.specification import RunSpecification
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def found_and_train(file: Path, choices: TrainChoices) -> int:
         # nothing is published that this machine cannot train itself
         choose_device(choices.device, specification)
     with _session(choices, default_identity()) as session:
-        from swarm.run.founding import found
+        from swarm.run.creation import create_run
 
         if choices.bootstrap and not _answered(session.node):
             session.emit(
@@ -126,9 +126,9 @@ def found_and_train(file: Path, choices: TrainChoices) -> int:
                 )
             )
         signed, founded = session.node.network.run(
-            found(session.directory, specification, session.own, session.node.clock), 30.0
+            create_run(session.directory, specification, session.own, session.node.clock), 30.0
         )
-        session.volunteer(signed, founded=founded)
+        session.volunteer(signed, created=founded)
     return 0
 
 
@@ -138,7 +138,7 @@ def join_and_train(run: str | None, choices: TrainChoices) -> int:
         raise UsageError("there is no terminal to ask on: pass --yes to train without being asked")
     with _session(choices, None) as session:
         if not _answered(session.node):
-            if run is None or not session.node.network.run(session.directory.kept(run), 30.0):
+            if run is None or not session.node.network.run(session.directory.stored(run), 30.0):
                 where = choices.bootstrap[0]
                 raise NetworkError(
                     f"nobody answers at {where}: {_why(session.node)}. Ask for the address of another live peer"
@@ -146,7 +146,7 @@ def join_and_train(run: str | None, choices: TrainChoices) -> int:
             text = "nobody answers yet; going on alone with the specification that this machine kept, and trying again"
             session.emit(Notice(text=f"{text}: {_why(session.node)}"))
         signed = session.node.network.run(session.directory.find(run), 30.0)
-        session.volunteer(signed, founded=False)
+        session.volunteer(signed, created=False)
     return 0
 
 
@@ -158,17 +158,17 @@ class _Session:
         node: Any,
         own: Identity,
         output: Output,
-        leaving: Leaving,
+        leaving: Shutdown,
         choices: TrainChoices,
         importing: threading.Thread,
     ) -> None:
         from swarm.run.directory import RunDirectory
-        from swarm.run.keeping import KeptSpecifications
+        from swarm.run.specification_store import SpecificationStore
 
         self._importing = importing
         self.node, self.own, self.output, self.leaving, self.choices = node, own, output, leaving, choices
         self.directory = RunDirectory(
-            node.dht.service, node.peer_id, clock=node.clock, kept=KeptSpecifications(kept_runs())
+            node.dht.service, node.peer_id, clock=node.clock, store=SpecificationStore(kept_runs())
         )
 
     def emit(self, event: Event) -> None:
@@ -190,7 +190,7 @@ class _Session:
             saving=self.choices.saving(signed.run_id),
         )
         volunteer = Volunteer(self.node, signed, self.directory, config, self.emit, self.leaving.requested)
-        self.emit(volunteer.introduce(founded=founded))
+        self.emit(volunteer.describe_run(created=founded))
         if self.node.dht.clock_problem:
             self.emit(Notice(text=self.node.dht.clock_problem))
         self._importing.join()
@@ -206,7 +206,7 @@ class _Session:
 @contextlib.contextmanager
 def _session(choices: TrainChoices, identity: Path | None) -> Iterator[_Session]:
     with (
-        Leaving(exit_with_parent=choices.exit_with_parent) as leaving,
+        Shutdown(exit_with_parent=choices.exit_with_parent) as leaving,
         make_output(as_json=choices.as_json) as output,
     ):
         check_device_present(choices.device)  # before anything is opened or published

@@ -125,9 +125,9 @@ def test_a_volunteer_joins_trains_and_leaves_in_good_order(swarm: Swarm) -> None
     swarm.wait_epochs(["founder", "volunteer"], more=2, peers=2)
     assert swarm.digests_agree(["founder", "volunteer"])
     found = swarm.of("volunteer", "run")[0]
-    assert (found["name"], found["founded"], found["target_batch_size"]) == ("chaos", False, 32)
+    assert (found["name"], found["created"], found["target_batch_size"]) == ("chaos", False, 32)
     asked_s = time.monotonic()
-    swarm.process("volunteer").ask_to_leave()
+    swarm.process("volunteer").terminate()
     finished = swarm.wait("the volunteer finishes", lambda: swarm.of("volunteer", "finished"))[0]
     assert gone(swarm.process("volunteer"))
     assert time.monotonic() - asked_s < 3.0

@@ -77,7 +77,7 @@ def test_a_child_that_fails_says_why() -> None:
         assert (line[0], line[1]["event"]) == ("wrong", "error")
         assert children.next_line(WAIT_S) == ("wrong", None)
         until_gone(child)
-        assert "nonsense" in child.complaint()
+        assert "nonsense" in child.error_text()
         assert child.process.returncode == 2
 
 

@@ -19,8 +19,8 @@ def test_a_running_command_is_found_asked_and_forgotten(tmp_path: Path) -> None:
         [one] = control.running()
         assert one.pid == os.getpid()
         for wanted in (None, "tiny", "tiny@" + "a" * 20, "a" * 20, "12D3KooWx", str(os.getpid())):
-            assert one.is_meant_by(wanted)
-        assert not one.is_meant_by("other")
+            assert one.matches(wanted)
+        assert not one.matches("other")
         assert not control.asked_to_pause()
         control.set_paused(one, True)
         assert control.asked_to_pause()

@@ -13,8 +13,8 @@ from swarm.core.errors import NetworkError, PeerError, UsageError
 from swarm.core.identity import Identity
 from swarm.core.ids import Key, PeerId
 from swarm.dht.service.dht_service import StoreResult
+from swarm.run.creation import create_run
 from swarm.run.directory import LISTING_KEY, RunDirectory, RunListing, choose
-from swarm.run.founding import found
 from swarm.run.specification import RunSpecification, SignedSpecification, sign, specification_key
 
 NOW_S = 1_000_000.0
@@ -87,7 +87,7 @@ def specification(name: str = "tiny", batch_size: int = 8) -> RunSpecification:
 
 
 def signed(owner: Identity, *, name: str = "tiny", version: int = 1) -> SignedSpecification:
-    return sign(specification(name), owner, version=version, founded_s=0.0)
+    return sign(specification(name), owner, version=version, created_s=0.0)
 
 
 def test_what_one_publishes_another_finds_without_a_name() -> None:
@@ -172,12 +172,12 @@ def test_publishing_that_nobody_takes_is_an_error() -> None:
 def test_founding_again_keeps_version_and_time_unless_something_changed() -> None:
     dht, owner = FakeDht(), Identity.generate()
     directory = dht.directory(owner.peer_id)
-    first, new = asyncio.run(found(directory, specification(), owner, FixedClock()))
-    assert (first.version, first.founded_s, new) == (1, NOW_S, True)
-    again, new = asyncio.run(found(directory, specification(), owner, FixedClock()))
+    first, new = asyncio.run(create_run(directory, specification(), owner, FixedClock()))
+    assert (first.version, first.created_s, new) == (1, NOW_S, True)
+    again, new = asyncio.run(create_run(directory, specification(), owner, FixedClock()))
     assert (again, new) == (first, False)
-    changed, new = asyncio.run(found(directory, specification(batch_size=4), owner, FixedClock()))
-    assert (changed.version, changed.founded_s, new) == (2, NOW_S, False)
+    changed, new = asyncio.run(create_run(directory, specification(batch_size=4), owner, FixedClock()))
+    assert (changed.version, changed.created_s, new) == (2, NOW_S, False)
 
 
 def test_members_keep_the_specification_when_its_founder_is_gone_but_not_all_of_them() -> None:

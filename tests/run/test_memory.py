@@ -13,7 +13,7 @@ import torch
 from swarm.core.errors import SwarmError
 from swarm.core.identity import Identity
 from swarm.run import events
-from swarm.run.memory import MemoryEstimate, estimate
+from swarm.run.memory import MemoryEstimate, estimate_memory
 from swarm.run.specification import RunSpecification, sign
 from swarm.run.task import TaskDescription
 from swarm.run.volunteer import Volunteer, VolunteerConfig
@@ -25,7 +25,7 @@ DEVICE_BYTES = 8_000_000_000
 
 def of(*, on_cuda: bool = False, saves: bool = False, **changes: Any) -> MemoryEstimate:
     table = {"name": "tiny", "target_batch_size": 16, "batch_size": 8, "task": {"name": "bytelm"}, **changes}
-    return estimate(RunSpecification.from_table(table, "test"), TASK, on_cuda=on_cuda, saves=saves)
+    return estimate_memory(RunSpecification.from_table(table, "test"), TASK, on_cuda=on_cuda, saves=saves)
 
 
 def per_parameter(one: MemoryEstimate, other: MemoryEstimate) -> tuple[float, float]:
@@ -93,7 +93,7 @@ def volunteer(device: str, told: list[events.Event], **settings: Any) -> Volunte
         "batch_size": 8,
         "task": {"name": "bytelm", "settings": settings},
     }
-    signed = sign(RunSpecification.from_table(table, "test"), Identity.generate(), version=1, founded_s=0.0)
+    signed = sign(RunSpecification.from_table(table, "test"), Identity.generate(), version=1, created_s=0.0)
     nothing: Any = None
     return Volunteer(nothing, signed, nothing, VolunteerConfig(device=device), told.append, threading.Event())
 

@@ -16,9 +16,9 @@ from averaging.result import RoundResult
 from swarm.core.errors import NotEnoughPeers
 from swarm.core.identity import Identity
 from swarm.run import events
-from swarm.run.accounts import TrainingStats, ValidationSchedule
 from swarm.run.microbatches import MicroBatches
 from swarm.run.specification import RunSpecification, sign
+from swarm.run.stats import TrainingStats, ValidationSchedule
 from swarm.run.task import Draw
 from swarm.run.training import Training
 
@@ -96,12 +96,12 @@ class Volunteering:
             model=model,
             data=self.data,
             optimizer=self.optimizer,  # type: ignore[arg-type]
-            signed=sign(SPECIFICATION, OWNER, version=1, founded_s=0.0),
-            own=OWNER.peer_id,
+            signed=sign(SPECIFICATION, OWNER, version=1, created_s=0.0),
+            own_peer_id=OWNER.peer_id,
             emit=self.told.append,
             swarm_s=lambda: self.now_s,
-            accounts=TrainingStats(),
-            pacing=ValidationSchedule(0.05, 1000.0),
+            stats=TrainingStats(),
+            validation_schedule=ValidationSchedule(0.05, 1000.0),
             micro_batches=MicroBatches(
                 model=model, data=self.data, device=torch.device("cpu"), emit=self.told.append
             ),
@@ -129,7 +129,7 @@ def test_an_epoch_is_told_with_what_this_peer_gave() -> None:
         1e-7,
         1.25,
     )
-    accounts = one.training.accounts
+    accounts = one.training.stats
     assert (accounts.samples, accounts.rounds, accounts.failed_rounds, accounts.sent_bytes) == (
         16,
         1,
@@ -168,7 +168,7 @@ def test_a_failed_round_is_told_with_its_reason_and_changes_no_account() -> None
         "round_failed",
         f"no round came about; a reducer died; {OWNER.peer_id.short}: closed its connection",
     )
-    accounts = one.training.accounts
+    accounts = one.training.stats
     assert (accounts.failed_rounds, accounts.rounds, accounts.samples, accounts.sent_bytes) == (2, 0, 0, 9)
 
 
@@ -183,40 +183,40 @@ def test_a_resynchronisation_is_told_and_the_samples_of_the_lost_epoch_do_not_co
         one.told[-1]
         == events.Resynchronised(epoch=5, loaded=True, reason="the swarm is in epoch 5", seconds=0.4)
     )
-    assert one.training.accounts.samples == 0
-    assert math.isnan(one.training.accounts.epoch.loss)
+    assert one.training.stats.samples == 0
+    assert math.isnan(one.training.stats.epoch.loss)
 
 
 def test_a_lone_step_counts_no_round() -> None:
     one = Volunteering(report(1, stepped=True, contributed=16, alone=True))
     one.training.step()
-    assert (one.told[-1].peers, one.told[-1].digest, one.training.accounts.rounds) == (1, None, 0)
+    assert (one.told[-1].peers, one.told[-1].digest, one.training.stats.rounds) == (1, None, 0)
 
 
 def test_the_run_ends_by_epochs_by_time_or_by_loss() -> None:
     one = Volunteering(report(3, stepped=True, contributed=16, round=ROUND))
-    assert one.training.over() == ""
+    assert one.training.end_reason() == ""
     one.now_s = 100.0
-    assert one.training.over() == "the run ended 100 s after it was founded"
+    assert one.training.end_reason() == "the run ended 100 s after it was created"
     one.now_s = 0.0
     one.training.step()
-    assert one.training.over() == "the run ended at epoch 3"
+    assert one.training.end_reason() == "the run ended at epoch 3"
     end = SPECIFICATION.end.model_copy(update={"epochs": None, "loss": 1.3})
     one.training.signed = replace(
         one.training.signed, specification=SPECIFICATION.model_copy(update={"end": end})
     )
-    assert one.training.over() == "the run reached the loss 1.3"
+    assert one.training.end_reason() == "the run reached the loss 1.3"
 
 
 def test_measuring_takes_its_share_of_the_time_and_no_more() -> None:
-    pacing = ValidationSchedule(0.05, 2.0)
-    assert pacing.due(0.0)
-    pacing.took(0.5, 1.0)
-    assert not pacing.due(10.9)
-    assert pacing.due(11.0)
-    pacing.took(0.01, 11.0)
-    assert not pacing.due(12.9)
-    assert pacing.due(13.0)
+    validation_schedule = ValidationSchedule(0.05, 2.0)
+    assert validation_schedule.is_due(0.0)
+    validation_schedule.finished(0.5, 1.0)
+    assert not validation_schedule.is_due(10.9)
+    assert validation_schedule.is_due(11.0)
+    validation_schedule.finished(0.01, 11.0)
+    assert not validation_schedule.is_due(12.9)
+    assert validation_schedule.is_due(13.0)
 
 
 class NoHostRead(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -236,7 +236,7 @@ def test_no_loss_is_read_between_two_reports_of_progress() -> None:
     )
     one.training.step()
     assert one.kinds() == ["progress"]
-    one.training.told_s = math.inf  # the next report of progress is far away
+    one.training.progress_sent_s = math.inf  # the next report of progress is far away
     with NoHostRead():  # type: ignore[no-untyped-call]
         for _ in range(steps):
             one.training.step()
@@ -274,7 +274,7 @@ def test_a_round_that_ran_out_of_memory_makes_the_micro_batch_smaller(which: str
 def test_a_held_out_part_that_does_not_fit_is_told_once_and_measured_no_more() -> None:
     done = [report(epoch, stepped=True, contributed=8, round=ROUND) for epoch in (1, 2)]
     one = Volunteering(*done)
-    one.training.pacing = ValidationSchedule(0.05, 0.0)
+    one.training.validation_schedule = ValidationSchedule(0.05, 0.0)
 
     def validation_loss(model: torch.nn.Module) -> float:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
@@ -293,9 +293,9 @@ def test_a_step_that_broke_off_without_memory_fetches_the_swarms_state() -> None
     assert one.training.step() is False
     assert [event.kind for event in one.told] == ["progress", "notice", "resynchronised"]
     assert one.told[-1].reason == "memory ran out in the middle of a step"
-    assert one.training.accounts.epoch.samples == 0
+    assert one.training.stats.epoch.samples == 0
     one.training.step()
-    assert one.training.accounts.epoch.samples == 8
+    assert one.training.stats.epoch.samples == 8
 
 
 def test_alone_a_step_that_broke_off_without_memory_is_followed_by_the_next() -> None:

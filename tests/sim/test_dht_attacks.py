@@ -190,7 +190,7 @@ def test_nobody_says_goodbye_for_another_and_appearing_by_calls_alone_gains_noth
 
 def specification(owner: Identity, version: int = 1) -> SignedSpecification:
     table = {"name": "tiny", "target_batch_size": 64, "batch_size": 8, "task": {"name": "bytelm"}}
-    return sign(RunSpecification.from_table(table, "test"), owner, version=version, founded_s=0.0)
+    return sign(RunSpecification.from_table(table, "test"), owner, version=version, created_s=0.0)
 
 
 def directory_of(network: SimulatedNetwork, service: DhtService) -> RunDirectory:

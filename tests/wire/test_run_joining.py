@@ -14,8 +14,8 @@ from swarm.cli import main
 from swarm.core.errors import UsageError
 from swarm.core.ids import PeerId
 from swarm.node import Node
+from swarm.run.creation import create_run
 from swarm.run.directory import RunDirectory
-from swarm.run.founding import found
 from swarm.run.specification import RunSpecification, specification_key
 
 HERE = "127.0.0.1:0"
@@ -34,7 +34,8 @@ def directory(node: Node) -> RunDirectory:
 def publish(node: Node, name: str = "tiny", **changes: object) -> str:
     table = {"name": name, "target_batch_size": 64, "batch_size": 8, "task": {"name": "bytelm"}, **changes}
     signed, _ = node.network.run(
-        found(directory(node), RunSpecification.from_table(table, "test"), node.identity, node.clock), 30.0
+        create_run(directory(node), RunSpecification.from_table(table, "test"), node.identity, node.clock),
+        30.0,
     )
     return signed.run_id
 
@@ -56,7 +57,7 @@ def test_a_forged_specification_does_not_hide_the_true_one(founder: Node) -> Non
     with Node(bootstrap=founder.addresses, listen=HERE) as attacker:
         assert attacker.wait_joined(10)
         forged, _ = attacker.network.run(
-            found(
+            create_run(
                 directory(attacker),
                 RunSpecification.from_table(_TABLE, "test"),
                 attacker.identity,
@@ -109,7 +110,7 @@ def test_why_a_volunteer_cannot_take_part_is_one_sentence(
 def test_a_swarm_without_a_run_says_so(founder: Node, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["join", founder.addresses[0], "--yes"]) == 2
     assert (
-        "this swarm announces no run: found one with `swarm start RUN.toml --bootstrap ADDRESS`"
+        "this swarm announces no run: create one with `swarm start RUN.toml --bootstrap ADDRESS`"
         in capsys.readouterr().err
     )
 

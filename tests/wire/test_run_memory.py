@@ -17,7 +17,7 @@ from swarm.node import Node
 from swarm.run import events
 from swarm.run import volunteer as volunteer_module
 from swarm.run.directory import RunDirectory
-from swarm.run.outlook import look
+from swarm.run.estimate import estimate_run
 from swarm.run.specification import End, RunSpecification, sign
 from swarm.run.task import Task, TaskData, make_task
 from swarm.run.volunteer import VolunteerConfig
@@ -159,7 +159,7 @@ def test_a_volunteer_whose_device_fails_says_goodbye(mode: str, looked_at: Calla
     )
     with Node(listen=HERE) as entry, Node(bootstrap=entry.addresses, listen=HERE) as node:
         assert node.wait_joined(10)
-        signed = sign(specification, node.identity, version=1, founded_s=0.0)
+        signed = sign(specification, node.identity, version=1, created_s=0.0)
         directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
         seen = []
 
@@ -167,7 +167,7 @@ def test_a_volunteer_whose_device_fails_says_goodbye(mode: str, looked_at: Calla
             if isinstance(event, events.EpochDone) and event.epoch == 2:
                 seen.append(
                     entry.network.run(
-                        look(entry.dht.service, signed.run_id, entry.peer_id, entry.clock), 10.0
+                        estimate_run(entry.dht.service, signed.run_id, entry.peer_id, entry.clock), 10.0
                     ).peers
                 )
                 failing.set()
@@ -180,6 +180,8 @@ def test_a_volunteer_whose_device_fails_says_goodbye(mode: str, looked_at: Calla
             volunteer.train(torch.device("cpu"), new=True)
         assert seen == [1]
         assert (
-            entry.network.run(look(entry.dht.service, signed.run_id, entry.peer_id, entry.clock), 10.0).peers
+            entry.network.run(
+                estimate_run(entry.dht.service, signed.run_id, entry.peer_id, entry.clock), 10.0
+            ).peers
             == 0
         )

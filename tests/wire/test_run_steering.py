@@ -19,12 +19,12 @@ from averaging.optim.optimizer import Optimizer
 from swarm.core.identity import Identity
 from swarm.node import Node
 from swarm.run import events
+from swarm.run.changes import Change, send_version, sign_change
+from swarm.run.checkpoints import CheckpointConfig
+from swarm.run.creation import create_run
 from swarm.run.directory import RunDirectory
+from swarm.run.estimate import read_members, round_bytes
 from swarm.run.exporting import export, newest_checkpoint
-from swarm.run.following import Change, changed, tell
-from swarm.run.founding import found
-from swarm.run.outlook import members, round_bytes
-from swarm.run.saving import CheckpointConfig
 from swarm.run.specification import RunSpecification, SignedSpecification
 from swarm.run.task import make_task
 from swarm.run.volunteer import Volunteer, VolunteerConfig
@@ -97,7 +97,7 @@ def founded(**changes: Any) -> Iterator[tuple[Node, Identity, SignedSpecificatio
     with Node(listen=HERE, identity=owner) as node:
         directory = RunDirectory(node.dht.service, node.peer_id, clock=node.clock)
         specification = RunSpecification.from_table({**TABLE, **changes}, "test")
-        signed, _ = node.network.run(found(directory, specification, owner, node.clock), 30.0)
+        signed, _ = node.network.run(create_run(directory, specification, owner, node.clock), 30.0)
         yield node, owner, signed
 
 
@@ -118,8 +118,8 @@ def tell_all(node: Node, signed: SignedSpecification) -> SignedSpecification:
         assert visitor.wait_joined(10)
         directory = RunDirectory(visitor.dht.service, visitor.peer_id, clock=visitor.clock)
         visitor.network.run(directory.publish(signed), 30.0)
-        contacts = visitor.network.run(members(visitor.dht.service, signed.run_id), 10.0)
-        following = visitor.network.run(tell(visitor.channels, signed, contacts), 10.0)
+        contacts = visitor.network.run(read_members(visitor.dht.service, signed.run_id), 10.0)
+        following = visitor.network.run(send_version(visitor.channels, signed, contacts), 10.0)
     assert set(following.values()) <= {signed.version}
     assert following
     return signed
@@ -146,19 +146,19 @@ def test_the_owner_changes_pauses_bans_and_ends_a_running_run(texts: Path) -> No
         one.wait(events.Contributed)
         two = Trained(other, signed, new=False, data=texts)
         two.wait(events.Contributed)
-        signed = tell_all(node, changed(signed, Change(target_batch_size=48), owner))
+        signed = tell_all(node, sign_change(signed, Change(target_batch_size=48), owner))
         for trained in (one, two):
             place = trained.wait(events.RunChanged, lambda event: event.version == 2)
             trained.wait(events.EpochDone, since=place)
             assert trained.volunteer._training is not None
             assert trained.volunteer._training.optimizer.progress.target == 48
-        signed = tell_all(node, changed(signed, Change(paused=True), owner))
+        signed = tell_all(node, sign_change(signed, Change(paused=True), owner))
         two.wait(events.Paused, lambda event: event.member)
         place = one.wait(events.Paused, lambda event: event.member)
-        signed = tell_all(node, changed(signed, Change(paused=False), owner))
+        signed = tell_all(node, sign_change(signed, Change(paused=False), owner))
         place = one.wait(events.Resumed, since=place)
         one.wait(events.EpochDone, lambda event: event.peers == 2, since=place)
-        signed = tell_all(node, changed(signed, Change(ban=(str(other.peer_id),)), owner))
+        signed = tell_all(node, sign_change(signed, Change(ban=(str(other.peer_id),)), owner))
         assert two.end().reason == "the owner of this run has banned this peer"
         place = one.wait(events.RunChanged, lambda event: event.version == 5)
         place = one.wait(events.EpochDone, since=place)
@@ -166,7 +166,7 @@ def test_the_owner_changes_pauses_bans_and_ends_a_running_run(texts: Path) -> No
         assert one.volunteer._training is not None
         assert list(one.volunteer._training.optimizer.progress.peers) == [node.peer_id]
         one.wait(events.EpochDone, lambda event: event.peers in (0, 1), since=place + 1)
-        signed = tell_all(node, changed(signed, Change(ended=True), owner))
+        signed = tell_all(node, sign_change(signed, Change(ended=True), owner))
         assert one.end().reason == "the run's owner ended it"
 
 

@@ -13,10 +13,10 @@ from swarm.cli import main
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.identity import Identity
 from swarm.node import Node
+from swarm.run.creation import create_run
 from swarm.run.directory import RunDirectory
-from swarm.run.founding import found
-from swarm.run.keeping import KeptSpecifications
 from swarm.run.specification import RunSpecification, SignedSpecification, sign
+from swarm.run.specification_store import SpecificationStore
 
 HERE = "127.0.0.1:0"
 
@@ -29,7 +29,7 @@ def specification() -> RunSpecification:
 
 def directory(node: Node, folder: Path | None = None) -> RunDirectory:
     return RunDirectory(
-        node.dht.service, node.peer_id, clock=node.clock, kept=KeptSpecifications(folder) if folder else None
+        node.dht.service, node.peer_id, clock=node.clock, store=SpecificationStore(folder) if folder else None
     )
 
 
@@ -45,7 +45,7 @@ async def _keep_once(where: RunDirectory, run: SignedSpecification) -> None:
         assert not keeping.done()
         with contextlib.suppress(PeerError):
             await where.specification(run.run_id, from_disk=False)
-            if await where.kept(run.run_id):
+            if await where.stored(run.run_id):
                 break
     keeping.cancel()
 
@@ -56,7 +56,7 @@ def test_a_member_that_comes_back_alone_brings_a_forgotten_run_with_it(tmp_path:
     """
     with Node(listen=HERE) as founder:
         run, _ = founder.network.run(
-            found(directory(founder), specification(), founder.identity, founder.clock), 30.0
+            create_run(directory(founder), specification(), founder.identity, founder.clock), 30.0
         )
         with Node(bootstrap=founder.addresses, listen=HERE) as member:
             assert member.wait_joined(10)
@@ -77,13 +77,13 @@ def test_a_member_that_comes_back_alone_brings_a_forgotten_run_with_it(tmp_path:
 
 def test_a_run_that_is_founded_anew_is_above_the_copies_of_its_former_members(tmp_path: Path) -> None:
     owner = Identity.generate()
-    KeptSpecifications(tmp_path).save(sign(specification(), owner, version=4, founded_s=0.0))
+    SpecificationStore(tmp_path).save(sign(specification(), owner, version=4, created_s=0.0))
     with Node(listen=HERE, identity=owner) as node:
         run, new = node.network.run(
-            found(directory(node, tmp_path), specification(), owner, node.clock), 30.0
+            create_run(directory(node, tmp_path), specification(), owner, node.clock), 30.0
         )
         assert (run.version, new) == (5, True)
-        assert run.founded_s > 0.0
+        assert run.created_s > 0.0
 
 
 def test_a_former_member_joins_a_run_by_name_although_nobody_answers(
@@ -98,8 +98,8 @@ def test_a_former_member_joins_a_run_by_name_although_nobody_answers(
     assert "nobody answers at" in capsys.readouterr().err
     # so that the command ends when it has all that it needs
     table = {**specification().table(), "requirements": {"device": "cuda"}}
-    run = sign(RunSpecification.from_table(table, "test"), Identity.generate(), version=1, founded_s=0.0)
-    KeptSpecifications(tmp_path / "runs").save(run)
+    run = sign(RunSpecification.from_table(table, "test"), Identity.generate(), version=1, created_s=0.0)
+    SpecificationStore(tmp_path / "runs").save(run)
     assert main([*command, "--run", "tiny"]) == 2
     captured = capsys.readouterr()
     assert "is trained on CUDA devices only" in captured.err

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from swarm.run.checkpoints import CheckpointConfig, CheckpointWriter
 from swarm.run.events import Event, Notice
-from swarm.run.saving import CheckpointConfig, Saver
 
 
 class View:
@@ -50,7 +50,7 @@ def test_a_checkpoint_of_a_device_that_failed_is_told_and_leaves_no_file(
     told: list[Event] = []
     optimizer: Any = FakeOptimizer()
     # which writes the last one, and waits for it
-    Saver(CheckpointConfig(folder=tmp_path), [], {}, told.append).close(optimizer)
+    CheckpointWriter(CheckpointConfig(folder=tmp_path), [], {}, told.append).close(optimizer)
     assert told == [Notice(text=f"the checkpoint of epoch 4 was not written: {why}")]
     assert optimizer.view.closed
     assert list(tmp_path.iterdir()) == []

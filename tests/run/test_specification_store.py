@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from swarm.core.identity import Identity
-from swarm.run.keeping import KEPT_MAX, KeptSpecifications
 from swarm.run.specification import RunSpecification, SignedSpecification, sign
+from swarm.run.specification_store import SPECIFICATIONS_MAX, SpecificationStore
 
 
 def specification(name: str = "tiny", batch_size: int = 8) -> RunSpecification:
@@ -19,7 +19,7 @@ def specification(name: str = "tiny", batch_size: int = 8) -> RunSpecification:
 
 
 def signed(owner: Identity, *, name: str = "tiny", version: int = 1) -> SignedSpecification:
-    return sign(specification(name), owner, version=version, founded_s=0.0)
+    return sign(specification(name), owner, version=version, created_s=0.0)
 
 
 def file_of(folder: Path, one: SignedSpecification) -> Path:
@@ -27,7 +27,7 @@ def file_of(folder: Path, one: SignedSpecification) -> Path:
 
 
 def test_what_is_saved_is_there_and_an_older_version_does_not_replace_it(tmp_path: Path) -> None:
-    kept, owner = KeptSpecifications(tmp_path / "runs"), Identity.generate()
+    kept, owner = SpecificationStore(tmp_path / "runs"), Identity.generate()
     assert (kept.load(signed(owner).run_id), kept.all()) == (None, [])
     for version in (2, 1):
         kept.save(signed(owner, version=version))
@@ -37,7 +37,7 @@ def test_what_is_saved_is_there_and_an_older_version_does_not_replace_it(tmp_pat
 
 
 def test_only_what_the_owner_signed_is_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    kept, owner, other = KeptSpecifications(tmp_path), Identity.generate(), Identity.generate()
+    kept, owner, other = SpecificationStore(tmp_path), Identity.generate(), Identity.generate()
     true, stranger = signed(owner), signed(other)
     for raw in (b"", b"garbage", true.blob[:-1] + bytes([true.blob[-1] ^ 1]), stranger.blob, bytes(1 << 20)):
         file_of(tmp_path, true).write_bytes(raw)
@@ -54,13 +54,13 @@ def test_only_what_the_owner_signed_is_believed(tmp_path: Path, caplog: pytest.L
 def test_the_folder_is_bounded_and_a_disk_that_fails_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept, owner = KeptSpecifications(tmp_path), Identity.generate()
-    runs = [signed(owner, name=f"run-{number}") for number in range(KEPT_MAX + 2)]
+    kept, owner = SpecificationStore(tmp_path), Identity.generate()
+    runs = [signed(owner, name=f"run-{number}") for number in range(SPECIFICATIONS_MAX + 2)]
     for number, run in enumerate(runs):
         kept.save(run)
         os.utime(file_of(tmp_path, run), (number, number))
     kept.save(runs[-1])
     assert {run.name for run in kept.all()} == {run.name for run in runs[2:]}
     (tmp_path / "file").write_bytes(b"")
-    KeptSpecifications(tmp_path / "file" / "runs").save(runs[0])
+    SpecificationStore(tmp_path / "file" / "runs").save(runs[0])
     assert "cannot be kept" in caplog.text

@@ -8,16 +8,16 @@ import pytest
 
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.identity import Identity
-from swarm.run.following import (
+from swarm.run.changes import (
     CHANGE,
     FANOUT,
     Change,
     FollowerServices,
     RunFollower,
-    changed,
     differences,
     restart_needed,
-    tell,
+    send_version,
+    sign_change,
 )
 from swarm.run.specification import RunSpecification, SignedSpecification, sign, verified
 from swarm.testing.network import SimulatedNetwork, SimulatedPeer
@@ -26,13 +26,13 @@ from swarm.wire import run_pb2
 
 OWNER = Identity.generate()
 TABLE = {"name": "tiny", "target_batch_size": 64, "batch_size": 8, "task": {"name": "bytelm"}}
-FIRST = sign(RunSpecification.from_table(TABLE, "test"), OWNER, version=1, founded_s=5.0)
+FIRST = sign(RunSpecification.from_table(TABLE, "test"), OWNER, version=1, created_s=5.0)
 PEER = str(Identity.generate().peer_id)
 
 
 def test_each_change_is_the_next_version_with_that_difference() -> None:
-    second = changed(FIRST, Change(target_batch_size=128, ban=(PEER,)), OWNER)
-    assert (second.version, second.founded_s, second.run_id) == (2, 5.0, FIRST.run_id)
+    second = sign_change(FIRST, Change(target_batch_size=128, ban=(PEER,)), OWNER)
+    assert (second.version, second.created_s, second.run_id) == (2, 5.0, FIRST.run_id)
     assert verified(second.blob, FIRST.run_id).specification.banned == (PEER,)
     assert [str(peer) for peer in second.specification.banned_peers] == [PEER]
     assert differences(FIRST.specification, second.specification) == [
@@ -40,23 +40,23 @@ def test_each_change_is_the_next_version_with_that_difference() -> None:
         "1 peer is banned",
     ]
     assert not restart_needed(FIRST.specification, second.specification)
-    third = changed(second, Change(paused=True, pardon=(PEER,)), OWNER)
+    third = sign_change(second, Change(paused=True, unban=(PEER,)), OWNER)
     assert differences(second.specification, third.specification) == [
         "training is paused",
         "1 peer is let in again",
     ]
-    assert changed(third, Change(ended=True), OWNER).specification.ended
+    assert sign_change(third, Change(ended=True), OWNER).specification.ended
     other = FIRST.specification.model_copy(update={"batch_size": 9})
     assert restart_needed(FIRST.specification, other)
 
 
 def test_what_cannot_be_is_told() -> None:
     with pytest.raises(UsageError, match="only its owner can change a run"):
-        changed(FIRST, Change(paused=True), Identity.generate())
+        sign_change(FIRST, Change(paused=True), Identity.generate())
     with pytest.raises(UsageError, match="is like that already"):
-        changed(FIRST, Change(paused=False), OWNER)
+        sign_change(FIRST, Change(paused=False), OWNER)
     with pytest.raises(UsageError, match="banned"):
-        changed(FIRST, Change(ban=("somebody",)), OWNER)
+        sign_change(FIRST, Change(ban=("somebody",)), OWNER)
 
 
 class FakeDirectory:
@@ -85,8 +85,8 @@ def test_a_change_reaches_a_thousand_members_in_seconds_by_eight_calls_each() ->
         peers, rng = [network.peer() for _ in range(1001)], random.Random(4)
         heard: list[list[int]] = [[] for _ in peers]
         followers = [member(network, peer, rng.sample(peers, 32), heard[peer.index]) for peer in peers[1:]]
-        second = changed(FIRST, Change(paused=True), OWNER)
-        following = await tell(peers[0].caller, second, [peer.contact for peer in peers[1:5]])
+        second = sign_change(FIRST, Change(paused=True), OWNER)
+        following = await send_version(peers[0].caller, second, [peer.contact for peer in peers[1:5]])
         assert set(following.values()) == {2}
         assert network.rng is not None
         took_s = network.peers[peers[0].peer_id].clock.monotonic_s()
@@ -110,9 +110,9 @@ def test_only_a_newer_version_of_the_owners_counts() -> None:
         follower = member(network, two, [], heard)
         thief = Identity.generate()
         forged = sign(
-            RunSpecification.from_table({**TABLE, "paused": True}, "test"), thief, version=9, founded_s=5.0
+            RunSpecification.from_table({**TABLE, "paused": True}, "test"), thief, version=9, created_s=5.0
         )
-        second = changed(FIRST, Change(paused=True), OWNER)
+        second = sign_change(FIRST, Change(paused=True), OWNER)
         for blob, complaint in [
             (forged.blob, "belongs to run"),
             (b"garbage", "cannot be decoded"),
@@ -126,8 +126,8 @@ def test_only_a_newer_version_of_the_owners_counts() -> None:
                     timeout_s=5,
                 )
         assert heard == []
-        assert await tell(one.caller, second, [two.contact]) == {two.peer_id: 2}
-        assert await tell(one.caller, FIRST, [two.contact]) == {two.peer_id: 2}, (
+        assert await send_version(one.caller, second, [two.contact]) == {two.peer_id: 2}
+        assert await send_version(one.caller, FIRST, [two.contact]) == {two.peer_id: 2}, (
             "an older one changes nothing"
         )
         assert heard == [2]

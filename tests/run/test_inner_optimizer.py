@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swarm.run.inner import build_optimizer, rate_factor, schedule_factory
+from swarm.run.inner_optimizer import build_optimizer, rate_factor, schedule_factory
 from swarm.run.specification import OptimizerChoice, Schedule
 
 
