@@ -7,15 +7,17 @@ from __future__ import annotations
 import io
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TextIO
 
 import pytest
 
 from swarm.cli.demo_state import DemoState
 from swarm.cli.render.demo import closing, headline
-from swarm.cli.render.live import sparkline
-from swarm.cli.render.output import JsonOutput, printable
-from swarm.cli.render.plain import PlainOutput, sentence, size
+from swarm.cli.render.output import JsonOutput, Output, PlainOutput, printable
+from swarm.cli.render.text import size, sparkline
+from swarm.cli.render.volunteer import VolunteerPresentation
 from swarm.run import events
 
 EPOCH = events.EpochDone(
@@ -54,7 +56,7 @@ def test_what_a_stranger_wrote_cannot_steer_the_terminal() -> None:
 
 def test_plain_lines_have_no_control_characters() -> None:
     stream = io.StringIO()
-    output = PlainOutput(stream)
+    output = PlainOutput(VolunteerPresentation(), stream)
     for event in (
         EPOCH,
         FINISHED,
@@ -81,9 +83,13 @@ def test_json_lines_name_their_event_and_hold_only_json_numbers() -> None:
     assert (line["event"], line["loss"], line["swarm_samples_per_s"]) == ("progress", None, None)
 
 
-@pytest.mark.parametrize("output", [JsonOutput, PlainOutput])
+@pytest.mark.parametrize(
+    "make",
+    [JsonOutput, lambda stream: PlainOutput(VolunteerPresentation(), stream)],
+    ids=["json", "plain"],
+)
 def test_a_line_is_written_in_one_piece_so_that_those_of_several_threads_do_not_mix(
-    output: type[JsonOutput | PlainOutput],
+    make: Callable[[TextIO], Output],
 ) -> None:
     pieces: list[str] = []
 
@@ -92,28 +98,34 @@ def test_a_line_is_written_in_one_piece_so_that_those_of_several_threads_do_not_
             pieces.append(text)
             return len(text)
 
-    output(Recorded()).emit(events.Notice(text="one"))
+    make(Recorded()).emit(events.Notice(text="one"))
     assert len(pieces) == 1
     assert pieces[0].endswith("\n")
 
 
 def test_the_memory_that_was_taken_is_told_beside_the_estimate() -> None:
     taken = replace(FINISHED, memory_bytes=900_000_000, memory_peak_bytes=700_000_000)
-    assert sentence(taken).endswith("sent 3.6 MB. Memory: 700 MB at the peak, 900 MB estimated.")
+    assert (
+        VolunteerPresentation()
+        .sentence(taken)
+        .endswith("sent 3.6 MB. Memory: 700 MB at the peak, 900 MB estimated.")
+    )
     on_cuda = replace(
         taken,
         device_memory_bytes=3_000_000_000,
         device_memory_peak_bytes=2_500_000_000,
         device_memory_reserved_bytes=2_800_000_000,
     )
-    assert sentence(on_cuda).endswith(
-        "; of the CUDA device 2.5 GB (2.8 GB with torch's reserve), 3.0 GB estimated."
+    assert (
+        VolunteerPresentation()
+        .sentence(on_cuda)
+        .endswith("; of the CUDA device 2.5 GB (2.8 GB with torch's reserve), 3.0 GB estimated.")
     )
 
 
 def test_every_event_that_is_no_mere_progress_has_a_sentence() -> None:
     assert (
-        sentence(
+        VolunteerPresentation().sentence(
             events.TrainingProgress(
                 epoch=1, loss=1.0, samples_per_s=1.0, swarm_samples=3, swarm_samples_per_s=1.0, peers=1
             )
@@ -121,7 +133,9 @@ def test_every_event_that_is_no_mere_progress_has_a_sentence() -> None:
         == ""
     )
     assert (
-        sentence(events.Resynchronised(epoch=4, loaded=True, reason="fell behind", seconds=0.5))
+        VolunteerPresentation().sentence(
+            events.Resynchronised(epoch=4, loaded=True, reason="fell behind", seconds=0.5)
+        )
         == "resynchronised with epoch 4 in 0.50 s: fell behind"
     )
 
@@ -159,7 +173,7 @@ def test_the_demo_sums_up_what_its_peers_said() -> None:
         state.apply(name, line(events.Listening(peer_id=f"12D3{name}", addresses=["/x"])))
         state.apply(name, {**line(EPOCH), "epoch": 1, "loss": 5.5, "digest": "first"})
         state.apply(name, {**line(EPOCH), "loss": loss, "digest": digest})
-    assert state.loss_course() == [5.5, 2.5]
+    assert state.loss_history() == [5.5, 2.5]
     summary = state.summary(12.0)
     assert (summary.loss_first, summary.loss_last, summary.epochs, summary.validation_loss) == (
         5.5,
@@ -187,9 +201,9 @@ def test_a_child_that_fails_is_told_in_its_own_words_once() -> None:
     state.apply("volunteer 2", {"event": "error", "text": "too little memory"})
     state.ended("volunteer 2", "swarm: too little memory")
     state.ended("founder", None)
-    state.ended("bootstrap", "it ended with exit code -9 and said nothing")
+    state.ended("bootstrap", "it ended with exit code -9 and printed no error")
     assert state.problems == [
         "volunteer 2: too little memory",
-        "bootstrap: it ended with exit code -9 and said nothing",
+        "bootstrap: it ended with exit code -9 and printed no error",
     ]
-    assert state.peers["volunteer 2"].doing == "failed"
+    assert state.peers["volunteer 2"].status == "failed"

@@ -9,8 +9,8 @@ import json
 
 from rich.console import Console
 
-from swarm.cli.render.output import JsonOutput
-from swarm.cli.render.serve import ExpertLoad, Served, ServerLoad, _PlainView, _table
+from swarm.cli.render.output import JsonOutput, PlainOutput
+from swarm.cli.render.serve import ExpertLoad, Served, ServePresentation, ServerLoad, load_table
 from swarm.run.events import Listening, Notice
 
 SERVED = Served(
@@ -42,12 +42,12 @@ def load(samples: int) -> ServerLoad:
 
 def test_lines_of_a_log() -> None:
     stream = io.StringIO()
-    view = _PlainView(stream)
-    view.emit(Listening(peer_id="12D", addresses=["/ip4/1.2.3.4/tcp/1"]))
-    view.emit(SERVED)
+    output = PlainOutput(ServePresentation(), stream)
+    output.emit(Listening(peer_id="12D", addresses=["/ip4/1.2.3.4/tcp/1"]))
+    output.emit(SERVED)
     for number in range(40):
-        view.emit(load(10 if number < 20 else 20))
-    view.emit(Notice(text="bad \x1b[31mred"))
+        output.emit(load(10 if number < 20 else 20))
+    output.emit(Notice(text="bad \x1b[31mred"))
     text = stream.getvalue()
     assert "serving 12 experts on cpu: ffn.0, ffn.1" in text
     assert "and 4 more; 1 resumed from a checkpoint" in text
@@ -64,7 +64,7 @@ def test_json_lines() -> None:
     assert line["experts"][0]["busy"] == 0.25
 
 
-def test_the_live_table() -> None:
+def test_the_liveload_table() -> None:
     console = Console(width=120, file=io.StringIO(), record=True)
     many = [
         ExpertLoad(
@@ -75,7 +75,7 @@ def test_the_live_table() -> None:
         )
         for n in range(30)
     ]
-    console.print(_table(ServerLoad(queued=0, wait_s=0.0, experts=many)))
+    console.print(load_table(ServerLoad(queued=0, wait_s=0.0, experts=many)))
     text = console.export_text()
     assert "requests/batch" in text
     assert "25 %" in text

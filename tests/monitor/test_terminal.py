@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm.cli.render.monitor import Course, Ui, bar, screen
+from swarm.cli.render.monitor import ScreenState, Trends, bar, render_screen
 from swarm.monitor.logic.view import LinkView
 from tests.monitor.telling import Watching, peer, told
 
@@ -28,8 +28,8 @@ def busy(peers: int = 30) -> Watching:
     return watching
 
 
-def text(watching: Watching, ui: Ui, columns: int = 80, rows: int = 24) -> str:
-    lines = screen(watching.view(), ui, Course([2.0, None, 1.0] * 30, [1.0] * 90), columns, rows)
+def text(watching: Watching, state: ScreenState, columns: int = 80, rows: int = 24) -> str:
+    lines = render_screen(watching.view(), state, Trends([2.0, None, 1.0] * 30, [1.0] * 90), columns, rows)
     assert len(lines) <= rows
     assert all(line.cell_len <= columns for line in lines)
     return "\n".join(line.plain for line in lines)
@@ -39,12 +39,12 @@ def text(watching: Watching, ui: Ui, columns: int = 80, rows: int = 24) -> str:
 @pytest.mark.parametrize("section", ["rounds", "events", "experts"])
 @pytest.mark.parametrize("details", [False, True])
 def test_it_fits(columns: int, rows: int, section: str, details: bool) -> None:
-    text(busy(), Ui(section=section, details=details), columns, rows)
-    text(Watching(0), Ui(section=section, details=details), columns, rows)
+    text(busy(), ScreenState(section=section, details=details), columns, rows)
+    text(Watching(0), ScreenState(section=section, details=details), columns, rows)
 
 
 def test_what_the_issue_lists_is_there_in_80_by_24() -> None:
-    seen = text(busy(), Ui())
+    seen = text(busy(), ScreenState())
     for word in (
         "tiny@",
         "live",
@@ -69,30 +69,30 @@ def test_what_the_issue_lists_is_there_in_80_by_24() -> None:
 def test_old_numbers_are_called_old() -> None:
     watching = busy()
     watching.now_s += 60.0
-    late = text(watching, Ui())
+    late = text(watching, ScreenState())
     assert "LATE" in late
     assert "what is shown is old" in late
     watching.model.on_link(LinkView(status="lost", text="Knocking at 3 peers met before"), watching.now_s)
-    assert "LOST" in text(watching, Ui())
+    assert "LOST" in text(watching, ScreenState())
 
 
 def test_keys_choose_sort_and_open() -> None:
-    watching, ui = busy(), Ui()
-    assert text(watching, ui).count("›") == 1
+    watching, state = busy(), ScreenState()
+    assert text(watching, state).count("›") == 1
     for _ in range(40):
-        ui.key("down", 30)
-    assert ui.chosen == 29
-    ui.key("enter", 30)
-    assert str(peer(1)) in text(watching, ui), "by pace the slowest comes last"
-    ui.key("escape", 30)
-    assert not ui.details
-    ui.key("home", 30)
-    ui.key("s", 30)
-    assert "by name" in text(watching, ui)
-    ui.key("tab", 30)
-    assert "[events]" in text(watching, ui)
-    ui.key("q", 30)
-    assert ui.quit
+        state.key("down", 30)
+    assert state.chosen == 29
+    state.key("enter", 30)
+    assert str(peer(1)) in text(watching, state), "by pace the slowest comes last"
+    state.key("escape", 30)
+    assert not state.details
+    state.key("home", 30)
+    state.key("s", 30)
+    assert "by name" in text(watching, state)
+    state.key("tab", 30)
+    assert "[events]" in text(watching, state)
+    state.key("q", 30)
+    assert state.quit
 
 
 def test_bars_have_their_width() -> None:

@@ -151,7 +151,7 @@ def test_forged_copies_are_passed_over_and_the_highest_version_counts() -> None:
 def test_when_every_copy_is_forged_the_reasons_are_told() -> None:
     dht, owner = FakeDht(), Identity.generate()
     run_id = signed(owner).run_id
-    with pytest.raises(PeerError, match="nobody stores it"):
+    with pytest.raises(PeerError, match="no peer stores it"):
         asyncio.run(dht.directory().specification(run_id))
     asyncio.run(
         dht.as_peer(owner.peer_id).store(
