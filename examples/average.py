@@ -1,4 +1,4 @@
-"""Average a tensor with whoever else runs this program.
+"""Average a tensor with all peers that run this program.
 
 In one terminal:    python examples/average.py
 In others:          python examples/average.py ADDRESS        (the address that the first one prints)

@@ -88,7 +88,7 @@ class Volunteer:
         )
         self._task = make_task(self.specification.task.name, self.specification.task.settings)
         self._description = self._task.describe(self.specification.batch_size)
-        self._training: Training | None = None
+        self.training: Training | None = None  # set once `train` has joined the run
 
     @property
     def specification(self) -> RunSpecification:
@@ -169,7 +169,7 @@ class Volunteer:
         data = self._task.load_data(self._config.data, device)
         inner = build_optimizer(model, self.specification.optimizer)
         started_s = time.monotonic()
-        training = self._training = self._make_training(model, data, inner, device)
+        training = self.training = self._make_training(model, data, inner, device)
         writer = self._checkpoint_writer(model, inner)
         reason = ""
         try:
@@ -418,8 +418,8 @@ class Volunteer:
     def _other_members(self) -> list[Contact]:
         """Return known members and, in a large run, some peers that may be members."""
         contacts = (
-            {contact.peer_id: contact for contact in self._training.optimizer.contacts()}
-            if self._training
+            {contact.peer_id: contact for contact in self.training.optimizer.contacts()}
+            if self.training
             else {}
         )
         # In a large run the optimizer knows the members of one shard only; the gossip must reach the others.
@@ -433,7 +433,7 @@ class Volunteer:
         """Apply a newer version of the specification. Runs on the network thread."""
         old, new = self.signed.specification, newer.specification
         self.signed = newer
-        training = self._training
+        training = self.training
         if training is not None:
             training.signed = newer
             if new.target_batch_size != old.target_batch_size:

@@ -1,5 +1,5 @@
-"""A trainer is killed while its DataLoader workers live on: they hold none of its connections, so that the
-others notice at once.
+"""A killed trainer is noticed at once although its DataLoader workers live on, because they hold none of its
+connections.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ for line in sys.stdin:
 """
 
 
-def test_dataloader_workers_that_outlive_their_parent_hold_up_nobody() -> None:
+def test_orphaned_dataloader_workers_hold_up_no_peer() -> None:
     trainers = [Worker(TRAINER) for _ in range(RANKS)]
     try:
         bootstrap: list[str] = []

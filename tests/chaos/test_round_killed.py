@@ -1,6 +1,4 @@
-"""A round among four processes, one of which is killed or stopped in the middle: the others commit it all the
-same, and say who it was.
-"""
+"""A round of four processes is committed by the others when one of them is killed or stopped in the middle."""
 
 from __future__ import annotations
 
@@ -69,7 +67,7 @@ asyncio.run(main())
 
 @contextmanager
 def workers(numel: int, victim: int = 2) -> Iterator[list[tuple[Worker, str]]]:
-    """Four of them, each with the PeerId that others know it by."""
+    """Start four workers. Yield each with its PeerId."""
     started = [Worker(WORKER) for _ in range(4)]
     try:
         contacts = [worker.hear() for worker in started]
@@ -100,11 +98,12 @@ def committed(results: list[Any]) -> None:
 
 @pytest.mark.parametrize(("how", "costs_s"), [(signal.SIGKILL, 2.0), (signal.SIGSTOP, 7.0)])
 @pytest.mark.parametrize("after_s", [0.0, 0.1, 0.3])
-def test_one_of_four_is_gone_in_the_middle(how: signal.Signals, costs_s: float, after_s: float) -> None:
-    """The others commit all parts in that same round, at most `costs_s` later than a round takes that nobody
-    disturbs.
+def test_a_round_commits_when_one_of_four_members_is_killed_or_stopped(
+    how: signal.Signals, costs_s: float, after_s: float
+) -> None:
+    """The others commit all parts in the same round, at most `costs_s` later than a round without failures.
 
-    `costs_s` is generous: docs/decisions/0010 has what it takes. A whole round takes 1 s here on a quiet
+    `costs_s` is generous; docs/decisions/0010 has the measured times. A whole round takes 1 s here on a quiet
     machine, and 3 s on a busy one.
     """
     with workers(16_000_000) as four:
@@ -127,8 +126,8 @@ def test_one_of_four_is_gone_in_the_middle(how: signal.Signals, costs_s: float, 
         committed([worker.hear() for worker, _ in four if worker is not victim])
 
 
-def test_one_of_four_stops_and_goes_on() -> None:
-    """It commits what the others committed, or says that it could not: never anything else."""
+def test_a_member_that_was_stopped_for_a_while_commits_the_same_or_fails() -> None:
+    """The stopped member commits the same result as the others, or fails."""
     with workers(16_000_000, victim=1) as four:
         begin(four, range(4))
         committed([worker.hear() for worker, _ in four])

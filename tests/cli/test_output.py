@@ -1,6 +1,4 @@
-"""What is printed: sentences and JSON lines without anything that could steer a terminal, sums that are
-right.
-"""
+"""Renderers print JSON lines and sentences without control characters; the demo computes its summary."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ FINISHED = events.Finished(
 )
 
 
-def test_what_a_stranger_wrote_cannot_steer_the_terminal() -> None:
+def test_printable_removes_control_characters() -> None:
     assert printable("a\x1b[31mred\x07\u202etxt\nb") == "a[31mredtxt\nb"
 
 
@@ -72,7 +70,7 @@ def test_plain_lines_have_no_control_characters() -> None:
     assert "Loss 5.500 -> 2.500. Contributed 120 samples in 3 rounds; sent 3.6 MB." in text
 
 
-def test_json_lines_name_their_event_and_hold_only_json_numbers() -> None:
+def test_json_lines_name_their_event_and_contain_only_json_numbers() -> None:
     stream = io.StringIO()
     JsonOutput(stream).emit(
         events.TrainingProgress(
@@ -88,7 +86,7 @@ def test_json_lines_name_their_event_and_hold_only_json_numbers() -> None:
     [JsonOutput, lambda stream: PlainOutput(VolunteerPresentation(), stream)],
     ids=["json", "plain"],
 )
-def test_a_line_is_written_in_one_piece_so_that_those_of_several_threads_do_not_mix(
+def test_a_line_is_one_write_so_that_lines_of_several_threads_do_not_mix(
     make: Callable[[TextIO], Output],
 ) -> None:
     pieces: list[str] = []
@@ -103,7 +101,7 @@ def test_a_line_is_written_in_one_piece_so_that_those_of_several_threads_do_not_
     assert pieces[0].endswith("\n")
 
 
-def test_the_memory_that_was_taken_is_told_beside_the_estimate() -> None:
+def test_the_summary_shows_measured_memory_beside_the_estimate() -> None:
     taken = replace(FINISHED, memory_bytes=900_000_000, memory_peak_bytes=700_000_000)
     assert (
         VolunteerPresentation()
@@ -123,7 +121,7 @@ def test_the_memory_that_was_taken_is_told_beside_the_estimate() -> None:
     )
 
 
-def test_every_event_that_is_no_mere_progress_has_a_sentence() -> None:
+def test_progress_has_no_sentence_and_other_events_have_one() -> None:
     assert (
         VolunteerPresentation().sentence(
             events.TrainingProgress(
@@ -155,7 +153,7 @@ def test_sizes(count: float, text: str) -> None:
     assert size(count) == text
 
 
-def test_sparklines_show_the_whole_course() -> None:
+def test_sparklines_show_the_whole_series() -> None:
     assert sparkline([], 5) == ""
     assert sparkline([3.0], 5) == "▁"
     assert sparkline([1, 2, 3], 5) == "▁▅█" or sparkline([1, 2, 3], 5) == "▁▄█"
@@ -167,7 +165,7 @@ def line(event: events.Event) -> dict[str, object]:
     return value
 
 
-def test_the_demo_sums_up_what_its_peers_said() -> None:
+def test_the_summary_of_the_demo_is_computed_from_its_events() -> None:
     state = DemoState(["founder", "volunteer 2"])
     for name, loss, digest in (("founder", 2.0, "aa"), ("volunteer 2", 3.0, "aa")):
         state.apply(name, line(events.Listening(peer_id=f"12D3{name}", addresses=["/x"])))
@@ -188,7 +186,7 @@ def test_the_demo_sums_up_what_its_peers_said() -> None:
     assert headline(state).startswith("epoch 3: loss 2.500")
 
 
-def test_digests_that_differ_are_told() -> None:
+def test_different_digests_are_reported() -> None:
     state = DemoState(["founder", "volunteer 2"])
     state.apply("founder", line(EPOCH))
     state.apply("volunteer 2", {**line(EPOCH), "digest": "other"})
@@ -196,7 +194,7 @@ def test_digests_that_differ_are_told() -> None:
     assert "NOT EQUAL" in closing(state.summary(1.0))
 
 
-def test_a_child_that_fails_is_told_in_its_own_words_once() -> None:
+def test_a_failed_child_is_reported_once_with_its_own_error() -> None:
     state = DemoState(["founder", "volunteer 2"])
     state.apply("volunteer 2", {"event": "error", "text": "too little memory"})
     state.ended("volunteer 2", "swarm: too little memory")

@@ -14,7 +14,7 @@ from swarm.core.errors import SwarmError
 
 
 class FailingServer:
-    """Reports a failed device from the second look on."""
+    """A server whose device has failed at its second report."""
 
     failed: str | None = None
 

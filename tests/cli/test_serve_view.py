@@ -1,6 +1,4 @@
-"""What `swarm serve` shows: a snippet that can be copied, loads only when there is something to tell, nothing
-that steers a terminal.
-"""
+"""How `swarm serve` is shown: lines of a log, JSON lines, and the live table."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ def load(samples: int) -> ServerLoad:
     return ServerLoad(queued=4, wait_s=0.012, experts=[one])
 
 
-def test_lines_of_a_log() -> None:
+def test_a_log_shows_a_load_only_when_samples_were_computed() -> None:
     stream = io.StringIO()
     output = PlainOutput(ServePresentation(), stream)
     output.emit(Listening(peer_id="12D", addresses=["/ip4/1.2.3.4/tcp/1"]))
@@ -51,12 +49,12 @@ def test_lines_of_a_log() -> None:
     text = stream.getvalue()
     assert "serving 12 experts on cpu: ffn.0, ffn.1" in text
     assert "and 4 more; 1 resumed from a checkpoint" in text
-    assert "\n    node = swarm.Node(" in text  # in one piece, to be copied
-    assert text.count("4 requests queued, a new one waits 12 ms") == 2  # only what is new, and not each time
+    assert "\n    node = swarm.Node(" in text  # in one piece, so that it can be copied
+    assert text.count("4 requests queued, a new one waits 12 ms") == 2  # only new loads, and not each one
     assert "\x1b" not in text
 
 
-def test_json_lines() -> None:
+def test_a_load_is_a_json_line() -> None:
     stream = io.StringIO()
     JsonOutput(stream).emit(load(10))
     line = json.loads(stream.getvalue())
@@ -64,7 +62,7 @@ def test_json_lines() -> None:
     assert line["experts"][0]["busy"] == 0.25
 
 
-def test_the_liveload_table() -> None:
+def test_the_live_table_shows_the_busiest_experts() -> None:
     console = Console(width=120, file=io.StringIO(), record=True)
     many = [
         ExpertLoad(

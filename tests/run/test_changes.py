@@ -1,4 +1,4 @@
-"""An owner's change: who may make it, and how it spreads."""
+"""Changes of a run: only its owner may sign them, and members gossip them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FIRST = sign(RunSpecification.from_table(TABLE, "test"), OWNER, version=1, creat
 PEER = str(Identity.generate().peer_id)
 
 
-def test_each_change_is_the_next_version_with_that_difference() -> None:
+def test_each_change_signs_the_next_version_with_that_difference() -> None:
     second = sign_change(FIRST, Change(target_batch_size=128, ban=(PEER,)), OWNER)
     assert (second.version, second.created_s, second.run_id) == (2, 5.0, FIRST.run_id)
     assert verified(second.blob, FIRST.run_id).specification.banned == (PEER,)
@@ -50,7 +50,7 @@ def test_each_change_is_the_next_version_with_that_difference() -> None:
     assert restart_needed(FIRST.specification, other)
 
 
-def test_what_cannot_be_is_told() -> None:
+def test_invalid_changes_are_usage_errors() -> None:
     with pytest.raises(UsageError, match="only its owner can change a run"):
         sign_change(FIRST, Change(paused=True), Identity.generate())
     with pytest.raises(UsageError, match="is like that already"):
@@ -68,23 +68,23 @@ class FakeDirectory:
 
 
 def member(
-    network: SimulatedNetwork, peer: SimulatedPeer, known: list[SimulatedPeer], heard: list[int]
+    network: SimulatedNetwork, peer: SimulatedPeer, known: list[SimulatedPeer], received: list[int]
 ) -> RunFollower:
     directory = FakeDirectory()
     services = FollowerServices(
         handlers=peer.handlers, caller=peer.caller, directory=directory, rng=random.Random(peer.index)
     )  # type: ignore[arg-type]
     return RunFollower(
-        services, FIRST, lambda: [one.contact for one in known], lambda newer: heard.append(newer.version)
+        services, FIRST, lambda: [one.contact for one in known], lambda newer: received.append(newer.version)
     )
 
 
-def test_a_change_reaches_a_thousand_members_in_seconds_by_eight_calls_each() -> None:
+def test_a_change_reaches_a_thousand_members_in_seconds_with_eight_calls_each() -> None:
     async def main() -> None:
         network = SimulatedNetwork(3)
         peers, rng = [network.peer() for _ in range(1001)], random.Random(4)
-        heard: list[list[int]] = [[] for _ in peers]
-        followers = [member(network, peer, rng.sample(peers, 32), heard[peer.index]) for peer in peers[1:]]
+        received: list[list[int]] = [[] for _ in peers]
+        followers = [member(network, peer, rng.sample(peers, 32), received[peer.index]) for peer in peers[1:]]
         second = sign_change(FIRST, Change(paused=True), OWNER)
         following = await send_version(peers[0].caller, second, [peer.contact for peer in peers[1:5]])
         assert set(following.values()) == {2}
@@ -93,7 +93,7 @@ def test_a_change_reaches_a_thousand_members_in_seconds_by_eight_calls_each() ->
         assert sum(follower.signed.version == 2 for follower in followers) >= 995, (
             "nearly all: the others find it in the DHT"
         )
-        assert all(len(one) <= 1 for one in heard), "each is told once"
+        assert all(len(one) <= 1 for one in received), "each receives it once"
         assert max(peer.messages_sent for peer in peers[1:]) <= FANOUT + 40, "replies included"
         assert took_s < 3.0
         assert not network.errors
@@ -102,35 +102,35 @@ def test_a_change_reaches_a_thousand_members_in_seconds_by_eight_calls_each() ->
     run_virtual(main(), limit_s=60)
 
 
-def test_only_a_newer_version_of_the_owners_counts() -> None:
+def test_only_a_newer_version_that_the_owner_signed_is_accepted() -> None:
     async def main() -> None:
         network = SimulatedNetwork(1)
         one, two = network.peer(), network.peer()
-        heard: list[int] = []
-        follower = member(network, two, [], heard)
-        thief = Identity.generate()
+        received: list[int] = []
+        follower = member(network, two, [], received)
+        attacker = Identity.generate()
         forged = sign(
-            RunSpecification.from_table({**TABLE, "paused": True}, "test"), thief, version=9, created_s=5.0
+            RunSpecification.from_table({**TABLE, "paused": True}, "test"), attacker, version=9, created_s=5.0
         )
         second = sign_change(FIRST, Change(paused=True), OWNER)
-        for blob, complaint in [
+        for blob, reason in [
             (forged.blob, "belongs to run"),
             (b"garbage", "cannot be decoded"),
             (second.blob[:-1] + bytes([second.blob[-1] ^ 1]), "not its owner's"),
         ]:
-            with pytest.raises(PeerError, match=complaint):
+            with pytest.raises(PeerError, match=reason):
                 await one.caller.call(
                     two.contact,
                     CHANGE,
                     run_pb2.ChangeRequest(run=FIRST.run_id, specification=blob),
                     timeout_s=5,
                 )
-        assert heard == []
+        assert received == []
         assert await send_version(one.caller, second, [two.contact]) == {two.peer_id: 2}
         assert await send_version(one.caller, FIRST, [two.contact]) == {two.peer_id: 2}, (
             "an older one changes nothing"
         )
-        assert heard == [2]
+        assert received == [2]
         assert follower.signed == second
         with pytest.raises(PeerError, match="does not take part"):
             await one.caller.call(two.contact, CHANGE, run_pb2.ChangeRequest(run="x" * 20), timeout_s=5)

@@ -1,4 +1,4 @@
-"""Specifications: written by hand, signed, forged, tampered with, downgraded, oversized."""
+"""Specifications: parsing, signing, and refusal of forged, changed, outdated and oversized ones."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_demo_trains_what_the_example_trains() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("target_batch_size = ", "not valid TOML"),
         (MINIMAL.replace("64", "0"), "run.toml: target_batch_size must be greater than or equal to 1, not 0"),
@@ -123,16 +123,16 @@ def test_the_demo_trains_what_the_example_trains() -> None:
         ),
     ],
 )
-def test_mistakes_are_told_by_key_in_plain_words(text: str, said: str) -> None:
+def test_mistakes_are_reported_by_key_in_plain_words(text: str, message: str) -> None:
     with pytest.raises(UsageError) as error:
         RunSpecification.from_toml(text, "run.toml")
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "pydantic" not in str(error.value)
     assert "type=" not in str(error.value)
 
 
 @pytest.mark.parametrize("codec", ["int2", "sign", "topk", "int8"])
-def test_error_feedback_is_a_term_of_the_run(codec: str) -> None:
+def test_error_feedback_is_part_of_the_specification(codec: str) -> None:
     found = RunSpecification.from_toml(f'codec = "{codec}"\nerror_feedback = true\n{MINIMAL}', "run.toml")
     assert found.error_feedback
     assert found.table()["error_feedback"] is True
@@ -155,7 +155,7 @@ def test_modes_by_name_and_as_a_table(owner: Identity) -> None:
         traits = built.build().build(parts).traits
         assert built.role == traits.role
         assert built.state_sync_epochs == (traits.state_sync_epochs if traits.canonical else None), (
-            "as outlook.py takes it"
+            "as estimate.py computes it"
         )
 
 
@@ -168,7 +168,7 @@ def test_modes_by_name_and_as_a_table(owner: Identity) -> None:
         ("gossip", 4e6),
     ],
 )
-def test_the_traffic_that_is_foretold_follows_the_mode(mode: object, expected: float) -> None:
+def test_the_estimated_traffic_follows_the_mode(mode: object, expected: float) -> None:
     assert round_bytes(specification(mode=mode), described(parameters=1_000_000), 4) == pytest.approx(
         expected, rel=1e-3
     )
@@ -196,8 +196,8 @@ def test_a_strategy_by_name_and_as_a_table(owner: Identity) -> None:
     assert specification(strategy="powersgd", mode="diloco", codec="adaptive").strategy is not None
 
 
-def test_the_traffic_of_factors_is_foretold_from_shapes() -> None:
-    """(1000 + 500) · 4 numbers for a matrix, all of what does not shrink; the state as without a strategy."""
+def test_the_traffic_of_factors_is_estimated_from_shapes() -> None:
+    """A matrix is sent as (1000 + 500) · 4 numbers, other tensors and the state as without a strategy."""
     shapes = ((1000, 500), (10, 5, 10), (300,))
     whole = described(parameters=500_000 + 500 + 300, shapes=shapes)
     state = 12 * whole.parameters / 10
@@ -208,9 +208,9 @@ def test_the_traffic_of_factors_is_foretold_from_shapes() -> None:
     assert round_bytes(specification(strategy=strategy, codec="float32"), whole, 4) == int(
         1.5 * (4 * (1500 * 4 + 60 * 4 + 300) + state)
     )
-    untold = described(parameters=whole.parameters)
-    assert round_bytes(specification(strategy=strategy), untold, 4) == round_bytes(
-        specification(), untold, 4
+    without_shapes = described(parameters=whole.parameters)
+    assert round_bytes(specification(strategy=strategy), without_shapes, 4) == round_bytes(
+        specification(), without_shapes, 4
     ), "at the most"
 
 
@@ -263,7 +263,7 @@ def test_run_ids_depend_on_owner_and_name(owner: Identity) -> None:
 
 
 def test_a_forged_owner_is_refused(owner: Identity) -> None:
-    """An attacker signs with a key of its own but claims the owner's: the signature gives it away."""
+    """An attacker signs with its own key and claims the owner's: the signature does not fit."""
     attacker = Identity.generate()
     signed = sign(specification(), attacker, version=9, created_s=0)
     body, signature = msgpack.unpackb(signed.blob)
@@ -273,7 +273,7 @@ def test_a_forged_owner_is_refused(owner: Identity) -> None:
         verified(forged)
 
 
-def test_another_owners_specification_is_not_this_runs(owner: Identity) -> None:
+def test_a_specification_of_another_owner_is_refused(owner: Identity) -> None:
     mine = sign(specification(), owner, version=1, created_s=0)
     others = sign(specification(), Identity.generate(), version=2, created_s=0)
     with pytest.raises(PeerError, match=f"not to {mine.run_id}"):
@@ -328,13 +328,13 @@ def test_two_specifications_of_one_version_are_decided_the_same_way_everywhere(o
 
 
 @pytest.mark.parametrize("version", [0, -1, True, "2", 1 << 40])
-def test_odd_versions_are_refused(owner: Identity, version: object) -> None:
+def test_invalid_versions_are_refused(owner: Identity, version: object) -> None:
     blob = _signed_table(owner, {**_table(owner), "version": version})
     with pytest.raises(PeerError, match="version"):
         verified(blob)
 
 
-def test_a_genuine_specification_from_the_future_is_told_apart(owner: Identity) -> None:
+def test_a_valid_signature_over_unknown_settings_is_reported_as_such(owner: Identity) -> None:
     with pytest.raises(PeerError, match="update swarm"):
         verified(_signed_table(owner, {**_table(owner), "format": "swarm.run/9"}))
     table = _table(owner)

@@ -1,4 +1,4 @@
-"""The copy of a specification on disk: what a member knows, no swarm forgets."""
+"""Copies of specifications on disk: they survive the swarm, and only those that the owner signed count."""
 
 from __future__ import annotations
 
@@ -26,41 +26,43 @@ def file_of(folder: Path, one: SignedSpecification) -> Path:
     return folder / f"{one.run_id}.specification"
 
 
-def test_what_is_saved_is_there_and_an_older_version_does_not_replace_it(tmp_path: Path) -> None:
-    kept, owner = SpecificationStore(tmp_path / "runs"), Identity.generate()
-    assert (kept.load(signed(owner).run_id), kept.all()) == (None, [])
+def test_a_saved_specification_is_not_replaced_by_an_older_version(tmp_path: Path) -> None:
+    store, owner = SpecificationStore(tmp_path / "runs"), Identity.generate()
+    assert (store.load(signed(owner).run_id), store.all()) == (None, [])
     for version in (2, 1):
-        kept.save(signed(owner, version=version))
-    assert kept.load(signed(owner).run_id) == signed(owner, version=2)
-    kept.save(signed(owner, version=3))
-    assert kept.all() == [signed(owner, version=3)]
+        store.save(signed(owner, version=version))
+    assert store.load(signed(owner).run_id) == signed(owner, version=2)
+    store.save(signed(owner, version=3))
+    assert store.all() == [signed(owner, version=3)]
 
 
-def test_only_what_the_owner_signed_is_believed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    kept, owner, other = SpecificationStore(tmp_path), Identity.generate(), Identity.generate()
-    true, stranger = signed(owner), signed(other)
-    for raw in (b"", b"garbage", true.blob[:-1] + bytes([true.blob[-1] ^ 1]), stranger.blob, bytes(1 << 20)):
-        file_of(tmp_path, true).write_bytes(raw)
-        assert kept.load(true.run_id) is None
-        assert kept.all() == []
-    assert "is passed over" in caplog.text
-    kept.save(true)
-    assert kept.load(true.run_id) == true
-    assert kept.load("../identity") is None
-    (tmp_path / "no-run.specification").write_bytes(true.blob)
-    assert kept.all() == [true]
-
-
-def test_the_folder_is_bounded_and_a_disk_that_fails_ends_nothing(
+def test_files_that_the_owner_did_not_sign_are_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kept, owner = SpecificationStore(tmp_path), Identity.generate()
+    store, owner, other = SpecificationStore(tmp_path), Identity.generate(), Identity.generate()
+    valid, foreign = signed(owner), signed(other)
+    for raw in (b"", b"garbage", valid.blob[:-1] + bytes([valid.blob[-1] ^ 1]), foreign.blob, bytes(1 << 20)):
+        file_of(tmp_path, valid).write_bytes(raw)
+        assert store.load(valid.run_id) is None
+        assert store.all() == []
+    assert "is ignored" in caplog.text
+    store.save(valid)
+    assert store.load(valid.run_id) == valid
+    assert store.load("../identity") is None
+    (tmp_path / "no-run.specification").write_bytes(valid.blob)
+    assert store.all() == [valid]
+
+
+def test_the_folder_is_bounded_and_disk_errors_are_not_raised(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, owner = SpecificationStore(tmp_path), Identity.generate()
     runs = [signed(owner, name=f"run-{number}") for number in range(SPECIFICATIONS_MAX + 2)]
     for number, run in enumerate(runs):
-        kept.save(run)
+        store.save(run)
         os.utime(file_of(tmp_path, run), (number, number))
-    kept.save(runs[-1])
-    assert {run.name for run in kept.all()} == {run.name for run in runs[2:]}
+    store.save(runs[-1])
+    assert {run.name for run in store.all()} == {run.name for run in runs[2:]}
     (tmp_path / "file").write_bytes(b"")
     SpecificationStore(tmp_path / "file" / "runs").save(runs[0])
-    assert "cannot be kept" in caplog.text
+    assert "cannot be saved" in caplog.text

@@ -1,4 +1,4 @@
-"""A run that the swarm has forgotten comes back with any of its former members, over real sockets."""
+"""A run that the swarm has forgotten is published again by any former member, over real sockets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def directory(node: Node, folder: Path | None = None) -> RunDirectory:
 
 
 async def _keep_once(where: RunDirectory, run: SignedSpecification) -> None:
-    """Until it is kept both in the DHT and on this disk."""
+    """Renew the specification until it is in the DHT and on disk."""
 
     async def on_newer(newer: SignedSpecification) -> None:
         raise AssertionError("there is no newer one")
@@ -50,10 +50,8 @@ async def _keep_once(where: RunDirectory, run: SignedSpecification) -> None:
     keeping.cancel()
 
 
-def test_a_member_that_comes_back_alone_brings_a_forgotten_run_with_it(tmp_path: Path) -> None:
-    """Founder, members and replicas are gone; of the swarm only an entry point is left, which knows nothing
-    of the run.
-    """
+def test_a_former_member_publishes_a_forgotten_run_again(tmp_path: Path) -> None:
+    """Only an entry point of the swarm is left, which does not know the run."""
     with Node(listen=HERE) as founder:
         run, _ = founder.network.run(
             create_run(directory(founder), specification(), founder.identity, founder.clock), 30.0
@@ -75,7 +73,7 @@ def test_a_member_that_comes_back_alone_brings_a_forgotten_run_with_it(tmp_path:
             assert stranger.network.run(directory(stranger).find(None), 30.0) == run
 
 
-def test_a_run_that_is_founded_anew_is_above_the_copies_of_its_former_members(tmp_path: Path) -> None:
+def test_a_run_that_is_created_again_has_a_higher_version_than_stored_copies(tmp_path: Path) -> None:
     owner = Identity.generate()
     SpecificationStore(tmp_path).save(sign(specification(), owner, version=4, created_s=0.0))
     with Node(listen=HERE, identity=owner) as node:
@@ -86,17 +84,17 @@ def test_a_run_that_is_founded_anew_is_above_the_copies_of_its_former_members(tm
         assert run.created_s > 0.0
 
 
-def test_a_former_member_joins_a_run_by_name_although_nobody_answers(
+def test_a_former_member_joins_a_run_by_name_when_no_peer_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It goes on alone, as a founder would; who never took part is told that nobody is there."""
+    """A former member continues alone. A peer that never took part gets an error."""
     monkeypatch.setenv("SWARM_HOME", str(tmp_path))
     with Node(listen=HERE) as gone:
         address = gone.addresses[0]
     command = ["join", address, "--yes", "--json", "--device", "cpu"]
     assert main([*command, "--run", "tiny"]) == 1
     assert "nobody answers at" in capsys.readouterr().err
-    # so that the command ends when it has all that it needs
+    # requires CUDA, so that the command ends when it has found the run
     table = {**specification().table(), "requirements": {"device": "cuda"}}
     run = sign(RunSpecification.from_table(table, "test"), Identity.generate(), version=1, created_s=0.0)
     SpecificationStore(tmp_path / "runs").save(run)
