@@ -29,7 +29,7 @@ HELD_OUT = 297
 
 
 class Digits:
-    """Images as float32 [samples, 64] from 0 to 1, and their digits as int64 [samples]. The last ones are held out."""
+    """Images, float32 [samples, 64] from 0 to 1, and their digits, int64 [samples]; the last are held out."""
 
     def __init__(self) -> None:
         with gzip.open(Path(__file__).parent / "data" / "digits.csv.gz", "rt") as lines:

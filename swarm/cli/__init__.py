@@ -1,8 +1,8 @@
 """The `swarm` command. Importing it loads click and nothing heavy, so that `swarm --help` answers at once.
 
-Every error that a user or a peer can cause arrives here as a SwarmError or a click exception. It is printed as
-one sentence on standard error, with exit code 1 (failed) or 2 (usage), never as a traceback. Any other exception
-is a bug and shows its traceback.
+Every error that a user or a peer can cause arrives here as a SwarmError or a click exception. It is printed
+as one sentence on standard error, with exit code 1 (failed) or 2 (usage), never as a traceback. Any other
+exception is a bug and shows its traceback.
 """
 
 from __future__ import annotations

@@ -102,16 +102,18 @@ def _set_paused(run: str | None, *, paused: bool, as_json: bool) -> int:
     "--pause/--resume",
     "paused",
     default=None,
-    help="Let nobody train for a while; members stay and keep the state.",
+    help="Nobody trains for a while; members stay and keep the state.",
 )
 @click.option("--end/--reopen", "ended", default=None, help="The run is over for everybody.")
 @click.option(
     "--ban",
     metavar="PEERID",
     multiple=True,
-    help="Let nobody deal with this peer; may be given several times.",
+    help="Every member avoids this peer; may be given several times.",
 )
-@click.option("--unban", metavar="PEERID", multiple=True, help="Let a banned peer in again.")
+@click.option(
+    "--unban", metavar="PEERID", multiple=True, help="Lift the ban of a peer; may be given several times."
+)
 @options.as_json
 def change(
     run: str, addresses: tuple[str, ...], identity: str | None, as_json: bool, **changes: object

@@ -1,7 +1,7 @@
 """Run peers as child processes: start them, read their events line by line, and make sure that they end.
 
-Each child has its own process group, so that Ctrl-C in a terminal reaches only this command, which then ends its
-children in order. The standard input of a child is a pipe from this process: if this process dies for any
+Each child has its own process group, so that Ctrl-C in a terminal reaches only this command, which then ends
+its children in order. The standard input of a child is a pipe from this process: if this process dies for any
 reason, the child reads the end of its input and leaves.
 """
 

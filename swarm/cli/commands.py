@@ -1,7 +1,7 @@
 """The `swarm` command and the table of its subcommands.
 
-Each subcommand, with its options, its help and its work, is a click command in a module of its own. A module is
-imported when its command is used, so that `swarm --help` answers at once and imports none of them.
+Each subcommand, with its options, its help and its work, is a click command in a module of its own. A module
+is imported when its command is used, so that `swarm --help` answers at once and imports none of them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Let commands of one user on one machine find each other and ask each other to pause, through files in a folder.
+"""Let commands of one user on one machine find each other and ask each other to pause.
+
+They use files in a folder, which works on every system.
 
 A command that trains writes `<process id>.json` while it runs, with its run and the addresses of its node.
-`swarm pause` creates `<process id>.pause` beside it, which the trainer checks twice a second, and `swarm resume`
-deletes it.
+`swarm pause` creates `<process id>.pause` beside it, which the trainer checks twice a second, and
+`swarm resume` deletes it.
 """
 
 from __future__ import annotations
@@ -58,8 +60,8 @@ class Control:
 
     @contextlib.contextmanager
     def announced(self, name: str, run_id: str, peer_id: str, addresses: Sequence[str]) -> Iterator[None]:
-        """Announce this process while the context lasts. If the folder cannot be written to, the process cannot
-        be paused, but it trains.
+        """Announce this process while the context lasts. If the folder cannot be written to, the process
+        cannot be paused, but it trains.
         """
         import psutil
 

@@ -1,5 +1,5 @@
-"""`swarm demo`: a swarm of processes on this machine. This process only watches them, and imports neither torch
-nor gRPC.
+"""`swarm demo`: a swarm of processes on this machine. This process only watches them, and imports neither
+torch nor gRPC.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class _Demo:
         self._children.start(_BOOTSTRAP, "bootstrap", *_LOOPBACK)
 
     def goes_on(self) -> bool:
-        """Return whether a volunteer is still running. Asks all of them to leave when the training time is over."""
+        """Return whether a volunteer is still running. Ask all of them to leave when the time is over."""
         now_s = time.monotonic()
         volunteers = self._children.named(self._state.peers)
         if self._ended and not volunteers and not self._unread():

@@ -1,4 +1,4 @@
-"""State of the demo's peers, computed from their events. No I/O, so that it can be tested without processes."""
+"""State of the demo's peers, computed from their events. No I/O, so that tests need no processes."""
 
 from __future__ import annotations
 

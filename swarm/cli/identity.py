@@ -45,8 +45,8 @@ def identity(identity: str | None, create: bool, as_json: bool) -> int:
 def open_identity(choice: str | None, default: Path | None) -> Identity:
     """Open the identity that an option names.
 
-    `choice` is a file, which is created if it is missing, or `new` for an identity that is kept in memory only.
-    Without a choice the `default` file is used, or a new identity if there is no default either.
+    `choice` is a file, which is created if it is missing, or `new` for an identity that is kept in memory
+    only. Without a choice the `default` file is used, or a new identity if there is no default either.
     """
     if choice == NEW or (choice is None and default is None):
         return Identity.generate()

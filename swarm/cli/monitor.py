@@ -1,4 +1,4 @@
-"""`swarm monitor`: watch a run without training, and show it on the terminal, as JSON, on a page, or as metrics."""
+"""`swarm monitor`: watch a run without training, on the terminal, as JSON, on a page, or as metrics."""
 
 from __future__ import annotations
 

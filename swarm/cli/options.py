@@ -13,7 +13,7 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
 def _check_device(context: click.Context, option: click.Parameter, value: str) -> str:
-    """Refuse a name that is no device. The command itself checks whether the device exists, which takes torch."""
+    """Refuse a name that is no device. The command checks whether the device exists, which takes torch."""
     try:
         return check_device_name(value)
     except UsageError as error:

@@ -30,12 +30,12 @@ def home() -> Path:
 
 
 def default_identity() -> Path:
-    """Return the file of this user's identity. `swarm start` signs with it, so a restarted run keeps its id."""
+    """Return this user's identity file. `swarm start` signs with it, so a restarted run keeps its id."""
     return home() / "identity"
 
 
 def bootstrap_identity() -> Path:
-    """Return the identity file of `swarm bootstrap`, a separate one so that it can run beside `swarm start`."""
+    """Return the identity file of `swarm bootstrap`, so that it can run beside `swarm start`."""
     return home() / "bootstrap.identity"
 
 

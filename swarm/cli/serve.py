@@ -82,7 +82,7 @@ class ServeChoices:
         return [Contact.parse(self.address)] if self.address is not None else []
 
     def listen_at(self) -> str:
-        """Return where to listen: by default on all interfaces, or on loopback if the given address is there."""
+        """Return where to listen: by default on all interfaces, or on loopback if the address is there."""
         if self.listen is not None:
             return self.listen
         hosts = [address.host for contact in self.contacts() for address in contact.addresses]
@@ -203,8 +203,8 @@ def serve(**given: Any) -> int:
     Examples:
       swarm serve --expert-class ffn --hidden-dim 1024 --experts 'ffn.[0:4].[0:4]'
       swarm serve ADDRESS --experts 'ffn.[0:32].[0:32]' --num-experts 16 --checkpoint ~/experts
-      swarm serve ADDRESS --experts 'block.[0:12]' --expert-class causal_transformer --device cuda --dtype bfloat16
-      swarm serve ADDRESS --experts 'mine.[0:8]' --module mine.py --expert-class make_mine --optimizer adamw --lr 3e-4
+      swarm serve ADDRESS --experts 'block.[0:12]' --expert-class causal_transformer --device cuda
+      swarm serve ADDRESS --experts 'mine.[0:8]' --module mine.py --expert-class make_mine --lr 3e-4
     """
     choices = ServeChoices.of(**given)
     return _serve(choices)

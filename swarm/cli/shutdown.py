@@ -1,8 +1,8 @@
 """End a command on Ctrl-C, on SIGTERM, or when its parent process dies.
 
 The first request sets a flag, which the training loop reads after each step. If the main thread still blocks
-after a moment, it is interrupted; if it ignores the interruption, the process is ended. A command is therefore
-gone within three seconds, and with `exit_with_parent` a child never outlives its parent.
+after a moment, it is interrupted; if it ignores the interruption, the process is ended. A command is
+therefore gone within three seconds, and with `exit_with_parent` a child never outlives its parent.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class Shutdown:
         interrupt_s: float = _INTERRUPT_S,
         abandon_s: float = _ABANDON_S,
     ) -> None:
-        """`interrupt_s`: after this time a blocked main thread is interrupted. A command with a slow cleanup sets
-        it higher. `abandon_s`: after this time the process is ended, even if its cleanup is not complete.
+        """`interrupt_s`: after this time a blocked main thread is interrupted. A command with a slow cleanup
+        sets it higher. `abandon_s`: after this time the process is ended, even if its cleanup is not
+        complete.
         """
         self.requested = threading.Event()
         self.reason = ""

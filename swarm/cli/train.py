@@ -263,7 +263,7 @@ class TrainChoices:
         return [Contact.parse(address) for address in self.bootstrap]
 
     def listen_at(self) -> str:
-        """Return where to listen: by default on all interfaces, or on loopback if all bootstrap peers are there."""
+        """Return where to listen: by default on all interfaces, or on loopback if the peers are."""
         if self.listen is not None:
             return self.listen
         hosts = [address.host for contact in self.contacts() for address in contact.addresses]

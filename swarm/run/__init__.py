@@ -1,1 +1,1 @@
-"""Runs: signed specifications, the directory that publishes them, tasks, and the volunteer that trains a run."""
+"""Runs: signed specifications, the directory that publishes them, tasks, and volunteers."""

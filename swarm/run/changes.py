@@ -1,8 +1,9 @@
 """Change a running run: the owner signs the next version of its specification, and the members gossip it.
 
 A member that receives a newer version forwards it once to some other members, so that it reaches the swarm
-within seconds. A version is accepted only if the owner signed it and it is higher than the current one, so the
-gossip ends. Members that it does not reach find the version in the DHT within minutes (`RunDirectory.keep`).
+within seconds. A version is accepted only if the owner signed it and it is higher than the current one, so
+the gossip ends. Members that it does not reach find the version in the DHT within minutes
+(`RunDirectory.renew`).
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class RunFollower:
 
     async def run(self) -> None:
         """Renew the specification in the DHT and look there for newer versions, until cancelled."""
-        await self._services.directory.keep(self.signed, self.accept, lambda: self.signed)
+        await self._services.directory.renew(self.signed, self.accept, lambda: self.signed)
 
     async def accept(self, signed: SignedSpecification) -> None:
         """Follow, save and forward a valid version if it is newer than the current one."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a volunteer: written periodically in a background thread, and resumed from after a restart."""
+"""Checkpoints of a volunteer: written periodically in a background thread, and loaded after a restart."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class CheckpointWriter:
     def __init__(
         self, config: CheckpointConfig, parameters: Sequence[str], about: dict[str, str], emit: Emit
     ) -> None:
-        """`parameters`: the names of the model's parameters, in the optimizer's order. `about`: metadata of the
-        files.
+        """`parameters`: the names of the model's parameters, in the optimizer's order. `about`: metadata of
+        the files.
         """
         from averaging.optim.state.checkpoint import Checkpoints
 
@@ -76,7 +76,10 @@ class CheckpointWriter:
         """Move earlier checkpoints to another folder, because the run starts from its initial parameters."""
         aside = self._checkpoints.set_aside()
         if aside is not None:
-            text = f"starting over; earlier checkpoints are kept in {aside} (--resume would have continued from them)"
+            text = (
+                f"starting over; earlier checkpoints are kept in {aside} "
+                "(--resume would have continued from them)"
+            )
             self._emit(Notice(text=text))
 
     def after_epoch(self, optimizer: Optimizer) -> None:

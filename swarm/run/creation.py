@@ -15,8 +15,8 @@ async def create_run(
     """Sign and publish a specification. Return the signed specification and whether the run is new.
 
     If the swarm already has a run of this owner and name, an unchanged specification keeps its version and
-    creation time, and a changed one becomes the next version. If the swarm has forgotten the run, it is created
-    again with a version above that of every copy that members may still have on disk.
+    creation time, and a changed one becomes the next version. If the swarm has forgotten the run, it is
+    created again with a version above that of every copy that members may still have on disk.
     """
     run_id = run_id_of(owner.peer_id, specification.name)
     try:

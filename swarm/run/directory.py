@@ -1,10 +1,10 @@
-"""Publish and find runs: the DHT holds their signed specifications and a list of their names, and every member
-renews both.
+"""Publish and find runs: the DHT holds their signed specifications and a list of their names, and every
+member renews both.
 
 No record is trusted because of the peer that stored it. A listing contains the owner's key and the name, from
-which the run's id is computed. A specification is a blob that the owner signed. It is one entry of the DHT, no
-matter which member stored it last, so the peer that created the run may leave, a thousand members cost no more
-than one, and replicas refuse blobs that the owner did not sign (`swarm.dht.logic.blobs`).
+which the run's id is computed. A specification is a blob that the owner signed. It is one entry of the DHT,
+no matter which member stored it last, so the peer that created the run may leave, a thousand members cost no
+more than one, and replicas refuse blobs that the owner did not sign (`swarm.dht.logic.blobs`).
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ class RunDirectory:
             )
 
     async def listings(self, *, timeout_s: float = 10.0) -> list[RunListing]:
-        """Return the runs that this swarm lists, sorted. Entries whose id does not fit their owner and name are
-        left out.
+        """Return the runs that this swarm lists, sorted. Entries whose id does not fit their owner and name
+        are left out.
         """
         found = set()
         for entry in await self._dht.get_all(LISTING_KEY, latest=True, timeout_s=timeout_s):
@@ -137,16 +137,16 @@ class RunDirectory:
     async def find(self, wanted: str | None, *, timeout_s: float = 10.0) -> SignedSpecification:
         """Return the run that `wanted` (a name, `name@id` or an id) means, or the only run if it is None.
 
-        A run whose specification is on disk is found by its name even if the swarm has forgotten it. It is not
-        found without a name, since it may belong to another swarm. Raises UsageError with a list of the runs if
-        `wanted` is not clear.
+        A run whose specification is on disk is found by its name even if the swarm has forgotten it. It is
+        not found without a name, since it may belong to another swarm. Raises UsageError with a list of the
+        runs if `wanted` is not clear.
         """
         listings = await self.listings(timeout_s=timeout_s)
         if wanted is not None and not any(listing.matches(wanted) for listing in listings):
             listings += [RunListing(signed.name, signed.run_id) for signed in await self.stored(wanted)]
         return await self.specification(choose(listings, wanted).run_id, timeout_s=timeout_s)
 
-    async def keep(
+    async def renew(
         self,
         signed: SignedSpecification,
         on_newer: Callable[[SignedSpecification], Awaitable[None]],

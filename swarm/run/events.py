@@ -1,5 +1,5 @@
-"""Events of a volunteer, as frozen values. The command line shows them, `--json` prints one per line, and tests
-and the demo read them.
+"""Events of a volunteer, as frozen values. The command line shows them, `--json` prints one per line, and
+tests and the demo read them.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ def newest_checkpoint(folder: Path, run: str) -> Checkpoint:
 
 
 def export(signed: SignedSpecification, checkpoint: Checkpoint, path: Path, *, optimizer: bool) -> None:
-    """Write the model's `state_dict` with its buffers and, if `optimizer` is true, the optimizer's statistics.
+    """Write the model's `state_dict` with its buffers and, if `optimizer` is true, the optimizer's
+    statistics.
 
     Raises SwarmError if the checkpoint is of another model or the file cannot be written.
     """

@@ -32,7 +32,7 @@ class VolunteerLimits:
 
 
 class Decision(Enum):
-    """What the volunteer should do now."""
+    """The action of a volunteer: train, or one of several kinds of pause."""
 
     TRAIN = "train"
     REST = "rest"  # stay a member without training, because the owner has paused the run

@@ -2,7 +2,8 @@
 
 The task states the memory of the model, its activations and its data. This module adds all other memory: what
 the mode, the optimizer and error feedback keep for each parameter (`averaging.optim.memory_estimate`), the
-buffers of averaging rounds, copies of the state for joining peers and for checkpoints, and the process itself.
+buffers of averaging rounds, copies of the state for joining peers and for checkpoints, and the process
+itself.
 """
 
 from __future__ import annotations

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class MicroBatches:
-    """Splits a step into micro-batches after the device ran out of memory: first in two, then in four, down to
-    one sample each.
+    """Splits a step into micro-batches after the device ran out of memory: first in two, then in four, down
+    to one sample each.
 
-    The size of a micro-batch never grows again, because memory that was short once is likely to be short again
-    and every attempt costs a step.
+    The size of a micro-batch never grows again, because memory that was short once is likely to be short
+    again and every attempt costs a step.
     """
 
     model: torch.nn.Module
@@ -35,9 +35,9 @@ class MicroBatches:
         """Compute the gradient of the mean loss over `samples` samples into `.grad`.
 
         Returns the number of samples and the mean loss of each micro-batch. The losses are scalars on the
-        device, so that the host does not wait for it. `zero_grad` clears `.grad`. If memory runs out, the step
-        starts again with the next samples in smaller micro-batches. Raises SwarmError if a single sample does
-        not fit.
+        device, so that the host does not wait for it. `zero_grad` clears `.grad`. If memory runs out, the
+        step starts again with the next samples in smaller micro-batches. Raises SwarmError if a single sample
+        does not fit.
         """
         while True:
             zero_grad()
@@ -46,7 +46,7 @@ class MicroBatches:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-            # The traceback of the error keeps the graph and its activations alive until the `except` block ends.
+            # The traceback keeps the graph and its activations alive until the `except` block ends.
             zero_grad()
             self.shrink(samples, "a step")
 
@@ -62,8 +62,8 @@ class MicroBatches:
         return losses
 
     def shrink(self, samples: int, what: str) -> None:
-        """Halve the micro-batch after `what` (a step of `samples` samples, or its round) ran out of memory, and
-        release cached memory.
+        """Halve the micro-batch after `what` (a step of `samples` samples, or its round) ran out of memory,
+        and release cached memory.
 
         Raises SwarmError if a micro-batch is a single sample already.
         """

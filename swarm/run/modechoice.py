@@ -74,7 +74,7 @@ class ModeChoice(BaseModel):
 
     @property
     def outer_statistics(self) -> int:
-        """Vectors of the parameters' size that a mode with local steps shares with them: its outer momentum."""
+        """Number of vectors of the parameters' size that the mode shares: its outer momentum."""
         return int(self.name in ("diloco", "gossip") and self.momentum != 0)
 
     def statistics(self, optimizer: str) -> int:

@@ -1,5 +1,5 @@
-"""Specification of a run: what is trained, and how. It is written as TOML, signed by the run's owner, and checked
-by every peer that joins.
+"""Specification of a run: what is trained, and how. It is written as TOML, signed by the run's owner, and
+checked by every peer that joins.
 
 A specification is declarative: it names a task that is installed on each machine and never contains code. The
 run's id is a hash of the owner's key and the run's name, so a peer that knows the id can tell a genuine
@@ -63,7 +63,7 @@ class TaskChoice(_Table):
 
 
 class Schedule(_Table):
-    """Learning rate over epochs: a linear warm-up, then constant, or a cosine down to `final` times the rate."""
+    """Learning rate over epochs: linear warm-up, then constant or a cosine down to `final` times the rate."""
 
     name: Literal["constant", "cosine"] = "constant"
     warmup_epochs: int = Field(default=0, ge=0, le=1 << 32)
@@ -243,7 +243,7 @@ class RunSpecification(_Table):
             raise UsageError("\n".join(f"{where}: {line}" for line in explain(error))) from error
 
     def table(self) -> dict[str, Any]:
-        """Return the settings as plain values, as they are signed: scalars, lists, and tables with text keys."""
+        """Return the settings as plain values for signing: scalars, lists, and tables with text keys."""
         return self.model_dump(mode="json")
 
 

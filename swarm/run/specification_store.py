@@ -1,5 +1,5 @@
-"""Copies of run specifications on the disk of a member, so that a run outlives the peer that created it and the
-records of the DHT.
+"""Copies of run specifications on the disk of a member, so that a run outlives the peer that created it and
+the records of the DHT.
 
 The DHT forgets a specification an hour after the last member left. A former member that comes back has a copy
 here and publishes it again. A copy on disk is trusted no more than one from the network: only the owner's

@@ -1,5 +1,5 @@
-"""Statistics of a volunteer: sums over its steps and rounds, and the schedule of its validations. Nothing here
-needs a swarm.
+"""Statistics of a volunteer: sums over its steps and rounds, and the schedule of its validations. Nothing
+here needs a swarm.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _UNREAD_MAX = 4096  # losses that stay on the device; a scalar takes 512 bytes o
 class EpochStats:
     """Samples and losses of this peer's steps since the last round in which it took part.
 
-    Losses stay on the device until the mean is requested, because reading one makes the host wait for all work
-    that is queued on the device.
+    Losses stay on the device until the mean is requested, because reading one makes the host wait for all
+    work that is queued on the device.
     """
 
     samples: int = 0
@@ -85,7 +85,7 @@ class ValidationSchedule:
     """Decide when to measure the validation loss, so that validation takes at most a share of the time."""
 
     def __init__(self, share: float, gap_s_min: float) -> None:
-        """`share`: largest fraction of the time spent on validation. `gap_s_min`: smallest pause between two."""
+        """`share`: largest fraction of the time for validation. `gap_s_min`: smallest pause between two."""
         self._share, self._gap_s_min = share, gap_s_min
         self._next_s = float("-inf")
 

@@ -1,5 +1,5 @@
-"""Tasks: a `Task` provides a model, its data and its loss. A specification only names a task; the task itself is
-installed on every machine and never sent.
+"""Tasks: a `Task` provides a model, its data and its loss. A specification only names a task; the task itself
+is installed on every machine and never sent.
 
 A package adds a task with an entry point of the group `swarm.tasks`. Its value is a callable that takes the
 settings of the specification and returns a `Task`:
@@ -40,11 +40,11 @@ class TaskDescription:
     summary: str  # one line: the model and its data
     parameters: int
     sample: str  # one sample in words: "128 bytes of text"
-    # Shapes of the trained parameters, in any order. Without them, the traffic of a strategy is estimated as if
-    # no tensor was compressed.
+    # Shapes of the trained parameters, in any order. Without them, the traffic of a strategy is estimated as
+    # if no tensor was compressed.
     shapes: tuple[tuple[int, ...], ...] = ()
-    # Peak memory of the model's parameters and buffers, the activations of one step, and the data, on the device
-    # of the model. `swarm.run.memory` adds gradients, the optimizer's statistics and the memory of the mode.
+    # Peak memory of the model's parameters and buffers, the activations of one step, and the data, on the
+    # device of the model. `swarm.run.memory` adds gradients, optimizer statistics and the mode's memory.
     memory_bytes: int
     data_bytes: int = 0  # the part of it that is read into host memory before it is copied to a device
 
@@ -80,7 +80,7 @@ class TaskData(Protocol):
         ...
 
     def loss(self, model: torch.nn.Module, samples: int) -> torch.Tensor:
-        """Draw the next batch of `samples` samples and return its mean loss, a scalar to call `backward` on."""
+        """Draw the next batch of `samples` samples and return its mean loss, a scalar tensor."""
         ...
 
     def validation_loss(self, model: torch.nn.Module) -> float:

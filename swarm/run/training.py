@@ -94,7 +94,8 @@ class Training:
         return None
 
     def _recover(self) -> None:
-        """Download the swarm's state after an incomplete step. Without other peers, continue with the own state.
+        """Download the swarm's state after an incomplete step. Without other peers, continue with the own
+        state.
 
         Raises NotEnoughPeers if there are other peers and none could send its state.
         """

@@ -66,7 +66,7 @@ class VolunteerConfig:
 
 
 class Volunteer:
-    """Trains one run on one peer. Create and use it on the trainer's thread; `stop` may be set by any thread."""
+    """Trains one run on one peer. Use it on the trainer's thread; any thread may set `stop`."""
 
     def __init__(
         self,
@@ -151,12 +151,12 @@ class Volunteer:
         return device
 
     def train(self, device: torch.device, *, new: bool = False, why: Callable[[], str] = str) -> Finished:
-        """Build the model, download the state unless the run is `new`, and train until the run ends or `stop` is
-        set. Return the summary.
+        """Build the model, download the state unless the run is `new`, and train until the run ends or `stop`
+        is set. Return the summary.
 
-        `why` returns the reason for which `stop` was set. Raises NotEnoughPeers if there are peers and none could
-        send its state, and SwarmError if the device fails or has too little memory. In that case this peer has
-        left the run properly and has written no checkpoint since.
+        `why` returns the reason for which `stop` was set. Raises NotEnoughPeers if there are peers and none
+        could send its state, and SwarmError if the device fails or has too little memory. In that case this
+        peer has left the run properly and has written no checkpoint since.
         """
         # A task may use the device without naming it (pinned memory, streams, "cuda").
         with explained_failures(device), current_device(device):
@@ -214,8 +214,8 @@ class Volunteer:
         try:
             training.optimizer.close()
         except RuntimeError as error:
-            # A round in the background has tensors on the device. If the device failed, the node announces the
-            # departure of this peer when it closes.
+            # A round in the background has tensors on the device. If the device failed, the node announces
+            # the departure of this peer when it closes.
             if not is_device_failure(error):
                 raise
 
@@ -322,8 +322,8 @@ class Volunteer:
     def _pause(self, training: Training, decision: Decision, why: str) -> str:
         """Wait until training goes on. If the run ends first, return the reason.
 
-        A volunteer that rests stays a member. A volunteer that pauses leaves the run, so that no peer waits for
-        it, and keeps the model in memory; when it joins again it downloads the current state.
+        A volunteer that rests stays a member. A volunteer that pauses leaves the run, so that no peer waits
+        for it, and keeps the model in memory; when it joins again it downloads the current state.
         """
         began_s, member = time.monotonic(), decision is Decision.REST
         self._emit(Paused(reason=why, member=member))

@@ -1,5 +1,5 @@
-"""Training with sixteen experts goes on while their four server processes are killed, stopped and restarted every
-few seconds.
+"""Training with sixteen experts goes on while their four server processes are killed, stopped and restarted
+every few seconds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ experts = {}
 for column in range(4):
     torch.manual_seed(4 * setup["row"] + column)
     module = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
-    experts[f"ffn.{setup['row']}.{column}"] = swarm.Expert(module, (torch.zeros(1, 16),), partial(torch.optim.Adam, lr=3e-3))
+    optimizer = partial(torch.optim.Adam, lr=3e-3)
+    name = f"ffn.{setup['row']}.{column}"
+    experts[name] = swarm.Expert(module, (torch.zeros(1, 16),), optimizer)
 config = swarm.ExpertServerConfig(checkpoints=Path(setup["folder"]), checkpoint_s=0.5)
 server = swarm.ExpertServer(node, experts, config=config)
 print(json.dumps(server.resumed), flush=True)
@@ -51,8 +53,8 @@ sys.stdin.readline()
 
 
 class Servers:
-    """One server process per row of the grid. A killed process is restarted from its checkpoints, with another
-    identity and address.
+    """One server process per row of the grid. A killed process is restarted from its checkpoints, with
+    another identity and address.
     """
 
     def __init__(self, bootstrap: list[str], folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A round of four processes is committed by the others when one of them is killed or stopped in the middle."""
+"""A round of four processes is committed by the others when one is killed or stopped in the middle."""
 
 from __future__ import annotations
 
@@ -37,25 +37,38 @@ async def main() -> None:
     identity, handlers, server = Identity.generate(), Handlers(), Server()
     port = await server.start(identity, handlers, "127.0.0.1", 0)
     channels = Channels(identity)
-    service = AllReduce(handlers=handlers, channels=channels, own=identity.peer_id, pool=ThreadPoolExecutor(2), clock=SystemClock())
+    service = AllReduce(
+        handlers=handlers,
+        channels=channels,
+        own=identity.peer_id,
+        pool=ThreadPoolExecutor(2),
+        clock=SystemClock(),
+    )
     print(json.dumps(Contact(identity.peer_id, (Address("127.0.0.1", port),)).multiaddrs[0]), flush=True)
     setup = json.loads(await loop.run_in_executor(None, sys.stdin.readline))
-    members = tuple(Member(contact=Contact.parse(text), weight=1.0, bandwidth=1.0) for text in setup["contacts"])
+    members = tuple(
+        Member(contact=Contact.parse(text), weight=1.0, bandwidth=1.0) for text in setup["contacts"]
+    )
     vector = torch.full((setup["numel"],), float(setup["rank"]))
     while line := await loop.run_in_executor(None, sys.stdin.readline):
         name, places = json.loads(line)
         chosen = tuple(members[place] for place in places)
-        group = Group(group_id=bytes.fromhex(name), members=chosen, codec="float32", gathered=(b"",) * len(chosen))
+        gathered = (b"",) * len(chosen)
+        group = Group(group_id=bytes.fromhex(name), members=chosen, codec="float32", gathered=gathered)
         begun = loop.create_task(service.run(group, vector, deadline_s=time.monotonic() + 30))
         await asyncio.sleep(0)
         print(json.dumps("begun"), flush=True)
         outcome = await begun
-        means = [sum(some) / len(some) for some in (places, [place for place in places if place != setup["victim"]])]
+        survivors = [place for place in places if place != setup["victim"]]
+        means = [sum(some) / len(some) for some in (places, survivors)]
         found = outcome.vector
-        right = found is None or bool(sum(found == torch.tensor(float(mean)) for mean in set(means)).bool().all())
+        right = found is None or bool(
+            sum(found == torch.tensor(float(mean)) for mean in set(means)).bool().all()
+        )
         least = min([outcome.contributions.get(member.peer_id, 0.0) for member in chosen])
         left_out = {str(peer_id): why for peer_id, why in outcome.left_out.items()}
-        print(json.dumps([outcome.failed, outcome.reason, outcome.digest, right, time.time(), least, left_out]), flush=True)
+        result = [outcome.failed, outcome.reason, outcome.digest, right, time.time(), least, left_out]
+        print(json.dumps(result), flush=True)
     service.close()
     await channels.close()
     await server.stop(0)

@@ -86,7 +86,7 @@ class Swarm:
         return max((event["epoch"] for event in self.of(name, "epoch")), default=0)
 
     def wait_epochs(self, names: list[str], more: int = 2, peers: int = 1) -> None:
-        """Wait until each volunteer has completed `more` further epochs in rounds of at least `peers` peers."""
+        """Wait until each volunteer has completed `more` epochs in rounds of at least `peers` peers."""
         seen = {name: len(self.of(name, "epoch")) for name in names}
 
         def done() -> bool:

@@ -1,4 +1,6 @@
-"""Child processes are read, asked to leave, and always ended. The child is `swarm bootstrap`, which needs no torch."""
+"""Child processes are read, asked to leave, and always ended. The child is `swarm bootstrap`, which needs no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,7 @@ def test_the_demo_leaves_no_process_after_a_signal(number: signal.Signals) -> No
         children = psutil.Process(demo.pid).children(recursive=True)
         assert len(children) == 3
         demo.send_signal(number)
-        # After kill -9 each child has to notice by itself, which it cannot while it loads torch (with the GIL).
+        # After kill -9 each child has to notice by itself, which it cannot while it loads torch.
         _, left = psutil.wait_procs(children, timeout=20.0 if number == signal.SIGKILL else 3.0)
         assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
         demo.wait(3.0)

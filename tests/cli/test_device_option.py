@@ -57,7 +57,8 @@ def test_every_command_refuses_a_name_that_is_no_device(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_wrong_name_is_refused_before_torch_is_imported(command: str, tmp_path: Path) -> None:
-    program = f"import sys; from swarm.cli import main; print(main({arguments(command, tmp_path, 'gpu')!r}), 'torch' in sys.modules)"
+    given = arguments(command, tmp_path, "gpu")
+    program = f"import sys; from swarm.cli import main; print(main({given!r}), 'torch' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
     )

@@ -1,4 +1,4 @@
-"""How `swarm serve` is shown: lines of a log, JSON lines, and the live table."""
+"""Presentation of `swarm serve`: lines of a log, JSON lines, and the live table."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def test_creating_a_run_again_keeps_version_and_time_unless_it_changed() -> None
 def test_some_members_renew_the_specification_after_its_creator_left() -> None:
     dht, owner = FakeDht(), Identity.generate()
     for _ in range(9):
-        _keep_once(dht.directory(), signed(owner), [])
+        _renew_once(dht.directory(), signed(owner), [])
     assert dht.stores == 2, "the specification and the listing, by the first who looked"
     assert asyncio.run(dht.directory().find("tiny")) == signed(owner)
 
@@ -193,18 +193,18 @@ def test_a_newer_version_is_followed_and_renewed_instead() -> None:
     asyncio.run(dht.directory(owner.peer_id).publish(signed(owner, version=2)))
     received: list[SignedSpecification] = []
     member = Identity.generate().peer_id
-    _keep_once(dht.directory(member), signed(owner), received)
+    _renew_once(dht.directory(member), signed(owner), received)
     assert [one.version for one in received] == [2]
     assert dht.stores == 2, "it is kept already"
     dht.entries.clear()
-    _keep_once(dht.directory(member), signed(owner, version=2), received)
+    _renew_once(dht.directory(member), signed(owner, version=2), received)
     assert (
         dht.entries[specification_key(signed(owner).run_id), member, None].value
         == signed(owner, version=2).blob
     )
 
 
-def _keep_once(
+def _renew_once(
     directory: RunDirectory, one: SignedSpecification, received: list[SignedSpecification]
 ) -> None:
     async def on_newer(newer: SignedSpecification) -> None:
@@ -213,6 +213,6 @@ def _keep_once(
     async def once() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):  # it sleeps until the next renewal, minutes away
-                await directory.keep(one, on_newer)
+                await directory.renew(one, on_newer)
 
     asyncio.run(once())

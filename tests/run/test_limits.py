@@ -64,9 +64,9 @@ def test_texts_that_are_no_hours_are_usage_errors(text: str) -> None:
 def test_decisions_over_a_day_follow_hours_pauses_and_memory() -> None:
     """Check every minute of a day: a requested pause and the memory limit take precedence over the hours."""
     limits = VolunteerLimits(hours=Hours.parse(["22-7"]), memory_bytes_max=1000)
-    said = [decide(limits, status(minute * 60.0))[0] for minute in range(24 * 60)]
-    assert said.count(Decision.TRAIN) == 9 * 60
-    assert set(said) == {Decision.TRAIN, Decision.PAUSE}
+    decisions = [decide(limits, status(minute * 60.0))[0] for minute in range(24 * 60)]
+    assert decisions.count(Decision.TRAIN) == 9 * 60
+    assert set(decisions) == {Decision.TRAIN, Decision.PAUSE}
     assert decide(limits, status(23 * HOUR, asked_to_pause=True))[0] is Decision.PAUSE
     assert decide(limits, status(23 * HOUR, run_paused=True))[0] is Decision.REST
     assert decide(limits, status(12 * HOUR, run_paused=True))[0] is Decision.PAUSE, (

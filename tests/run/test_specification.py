@@ -73,7 +73,8 @@ def test_the_demo_trains_what_the_example_trains() -> None:
         (MINIMAL + "colour = 3\n", "run.toml: task.colour is not a known key (misspelt?)"),
         (
             'codec = "zip"\n' + MINIMAL,
-            "run.toml: codec must be one of 'float32', 'float16', 'bfloat16', 'int8', 'int4', 'int2', 'sign', 'topk' or 'adaptive', not '",
+            "run.toml: codec must be one of 'float32', 'float16', 'bfloat16', 'int8', 'int4', 'int2', "
+            "'sign', 'topk' or 'adaptive', not '",
         ),
         ('codec = "int2"\n' + MINIMAL, "run.toml: the file: codec int2 needs error_feedback = true"),
         (

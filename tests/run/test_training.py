@@ -1,4 +1,6 @@
-"""The training loop of a volunteer: its events and statistics for given reports of the optimizer, and its end."""
+"""The training loop of a volunteer: its events and statistics for given reports of the optimizer, and its
+end.
+"""
 
 from __future__ import annotations
 
@@ -266,8 +268,8 @@ def test_a_round_that_ran_out_of_memory_makes_the_micro_batch_smaller(which: str
     assert one.training.micro_batches.samples_max == 4
     notice = next(event for event in one.events if event.kind == "notice")
     assert (
-        notice.text
-        == "a round of averaging does not fit into the memory of cpu: training with 4 samples at a time instead of 8"
+        notice.text == "a round of averaging does not fit into the memory of cpu: "
+        "training with 4 samples at a time instead of 8"
     )
     one.training.step()
     assert one.training.micro_batches.samples_max == 4

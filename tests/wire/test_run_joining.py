@@ -1,4 +1,6 @@
-"""Runs over real sockets: a published run is found by other nodes, and `swarm join` explains why it cannot join."""
+"""Runs over real sockets: a published run is found by other nodes, and `swarm join` explains why it cannot
+join.
+"""
 
 from __future__ import annotations
 

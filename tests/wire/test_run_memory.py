@@ -34,7 +34,10 @@ settings = {width = 16, layers = 1, heads = 2, context = 16, data_bytes = 65536}
 [end]
 epochs = 3
 """
-FAILURE = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported at some other API call"
+FAILURE = (
+    "CUDA error: device-side assert triggered\n"
+    "CUDA kernel errors might be asynchronously reported at some other API call"
+)
 
 
 class StandIn:
@@ -134,7 +137,8 @@ def test_a_failed_device_ends_the_command_with_a_sentence_and_nothing_saved(
     assert main(command) == 1
     emitted, error = events_of(capsys)
     assert error == (
-        "swarm: cpu failed, and this process cannot use it any more (CUDA error: device-side assert triggered): start again; "
+        "swarm: cpu failed, and this process cannot use it any more "
+        "(CUDA error: device-side assert triggered): start again; "
         "if it fails again, give another --device and look at the driver's messages (`nvidia-smi`, `dmesg`)\n"
     )
     assert [event["event"] for event in emitted if event["event"] in ("epoch", "finished", "error")] == [

@@ -1,4 +1,6 @@
-"""The memory estimate of a volunteer is compared with the peak of its process, in a real run of two processes."""
+"""The memory estimate of a volunteer is compared with the peak of its process, in a real run of two
+processes.
+"""
 
 from __future__ import annotations
 

@@ -33,21 +33,21 @@ def directory(node: Node, folder: Path | None = None) -> RunDirectory:
     )
 
 
-async def _keep_once(where: RunDirectory, run: SignedSpecification) -> None:
+async def _renew_once(where: RunDirectory, run: SignedSpecification) -> None:
     """Renew the specification until it is in the DHT and on disk."""
 
     async def on_newer(newer: SignedSpecification) -> None:
         raise AssertionError("there is no newer one")
 
-    keeping = asyncio.create_task(where.keep(run, on_newer))
+    renewing = asyncio.create_task(where.renew(run, on_newer))
     while True:
         await asyncio.sleep(0.01)
-        assert not keeping.done()
+        assert not renewing.done()
         with contextlib.suppress(PeerError):
             await where.specification(run.run_id, from_disk=False)
             if await where.stored(run.run_id):
                 break
-    keeping.cancel()
+    renewing.cancel()
 
 
 def test_a_former_member_publishes_a_forgotten_run_again(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_former_member_publishes_a_forgotten_run_again(tmp_path: Path) -> None
         )
         with Node(bootstrap=founder.addresses, listen=HERE) as member:
             assert member.wait_joined(10)
-            member.network.run(_keep_once(directory(member, tmp_path), run), 30.0)
+            member.network.run(_renew_once(directory(member, tmp_path), run), 30.0)
     with Node(listen=HERE) as entry, Node(bootstrap=entry.addresses, listen=HERE) as again:
         assert again.wait_joined(10)
         with pytest.raises(UsageError, match="announces no run"):
@@ -67,7 +67,7 @@ def test_a_former_member_publishes_a_forgotten_run_again(tmp_path: Path) -> None
             again.network.run(directory(again, tmp_path).find(None), 30.0)
         for wanted in ("tiny", run.run_id, f"tiny@{run.run_id}"):
             assert again.network.run(directory(again, tmp_path).find(wanted), 30.0) == run
-        again.network.run(_keep_once(directory(again, tmp_path), run), 30.0)
+        again.network.run(_renew_once(directory(again, tmp_path), run), 30.0)
         with Node(bootstrap=entry.addresses, listen=HERE) as stranger:
             assert stranger.wait_joined(10)
             assert stranger.network.run(directory(stranger).find(None), 30.0) == run

@@ -1,5 +1,5 @@
-"""Two volunteers on real sockets: the owner changes the run, one pauses or is banned, one resumes a checkpoint,
-and a run uses PowerSGD.
+"""Two volunteers on real sockets: the owner changes the run, one pauses or is banned, one resumes a
+checkpoint, and a run uses PowerSGD.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the demo is shown: a table on a terminal, a line every few seconds in a log."""
+"""Presentation of the demo: a table on a terminal, a line every few seconds in a log."""
 
 from __future__ import annotations
 

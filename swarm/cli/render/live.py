@@ -1,4 +1,4 @@
-"""The renderer for a terminal: a picture of the current state, and lines of past events above it. Imports rich."""
+"""The renderer for a terminal: a picture of the current state below lines of past events. Imports rich."""
 
 from __future__ import annotations
 

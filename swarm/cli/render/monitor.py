@@ -1,4 +1,4 @@
-"""How `swarm monitor` is shown: views as JSON or plain lines, and a screen of a given size for a terminal. No I/O."""
+"""Presentation of `swarm monitor`: views as JSON or plain lines, and a screen for a terminal. No I/O."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def headline(view: MonitorView) -> str:
 
 @dataclass(slots=True)
 class ScreenState:
-    """What the user has selected on the screen."""
+    """The user's selection on the screen."""
 
     sort: str = "samples/s"
     chosen: int = 0

@@ -1,7 +1,7 @@
 """The renderers without a terminal (JSON lines and plain lines), and the base classes of all renderers.
 
-Texts from other peers (names, descriptions, reasons) are stripped of control characters before they are printed,
-so that a peer cannot control the terminal.
+Texts from other peers (names, descriptions, reasons) are stripped of control characters before they are
+printed, so that a peer cannot control the terminal.
 """
 
 from __future__ import annotations

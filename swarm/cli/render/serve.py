@@ -1,4 +1,4 @@
-"""How `swarm serve` is shown: its events in words, and a table of its experts."""
+"""Presentation of `swarm serve`: its events in words, and a table of its experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How commands show a volunteer (`swarm start`, `swarm join`) and a peer that does not train."""
+"""Presentation of a volunteer (`swarm start`, `swarm join`) and a peer that does not train."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ class ByteLanguageModel:
             (VOCABULARY, width),
         ]
         parameters = sum(math.prod(one) for one in shapes)
-        # float32 values per token in a training step: activations of each block, temporaries of one block, and
-        # the logits with their softmax and gradient. In validation: one block and the logits.
+        # float32 values per token in a training step: activations of each block, temporaries of one block,
+        # and the logits with their softmax and gradient. In validation: one block and the logits.
         step = batch_size * shape.context * ((shape.layers + 1) * 20 * width + 3 * VOCABULARY)
         held_out = VALIDATION_SAMPLES * shape.context * (12 * width + 3 * VOCABULARY)
         return TaskDescription(

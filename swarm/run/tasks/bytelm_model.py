@@ -58,8 +58,8 @@ class ByteTransformer(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # Projections into the residual stream are scaled down with depth, so that its variance does not
-                # grow (as in GPT-2).
+                # Projections into the residual stream are scaled down with depth, so that its variance does
+                # not grow (as in GPT-2).
                 added = name.endswith(("attention_out.weight", "feed_out.weight"))
                 nn.init.normal_(
                     parameter,
@@ -98,8 +98,8 @@ class ByteData:
         """Return the next samples of the current draw, int64 [samples, T + 1]."""
         starts = torch.randint(0, len(self._training) - self._context, (samples,), generator=self._generator)
         device = self._training.device
-        # With non_blocking the host does not wait for the work that is queued on the CUDA device. That is safe,
-        # since CUDA copies pageable host memory to a buffer of its own first.
+        # With non_blocking the host does not wait for the work that is queued on the CUDA device. That is
+        # safe, since CUDA copies pageable host memory to a buffer of its own first.
         starts = starts.to(device, non_blocking=device.type == "cuda")
         return self._training[starts[:, None] + self._offsets].long()
 

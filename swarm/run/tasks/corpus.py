@@ -1,5 +1,5 @@
-"""Read text as bytes from the files of a folder or from the source of the Python standard library, and split it
-into a training and a held-out part.
+"""Read text as bytes from the files of a folder or from the source of the Python standard library, and split
+it into a training and a held-out part.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Corpus:
 def read_corpus(folder: Path | None, *, bytes_max: int, sample_bytes: int) -> Corpus:
     """Read up to `bytes_max` bytes from the text files of a folder, in the order of their paths.
 
-    `folder` None means the Python standard library. Raises UsageError if the folder cannot be read or contains
-    too little text for samples of `sample_bytes`.
+    `folder` None means the Python standard library. Raises UsageError if the folder cannot be read or
+    contains too little text for samples of `sample_bytes`.
     """
     root = Path(sysconfig.get_path("stdlib")) if folder is None else folder.expanduser()
     suffixes = {".py"} if folder is None else _TEXT_SUFFIXES
