@@ -96,7 +96,7 @@ class ServeChoices:
     metavar="PATTERN",
     multiple=True,
     required=True,
-    help="Their names, as a pattern: 'ffn.[0:4].[0:4]', or one name.",
+    help="Names of the experts, as a pattern: 'ffn.[0:4].[0:4]', or one name.",
 )
 @click.option(
     "--num-experts",
@@ -125,7 +125,7 @@ class ServeChoices:
     type=click.IntRange(1),
     default=128,
     show_default=True,
-    help="Of experts that take sequences.",
+    help="Length of the sequences, for experts that take sequences.",
 )
 @click.option(
     "--optimizer",
@@ -159,7 +159,7 @@ class ServeChoices:
     type=click.Choice(["float32", "bfloat16", "float16"]),
     default="float32",
     show_default=True,
-    help="Of the experts.",
+    help="Type of the experts' parameters.",
 )
 @click.option(
     "--max-batch-size",
@@ -173,7 +173,7 @@ class ServeChoices:
     metavar="DIR",
     type=click.Path(path_type=Path),
     default=None,
-    help="Resume from this folder, save to it.",
+    help="Resume from this folder and save to it.",
 )
 @click.option(
     "--keep-activations-mb",
@@ -186,7 +186,7 @@ class ServeChoices:
     type=click.FloatRange(0),
     default=60.0,
     show_default=True,
-    help="Between averages with replicas elsewhere; 0: never.",
+    help="Seconds between averages with replicas on other servers; 0: never.",
 )
 @options.optional_identity
 @options.listen
@@ -197,7 +197,7 @@ def serve(**given: Any) -> int:
 
     Declares them in the swarm at ADDRESS, or creates a swarm of its own and prints its address. Experts that
     another server hosts, too, are replicas: callers use either, and their parameters are averaged. Ctrl-C
-    finishes what is being computed and takes the experts back.
+    finishes the requests that are being computed and withdraws the experts.
 
     \b
     Examples:

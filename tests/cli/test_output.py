@@ -10,9 +10,11 @@ from dataclasses import replace
 from typing import TextIO
 
 import pytest
+from rich.console import Console
 
 from swarm.cli.demo_state import DemoState
-from swarm.cli.render.demo import closing, headline
+from swarm.cli.render.demo import ChildEvent, DemoPresentation, DemoStatus, closing, headline
+from swarm.cli.render.live import LiveOutput
 from swarm.cli.render.output import JsonOutput, Output, PlainOutput, printable
 from swarm.cli.render.text import size, sparkline
 from swarm.cli.render.volunteer import VolunteerPresentation
@@ -136,6 +138,36 @@ def test_progress_has_no_sentence_and_other_events_have_one() -> None:
         )
         == "resynchronised with epoch 4 in 0.50 s: fell behind"
     )
+
+
+def test_a_live_view_draws_progress_and_prints_other_events_above_it() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=200)
+    joined = events.Joined(
+        peer_id="p", run_id="r", join_line="swarm join x", device="cpu", data="text", start_s=1.0
+    )
+    with LiveOutput(VolunteerPresentation(), console) as output:
+        output.emit(EPOCH)
+        assert stream.getvalue() == "", "there is no picture before training begins"
+        output.emit(joined)
+        output.emit(EPOCH)
+        output.emit(FINISHED)
+    text = stream.getvalue()
+    assert text.index("training on cpu") < text.index("Ctrl-C leaves") < text.index("Loss 5.500 -> 2.500")
+    assert "epoch 3: loss" not in text, "epochs are only drawn"
+
+
+def test_the_demo_prints_its_status_every_few_seconds_and_json_shows_only_events() -> None:
+    status = DemoStatus(state=DemoState(["founder"]), elapsed_s=2.0)
+    child = ChildEvent(name="founder", fields={"event": "notice", "text": "hello"})
+    plain, lines = io.StringIO(), io.StringIO()
+    for output in (PlainOutput(DemoPresentation(), plain), JsonOutput(lines)):
+        for event in (status, child, status):
+            output.emit(event)
+    assert plain.getvalue().count("no epoch complete yet") == 1
+    assert [json.loads(line) for line in lines.getvalue().splitlines()] == [
+        {"from": "founder", "event": "notice", "text": "hello"}
+    ]
 
 
 @pytest.mark.parametrize(

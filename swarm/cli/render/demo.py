@@ -111,9 +111,9 @@ def _body(state: DemoState, elapsed_s: float) -> Group:
         f"{state.epoch}",
         ProgressBar(total=max(1, state.target), completed=min(state.filled, state.target), width=_BAR),
     )
-    course = state.loss_history()
+    losses = state.loss_history()
     held_out = f"held out {state.validation[max(state.validation)]:.3f}" if state.validation else ""
-    numbers.add_row("loss", f"{course[-1]:.3f}" if course else "-", Text(sparkline(course, _BAR)), held_out)
+    numbers.add_row("loss", f"{losses[-1]:.3f}" if losses else "-", Text(sparkline(losses, _BAR)), held_out)
     numbers.add_row("swarm", f"{state.swarm_samples_per_s:.0f} samples/s", f"{size(state.sent_bytes)} sent")
     peers = Table(box=None, pad_edge=False, padding=(0, 1))
     for heading in ("peer", "id", "now", "epoch", "samples/s", "samples", "sent", "digest"):
@@ -139,8 +139,8 @@ def _body(state: DemoState, elapsed_s: float) -> Group:
 
 def headline(state: DemoState) -> str:
     """Return the state of the demo in one line."""
-    course = state.loss_history()
-    loss = f"loss {course[-1]:.3f}" if course else "no epoch complete yet"
+    losses = state.loss_history()
+    loss = f"loss {losses[-1]:.3f}" if losses else "no epoch complete yet"
     held_out = f", held out {state.validation[max(state.validation)]:.3f}" if state.validation else ""
     return (
         f"epoch {state.epoch}: {loss}{held_out}, "
@@ -155,9 +155,9 @@ def closing(finished: DemoFinished) -> str:
         held_out = (
             f" (held out: {finished.validation_loss:.3f})" if finished.validation_loss is not None else ""
         )
-        course = f"{finished.loss_first:.3f} -> {finished.loss_last:.3f}"
+        change = f"{finished.loss_first:.3f} -> {finished.loss_last:.3f}"
         lines.append(
-            f"loss {course} nats per byte{held_out} in {finished.epochs} epochs, {finished.seconds:.0f} s"
+            f"loss {change} nats per byte{held_out} in {finished.epochs} epochs, {finished.seconds:.0f} s"
         )
     total = sum(peer["samples"] for peer in finished.peers)
     for peer in finished.peers:

@@ -14,9 +14,9 @@ from swarm.run.events import Event
 class LiveOutput(Output):
     """Shows the picture of a `Presentation` from the first one that it draws until `close`."""
 
-    def __init__(self, presentation: Presentation) -> None:
+    def __init__(self, presentation: Presentation, console: Console | None = None) -> None:
         self._presentation = presentation
-        self._console = Console(highlight=False)
+        self._console = console if console is not None else Console(highlight=False)
         self._live: Live | None = None
 
     def emit(self, event: Event) -> None:
