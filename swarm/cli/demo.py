@@ -36,7 +36,7 @@ _LOOPBACK = ("--listen", "127.0.0.1:0", "--identity", "new")
     type=click.IntRange(1, 16),
     default=3,
     show_default=True,
-    help="How many train, the founder included.",
+    help="How many train, the one that creates the run included.",
 )
 @click.option(
     "--seconds",

@@ -237,14 +237,14 @@ class TrainChoices:
         return choices
 
     def bandwidth(self) -> Bandwidth:
-        """The limits of the node's bandwidth in each direction."""
+        """Return the limits of the node's bandwidth in each direction."""
         from swarm.net.throttle import Bandwidth
 
         up, down = (None if mbit is None else mbit * _BYTES_PER_MBIT for mbit in (self.upload, self.download))
         return Bandwidth(up_bytes_per_s=up, down_bytes_per_s=down)
 
     def limits(self) -> VolunteerLimits:
-        """The limits of the volunteer. Bandwidth is limited by the node."""
+        """Return the limits of the volunteer. The node limits its bandwidth itself."""
         memory_bytes_max = parse_size(self.memory) if self.memory is not None else None
         return VolunteerLimits(hours=Hours.parse(self.hours), memory_bytes_max=memory_bytes_max)
 
