@@ -117,7 +117,7 @@ class StateSaver:
         if self._state is None:
             from averaging.optim.state.checkpoint import Checkpoints, names_of
             from averaging.optim.state.training_state import TrainingState
-            from swarm.run.inner import build_optimizer, schedule_factory
+            from swarm.run.inner_optimizer import build_optimizer, schedule_factory
 
             specification = self.signed.specification
             model: torch.nn.Module = make_task(

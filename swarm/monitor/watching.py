@@ -224,11 +224,11 @@ def run_view(signed: SignedSpecification) -> RunView:
         description=specification.description or summary,
         task=specification.task.name,
         mode=specification.mode.name,
-        codec=specification.travels,
+        codec=specification.wire_format,
         optimizer=specification.optimizer.name,
         version=signed.version,
         target=specification.target_batch_size,
         parameters=parameters,
         end_epochs=specification.end.epochs,
-        founded_s=signed.founded_s,
+        created_s=signed.created_s,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm.cli.render.monitor import Course, Ui, bar, screen
+from swarm.cli.render.monitor import ScreenState, Trends, bar, render_screen
 from swarm.monitor.logic.view import LinkView
 from tests.monitor.watched_run import WatchedRun, peer, round_report
 
@@ -28,8 +28,8 @@ def busy(peers: int = 30) -> WatchedRun:
     return watched
 
 
-def text(watched: WatchedRun, ui: Ui, columns: int = 80, rows: int = 24) -> str:
-    lines = screen(watched.view(), ui, Course([2.0, None, 1.0] * 30, [1.0] * 90), columns, rows)
+def text(watched: WatchedRun, ui: ScreenState, columns: int = 80, rows: int = 24) -> str:
+    lines = render_screen(watched.view(), ui, Trends([2.0, None, 1.0] * 30, [1.0] * 90), columns, rows)
     assert len(lines) <= rows
     assert all(line.cell_len <= columns for line in lines)
     return "\n".join(line.plain for line in lines)
@@ -39,12 +39,12 @@ def text(watched: WatchedRun, ui: Ui, columns: int = 80, rows: int = 24) -> str:
 @pytest.mark.parametrize("section", ["rounds", "events", "experts"])
 @pytest.mark.parametrize("details", [False, True])
 def test_the_screen_fits_any_terminal(columns: int, rows: int, section: str, details: bool) -> None:
-    text(busy(), Ui(section=section, details=details), columns, rows)
-    text(WatchedRun(0), Ui(section=section, details=details), columns, rows)
+    text(busy(), ScreenState(section=section, details=details), columns, rows)
+    text(WatchedRun(0), ScreenState(section=section, details=details), columns, rows)
 
 
 def test_all_required_values_are_shown_in_80_by_24() -> None:
-    seen = text(busy(), Ui())
+    seen = text(busy(), ScreenState())
     for word in (
         "tiny@",
         "live",
@@ -69,15 +69,15 @@ def test_all_required_values_are_shown_in_80_by_24() -> None:
 def test_old_values_are_marked_as_old() -> None:
     watched = busy()
     watched.now_s += 60.0
-    late = text(watched, Ui())
+    late = text(watched, ScreenState())
     assert "LATE" in late
     assert "what is shown is old" in late
     watched.model.on_link(LinkView(status="lost", text="Trying 3 peers met before"), watched.now_s)
-    assert "LOST" in text(watched, Ui())
+    assert "LOST" in text(watched, ScreenState())
 
 
 def test_keys_choose_sort_and_open() -> None:
-    watched, ui = busy(), Ui()
+    watched, ui = busy(), ScreenState()
     assert text(watched, ui).count("›") == 1
     for _ in range(40):
         ui.key("down", 30)

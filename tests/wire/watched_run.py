@@ -1,4 +1,4 @@
-"""A small real run to watch: a node of its own for each of two trainers in threads, until it is over."""
+"""A small real run for tests of the monitor: two trainers in threads, each with its own node."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _train(node: Node, stop: threading.Event, rounds: threading.Event) -> None:
 
 @contextlib.contextmanager
 def watched_run() -> Iterator[list[Node]]:
-    """Yields once the two have had a round together: the bootstrap's node, then theirs."""
+    """Yield the bootstrap node and the nodes of the two trainers, once these have completed a round."""
     stop, rounds = threading.Event(), [threading.Event(), threading.Event()]
     with contextlib.ExitStack() as stack:
         nodes = [stack.enter_context(Node(listen=HERE))]

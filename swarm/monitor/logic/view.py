@@ -23,7 +23,7 @@ class RunView:
     target: int | None = None  # samples of an epoch
     parameters: int | None = None
     end_epochs: int | None = None
-    founded_s: float | None = None
+    created_s: float | None = None
 
     @property
     def full_name(self) -> str:
