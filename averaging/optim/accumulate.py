@@ -1,14 +1,14 @@
-"""Gradients of many small batches, added up until the swarm's batch is full (DeDLOC, arXiv 2106.10207,
-section 3.2).
+"""Accumulation of gradients over many small batches until the swarm's batch is full (DeDLOC, arXiv
+2106.10207, section 3.2).
 
-`zero_grad` may clear `.grad` whenever it likes: what counts is kept here. All work is in place, in
-`torch._foreach` calls.
+`zero_grad` may clear `.grad` at any time: the accumulated sums are kept here. All arithmetic is in place,
+in `torch._foreach` calls.
 
-On the host, gradients that are not finite are refused at once. On CUDA the host does not wait to find out:
-the sums change only where a flag on the device says so, and the host reads the flag later
-(`averaging.optim.finite`). With the sums offloaded, gradients are copied to pinned memory, and the host adds
-them at the next micro-step, while the device computes that one. The copies themselves hold the trainer's
-stream up, because `.grad` may be written as soon as `add` returns.
+On the host, gradients that are not finite are refused at once. On CUDA the host does not wait for that
+check: the sums change only where a flag on the device allows it, and the host reads the flag later
+(`averaging.optim.finite`). With offloaded sums, gradients are copied to pinned memory, and the host adds
+them at the next micro-step while the device computes that one. The copies hold up the trainer's stream,
+because `.grad` may be overwritten as soon as `add` returns.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from swarm.core.errors import UsageError
 
 
 class GradientAccumulator:
-    """Σ samples·gradient per parameter, in float32, on the parameters' devices.
+    """Sum of samples · gradient for each parameter, in float32, on the parameters' devices or on the host.
 
-    Between `average_()` and the next `add` the buffers hold the mean over this peer's samples instead of the
-    sum: that is what peers average, weighted by samples. Going back to sums costs one rounding and happens
-    only after a failed round.
+    Between `average_()` and the next `add` the buffers hold the mean over this peer's samples instead of
+    the sum: peers average these means, weighted by samples. Turning means back into sums costs one rounding
+    and happens only after a failed round.
     """
 
     def __init__(
@@ -49,11 +49,12 @@ class GradientAccumulator:
         home: torch.device | None = None,
         make_link: Callable[[torch.device], HostLink | None] = link_of,
     ) -> None:
-        """`parameters`: the floating-point leaf tensors that will be trained, any shape, dtype and device,
-        without repetition.
+        """Allocate the buffers.
 
-        `names`: what messages call them. `home`: where the sums lie, None for each parameter's own device.
-        `make_link`: of a device, for tests.
+        `parameters` are the floating-point leaf tensors to be trained, of any shape, dtype and device,
+        without repetition. `names` are used in messages. `home` is the device of the sums; None puts each
+        beside its parameter. `make_link` returns the link to a device; tests replace it. Raises UsageError
+        when there are no parameters.
         """
         if not parameters:
             raise UsageError(
@@ -74,16 +75,18 @@ class GradientAccumulator:
 
     @property
     def touched(self) -> list[bool]:
-        """Which parameters had a gradient since the reset: torch steps no others, decay included."""
+        """Return, for each parameter, whether it had a gradient since the reset. The inner optimizer steps
+        no other parameter, weight decay included.
+        """
         late = self._late.places
         return [touched or place in late for place, touched in enumerate(self._touched)]
 
     def add(self, samples: int) -> str | None:
-        """Add every parameter's `.grad` × `samples`; returns why nothing was added, or None. `.grad` is left
-        as it is.
+        """Add every parameter's `.grad` · `samples`. Return the reason when nothing was added, else None.
+        `.grad` is not modified.
 
-        On CUDA None is no last word: what turns out to be of no use is told by `refused`, and has changed
-        nothing.
+        On CUDA, None is preliminary: gradients that turn out not to be finite change nothing and are
+        reported by `refused` later.
         """
         gradients = {place: p.grad.detach() for place, p in enumerate(self.parameters) if p.grad is not None}
         if self._links and gradients and not any(gradient.is_sparse for gradient in gradients.values()):
@@ -112,7 +115,7 @@ class GradientAccumulator:
         return None
 
     def _add_unseen(self, gradients: dict[int, torch.Tensor], samples: int) -> None:
-        """Add gradients on devices of which the host does not know yet whether they are finite."""
+        """Add gradients on devices before the host knows whether they are finite."""
         self.settle(wait=self._staging is not None)  # the staging is taken until its values are added
         check = DeviceCheck(gradients, self._links)
         if self._staging is not None:
@@ -135,10 +138,11 @@ class GradientAccumulator:
         self.samples += samples
 
     def settle(self, *, wait: bool = True) -> None:
-        """Find out about micro-steps whose gradients nobody has looked at yet, and take back the samples of
-        those that are of no use.
+        """Evaluate the checks of earlier micro-steps and subtract the samples of those that were not
+        finite.
 
-        `wait`: of all of them; else of those whose flags have reached the host.
+        `wait`: evaluate all of them, which may wait for the device; else only those whose flags have
+        reached the host.
         """
         for samples, places, useful in self._late.known(wait=wait):
             self.samples -= samples
@@ -160,13 +164,13 @@ class GradientAccumulator:
                 self._count(samples, places)
 
     def refused(self) -> Refused:
-        """Return the samples that were taken, and refused since the last call."""
+        """Return the samples that were accepted first and found not finite since the last call."""
         return self._late.refused()
 
     def gradients_for(
         self, averages: Sequence[torch.Tensor], touched: Sequence[bool]
     ) -> list[torch.Tensor | None]:
-        """Return averages as the inner optimizer wants them in `.grad`; None for parameters without a
+        """Convert averages to what the inner optimizer expects in `.grad`; None for parameters that had no
         gradient on any peer.
         """
         if self._staging is None:
@@ -193,7 +197,7 @@ class GradientAccumulator:
         self.samples += samples
 
     def average_(self) -> list[torch.Tensor]:
-        """Turn sums into means over this peer's samples, in place, and return the buffers; without samples
+        """Turn sums into means over this peer's samples, in place, and return the buffers. Without samples
         they are zeros.
         """
         self.settle()
@@ -204,7 +208,7 @@ class GradientAccumulator:
         return self.buffers
 
     def put_back(self, means: Sequence[torch.Tensor], samples: int, touched: Sequence[bool]) -> None:
-        """Add what was taken out as means over `samples` samples: their round did not come about."""
+        """Add means over `samples` samples that were taken out for a round which failed."""
         self.settle(wait=self._staging is not None)
         self._to_sums()
         self._is_blank = False
@@ -213,12 +217,12 @@ class GradientAccumulator:
         self._touched = [one or other for one, other in zip(self._touched, touched, strict=True)]
 
     def finite(self) -> bool:
-        """False when sums of finite gradients ran over: such a contribution must not be sent."""
+        """Return False when sums of finite gradients overflowed: such a contribution must not be sent."""
         self.settle()
         return all_finite(self.buffers)
 
     def reset(self) -> None:
-        """Back to zero samples."""
+        """Drop everything that was accumulated."""
         self.settle()
         if not self._is_blank:
             torch._foreach_zero_(self.buffers)
@@ -227,13 +231,13 @@ class GradientAccumulator:
         self._touched = [False] * len(self.parameters)
 
     def touched_bytes(self) -> bytes:
-        """`touched` as a bit field, least significant bit first: what peers tell one another before a round."""
+        """Return `touched` as a bit field, least significant bit first: peers exchange it before a round."""
         field = sum(1 << place for place, touched in enumerate(self.touched) if touched)
         return field.to_bytes((len(self.touched) + 7) // 8, "little")
 
     def merge_touched(self, fields: Sequence[bytes]) -> list[bool]:
-        """Which parameters have a gradient on any peer; a field of a wrong length counts as "all": no lie can
-        freeze a parameter.
+        """Return, for each parameter, whether it has a gradient on any peer. A field of the wrong length
+        counts as "all", so that a false field cannot freeze a parameter.
         """
         everything = (1 << len(self.touched)) - 1
         union = 0
@@ -244,14 +248,15 @@ class GradientAccumulator:
         return [bool(union >> place & 1) for place in range(len(self.touched))]
 
     def state_dict(self) -> dict[str, Any]:
-        """What resuming in the middle of an epoch needs; tensors are references, as in torch."""
+        """Return the state needed to resume in the middle of an epoch. Tensors are references, as in torch.
+        """
         self.settle()
         self._to_sums()
         self._is_blank = False
         return {"samples": self.samples, "touched": list(self.touched), "sums": list(self.buffers)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned; UsageError when it belongs to other parameters."""
+        """Restore the result of `state_dict`. Raise UsageError when it belongs to other parameters."""
         sums = state["sums"]
         if [tuple(t.shape) for t in sums] != [tuple(t.shape) for t in self.buffers]:
             raise UsageError("the saved gradients have other shapes than this optimizer's parameters")
@@ -269,8 +274,8 @@ class GradientAccumulator:
 
 
 def names_of(parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> list[str]:
-    """What messages call these parameters: by their names if the optimizer was given `named_parameters()`,
-    else by their numbers in it.
+    """Return the names of these parameters for messages: their own if the optimizer was given
+    `named_parameters()`, else their numbers in it.
     """
     every = dict.fromkeys(id(p) for group in optimizer.param_groups for p in group["params"])
     known = {one: f"parameter {place}" for place, one in enumerate(every)}

@@ -1,10 +1,10 @@
-"""Getting in: download the state, and meanwhile take part in the swarm's rounds at weight 0, so that no epoch
-is missed.
+"""Joining a run: download the state, and meanwhile take part in the swarm's rounds at weight 0, so that no
+epoch is missed.
 
-A download may take longer than an epoch. If the newcomer came back with the state of epoch s while the swarm
-is at s + 5, downloading once more would never end. So it registers in the present epoch, receives what the
-rounds bring while chunks arrive, and replays those epochs on what it downloaded: one optimizer step each,
-always faster than the swarm's epochs. docs/decisions/0005 has the argument.
+A download may take longer than an epoch. If a newcomer only downloaded, it would return with the state of
+epoch s while the swarm is at s + 5, and downloading again would never end. So it registers in the present
+epoch, records the results of rounds while chunks arrive, and replays those epochs on the downloaded state:
+one optimizer step each, always faster than the swarm's epochs. docs/decisions/0005 has the argument.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _REGISTER_S = 1.0  # the others are told that we are there; who does not answer 
 
 @dataclass(slots=True)
 class _Attempt:
-    """What one call of `load` has learned so far."""
+    """State of one call of `load` across its downloads."""
 
     deadline_s: float
     started_s: float
@@ -60,7 +60,7 @@ class _Attempt:
 
 
 class CatchUp:
-    """Brings this peer to the swarm's epoch. On the trainer's thread."""
+    """Brings this peer to the swarm's epoch. Runs on the trainer's thread."""
 
     def __init__(
         self,
@@ -82,8 +82,10 @@ class CatchUp:
         self.banned = Blocklist()
 
     def load(self, timeout_s: float) -> LoadResult:
-        """Fetch the state until it is there, there is nobody to fetch it from, or the time is up. What was
-        accumulated is dropped.
+        """Fetch the state until it is loaded, no other peer takes part in the run, or `timeout_s` is over.
+
+        What was accumulated is dropped. `bytes_received` and `failures` of the result cover all downloads
+        of this call.
         """
         now_s = time.monotonic()
         attempt = _Attempt(deadline_s=now_s + timeout_s, started_s=now_s)
@@ -117,8 +119,8 @@ class CatchUp:
             threading.Event().wait(self._config.load_retry_s * random.uniform(0.5, 1.0))
 
     def _nobody(self) -> str:
-        """What to say of a run in which nobody else is seen: perhaps this peer has reached nobody who could
-        know.
+        """Describe a run in which no other peer is visible, including failed connections: perhaps this peer
+        has reached no peer that could know of others.
         """
         failures = self._node.join_failures
         blind = (
@@ -140,7 +142,7 @@ class CatchUp:
         )
 
     def _try(self, attempt: _Attempt, donors: list[Contact]) -> LoadResult | None:
-        """One download with its rounds; None when it has to be tried again."""
+        """Make one download and take part in its rounds. Return None when it must be tried again."""
         self._mode.learner.set_aside()
         # before the state is asked for: whatever epoch it is of, the rounds since then have us in them
         self._rounds.open()
@@ -179,8 +181,8 @@ class CatchUp:
     def _follow(
         self, download: Download, future: concurrent.futures.Future[Fetched], epoch: int
     ) -> tuple[dict[int, Captured], int]:
-        """Take part in rounds at weight 0 until the download is over: what each epoch brought, and the epoch
-        that the swarm is in.
+        """Take part in rounds at weight 0 until the download is over. Return the captured result of each
+        epoch, and the epoch that the swarm is in.
         """
         captured: dict[int, Captured] = {}
         concurrent.futures.wait([future], self._config.capture_after_s)
@@ -257,8 +259,8 @@ class CatchUp:
             del self.distrusted[next(iter(self.distrusted))]
 
     def _register(self, epoch: int) -> None:
-        """Be in `epoch`, and tell the others directly: who reads of it only later may close the epoch
-        meanwhile as if it were alone.
+        """Enter `epoch`, and report it to the others directly: a peer that reads it later in the DHT could
+        close the epoch without this peer.
         """
         self._tracker.begin_epoch(epoch, joining=True)
         try:
@@ -272,7 +274,7 @@ class CatchUp:
             )
 
     def advance(self, apply: Callable[[], None]) -> None:
-        """One epoch forward: the mode's step and the schedule's."""
+        """Move the state one epoch forward: apply the mode's step, then the scheduler's."""
         state = self._state
         with state.lock:
             apply()
@@ -281,8 +283,8 @@ class CatchUp:
             state.moved(state.epoch + 1)
 
     def _donors(self, attempt: _Attempt) -> list[Contact]:
-        """Who declares the state, the most promising first: in the swarm's epoch, with a canonical state,
-        then by chance.
+        """Return the peers that declare to have the state, the most promising first: those in the swarm's
+        epoch, then those with a canonical state, in random order.
         """
         try:
             found = self._node.network.run(

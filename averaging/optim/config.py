@@ -16,8 +16,8 @@ from swarm.metrics.reporter import MetricsConfig
 
 
 def _averager() -> AveragerConfig:
-    """Peers come to a round when their step ends: whoever counts as training is waited for longer than an
-    averager would by itself.
+    """Return an averager configuration that waits longer for peers than a plain averager does: peers come
+    to a round only when their training step ends.
     """
     patience = PatienceConfig(first_s=5.0, max_s=30.0)
     return AveragerConfig(groups=GroupServiceConfig(matchmaking=MatchmakingConfig(patience=patience)))
@@ -25,7 +25,7 @@ def _averager() -> AveragerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """Times in seconds."""
+    """Settings of `swarm.Optimizer`. Times are in seconds."""
 
     # peers in one round; all should fit: beyond it an epoch averages within the cells of a grid, and peers
     # drift (docs/decisions/0013)
@@ -76,5 +76,5 @@ class OptimizerConfig:
             raise UsageError("times are positive numbers of seconds")
 
     def of_run(self, run_id: str) -> AveragerConfig:
-        """The averagers' settings, for a run."""
+        """Return the averagers' settings for a run."""
         return replace(self.averager, run=run_id)

@@ -1,5 +1,5 @@
-"""The two averagers of an optimizer: one over what its mode averages each epoch, one over the whole state now
-and then.
+"""The two averagers of an optimizer: one for the tensors that its mode averages each epoch, one for the
+whole state.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DISTANCE_ELEMENTS = 1 << 22  # compared at once: bounds the float32 copies, unl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Synchronised:
-    """How a round over the state ended."""
+    """Result of a round over the state."""
 
     result: RoundResult
     drift: float | None = None  # relative norm by which this peer's parameters differed from the average
@@ -50,7 +50,7 @@ class Synchronised:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AveragingOptions:
-    """How the tensors of the epochs are averaged."""
+    """How the tensors of an epoch are averaged."""
 
     codec: str
     # its rule holds for the state, too; clipping is for gradients and pseudo-gradients
@@ -71,14 +71,16 @@ class AveragingOptions:
 
 
 class BackgroundRound:
-    """A round in the background, given up `grace_s` after there was enough of waiting for it."""
+    """A round that runs while training continues. It is cancelled `grace_s` after `is_obsolete()` became
+    true.
+    """
 
     def __init__(self, pending: PendingRound, enough: Callable[[], bool], grace_s: float) -> None:
         self._pending, self._enough, self._grace_s = pending, enough, grace_s
         self._since_s, self._looked_s = math.inf, -math.inf
 
     def done(self) -> bool:
-        """Whether `result` would not wait. To be asked now and then: it is here that a round is given up."""
+        """Return whether `result` would not wait. Call it regularly: an obsolete round is cancelled here."""
         now_s = time.monotonic()
         if self._pending.done:
             return True
@@ -91,7 +93,9 @@ class BackgroundRound:
         return True
 
     def result(self) -> RoundResult:
-        """Wait for the end; the average is written into the tensors in this thread."""
+        """Wait for the end of the round and return its result. The average is written into the tensors in
+        this thread.
+        """
         try:
             pause = threading.Event()
             while not self.done():
@@ -102,13 +106,15 @@ class BackgroundRound:
             raise
 
     def cancel(self) -> None:
-        """Give it up; the tensors are free afterwards."""
+        """Cancel the round; the tensors are free afterwards."""
         self._pending.cancel()
         self._pending.wait_given_up(_CANCEL_S_MAX)
 
 
 class EpochAverager:
-    """Averagers are made when they are needed first: others wait for whoever holds one."""
+    """Owner of the two averagers. Each is created when it is first needed, because peers with an open
+    averager are waited for by the others.
+    """
 
     def __init__(
         self,
@@ -135,7 +141,7 @@ class EpochAverager:
         self._states_over: list[int] = []
 
     def open(self) -> None:
-        """Hold the averager of the epochs from now on: others expect this peer in their rounds."""
+        """Open the epochs' averager: from now on the others expect this peer in their rounds."""
         if self._epochs is not None:
             return
         self._epochs = self._averager(self._mode.tensors(), "epochs", self._manner)
@@ -146,14 +152,14 @@ class EpochAverager:
             self.load_feedback(self._feedback)
 
     def ban(self, peers: frozenset[PeerId]) -> None:
-        """Whom no group of this run has from now on."""
+        """Exclude these peers, and no others, from all groups of this run from now on."""
         self._node.network.loop.call_soon_threadsafe(
             lambda: self._node.service(AveragingService).exchange.refusals.ban(self._run_id, peers)
         )
 
     def feedback_state(self) -> Any:
-        """What error feedback holds: one state, or a list of them for a mode whose rounds take turns; None
-        without.
+        """Return the state of error feedback: one state, a list for a mode whose rounds alternate between
+        parts of the model, or None without error feedback.
         """
         if not self._feedbacks:
             return self._feedback
@@ -161,8 +167,8 @@ class EpochAverager:
         return states[0] if len(states) == 1 else states
 
     def load_feedback(self, state: Any) -> None:
-        """Go on with what `feedback_state` returned. UsageError: it belongs to something else, or a round is
-        held.
+        """Restore the result of `feedback_state`. Raise UsageError when it belongs to another model or
+        mode, or a round is running.
         """
         if self._epochs is None:
             self._feedback = state
@@ -176,11 +182,11 @@ class EpochAverager:
                 feedback.load_state_dict(one)
 
     def begin(self, epoch: int, enough: Callable[[], bool], grace_s: float) -> BackgroundRound:
-        """Begin the round of `epoch`. When it did not fail, the mode's tensors hold the average once its
-        result is taken.
+        """Begin the round of `epoch` in the background. If it succeeds, the mode's tensors hold the average
+        once its result is taken.
 
-        Given up `grace_s` after `enough()`: a round that has begun ends before that, one that nobody will
-        join does not.
+        The round is cancelled `grace_s` after `is_obsolete()` became true: one that is in progress ends
+        before that, one without partners does not.
         """
         self.open()
         assert self._epochs is not None
@@ -198,12 +204,12 @@ class EpochAverager:
         return BackgroundRound(pending, enough, grace_s)
 
     def average(self, epoch: int, enough: Callable[[], bool], grace_s: float) -> RoundResult:
-        """`begin`, and wait for the end."""
+        """Begin the round of `epoch` and wait for its end; parameters as in `begin`."""
         return self.begin(epoch, enough, grace_s).result()
 
     def open_state(self) -> None:
-        """Hold the averager of the state; once the inner optimizer has made its statistics, so that all
-        peers' layouts agree.
+        """Open the averager of the state. Call it after the inner optimizer has created its statistics, so
+        that the layouts of all peers agree.
         """
         tensors = self._state.averaged()
         over = [tensor.data_ptr() for tensor in tensors]
@@ -216,10 +222,11 @@ class EpochAverager:
         self._states_over = over
 
     def synchronise(self, enough: Callable[[], bool], grace_s: float) -> Synchronised:
-        """Average the state with the others, all with the same weight; given up as in `average`.
+        """Average the state with the others, all with the same weight. The round is cancelled as in
+        `begin`.
 
-        The parameters move when the result is there, under the lock: threads of the pool that want a snapshot
-        must not wait for a round.
+        The parameters change when the result has arrived, under the state's lock: threads that want a
+        snapshot must not wait for a round.
         """
         self.open_state()
         assert self._states is not None
@@ -260,6 +267,7 @@ class EpochAverager:
         return Synchronised(result=result, drift=drift, in_step=in_step)
 
     def close(self) -> None:
+        """Close both averagers."""
         for averager in (self._epochs, self._states):
             if averager is not None:
                 averager.close()
@@ -292,9 +300,9 @@ def _are_counts(value: Any) -> bool:
 
 
 def relative_distance(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> float:
-    """‖one - other‖ / ‖other‖ over all tensors together; 0.0 for two zeros.
+    """Return ‖one - other‖ / ‖other‖ over all tensors together, or ‖one - other‖ when `other` is zero.
 
-    Works on pieces of a bounded size, whatever the tensors' type and strides, and waits for each device once.
+    Works on blocks of a bounded size, for any dtype and strides, and waits for each device once.
     """
     norms: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for a, b in zip(one, other, strict=True):
@@ -309,7 +317,7 @@ def relative_distance(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]
 
 
 def check_codec(manner: AveragingOptions, traits: ModeTraits) -> None:
-    """UsageError for a codec or a strategy that would ruin what this mode averages."""
+    """Raise UsageError for a codec or a strategy that would damage what this mode averages."""
     codec = manner.codec
     if manner.strategy is not None and (traits.role == "parameter" or traits.slots > 1):
         why = (
@@ -326,7 +334,7 @@ def check_codec(manner: AveragingOptions, traits: ModeTraits) -> None:
 
 
 def check_extras(state: TrainingState, counts_max: int = 1024) -> None:
-    """UsageError for whole-number extra tensors that are too large to be told in a round's metadata."""
+    """Raise UsageError when the integer extra tensors are too large to be sent in a round's metadata."""
     if len(state.extra_counts()) > counts_max:
         raise UsageError(
             f"extra_tensors of whole numbers may have {counts_max} elements in all: they are counters, told and not averaged"

@@ -1,5 +1,5 @@
-"""From one epoch to the next: accumulate, close the epoch together, fall back in line when the swarm went on
-without this peer.
+"""The loop over epochs: accumulate, close the epoch together with the other peers, and download the state
+when the swarm went on without this peer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Closed:
 
 @dataclass(slots=True)
 class _BackgroundEpoch:
-    """A round that is held while training goes on."""
+    """A round that runs while training continues."""
 
     flight: BackgroundRound
     epoch: int
@@ -57,7 +57,7 @@ class _BackgroundEpoch:
 
 
 class EpochLoop:
-    """What `Optimizer.step` does, on the trainer's thread."""
+    """The logic of `Optimizer.step`. Runs on the trainer's thread."""
 
     def __init__(
         self,
@@ -81,7 +81,9 @@ class EpochLoop:
         self._calls = 0  # the tracker's, when it failed
 
     def step(self, samples: int) -> StepReport:
-        """One local step was made; close the epoch when it is full."""
+        """Account for one local step of `samples` samples and close the epoch when it is full. Return a
+        report of this call.
+        """
         began_s = self._clock()
         self._measure(samples, began_s)
         if not self._started:
@@ -109,11 +111,11 @@ class EpochLoop:
         return replace(report, progress=self._tracker.view().fraction, seconds=self._returned_s - began_s)
 
     def load(self, timeout_s: float) -> LoadResult:
-        """Fetch the state; afterwards this peer gives it to others, too."""
+        """Download the state. Afterwards this peer serves it to others, too."""
         return self._load(timeout_s)[0]
 
     def _load(self, timeout_s: float) -> tuple[LoadResult, int]:
-        """And how many samples were lost by it."""
+        """Download the state. Return the result and the number of local samples that were dropped."""
         self._abandon()
         try:
             result = self._catch_up.load(timeout_s)
@@ -130,8 +132,8 @@ class EpochLoop:
         return result, lost
 
     def attend(self, timeout_s: float) -> StepReport | None:
-        """Without a step of our own: the round of this epoch, if it begins within the time. None: it does
-        not.
+        """Take part in this epoch's round without a step of this peer's own. Return None when no round
+        begins within `timeout_s`.
         """
         epoch = self._state.epoch
         if not self._started or not self._tracker.wait_begun(epoch, timeout_s):
@@ -142,23 +144,23 @@ class EpochLoop:
         return self._close(self._settled(report, wait=True))
 
     def resumed(self) -> None:
-        """The state was set from outside: a checkpoint."""
+        """Continue after the state was replaced from outside, for instance by a checkpoint."""
         self._abandon()
         self._retry_at = self._tried_at = 0
         self._tracker.begin_epoch(self._state.epoch)
         self._donor.changed()
 
     def close(self) -> None:
-        """Hold no round any more."""
+        """Cancel the round in the background, if there is one."""
         self._abandon()
 
     @property
     def in_flight(self) -> bool:
-        """Whether a round is held while training goes on."""
+        """Return whether a round runs in the background."""
         return self._launched is not None
 
     def _abandon(self) -> None:
-        """Leave the round that is held in the background: another state is coming."""
+        """Cancel the round in the background, because the state is about to be replaced."""
         launched, self._launched = self._launched, None
         if launched is not None:
             launched.flight.cancel()
@@ -179,8 +181,8 @@ class EpochLoop:
         return self._settled(report, wait=False)
 
     def _settled(self, report: StepReport, *, wait: bool) -> StepReport:
-        """Add to the report what is known by now of gradients that were taken unseen, on a device. `wait`: of
-        all of them.
+        """Return the report with the samples that were found not finite after they had been accepted on a
+        device. `wait`: evaluate all pending checks.
         """
         late = self._learner.refused(wait=wait)
         return replace(
@@ -191,21 +193,23 @@ class EpochLoop:
         )
 
     def _is_behind(self) -> bool:
-        """Whether the swarm went on without this peer; where peers go on by themselves, a few epochs of
-        difference are none.
+        """Return whether the swarm went on without this peer. In modes where peers proceed alone, a few
+        epochs of difference are tolerated.
         """
         return self._tracker.swarm_epoch() > self._state.epoch + (
             _LONE_EPOCHS_MAX if self._traits.lone else 0
         )
 
     def _is_time(self) -> bool:
-        """Whether the epoch is full, and its round, if it has failed before, is to be tried again."""
+        """Return whether the epoch is full and, if its round failed before, whether it should be tried
+        again.
+        """
         if not self._tracker.report(self._learner.samples, self._rate):
             return False
         return self._learner.samples >= self._retry_at or self._tracker.calls > self._calls
 
     def _start(self) -> None:
-        """Before the first step: know who else trains, and be known."""
+        """Find out who else trains and become visible to them, before the first step."""
         self._tracker.wait_look(self._config.first_look_s, first=True)
         self._started = True
         self._returned_s = None
@@ -220,8 +224,8 @@ class EpochLoop:
             self._rounds.open_state()
 
     def _measure(self, samples: int, now_s: float) -> None:
-        """Samples per second between the end of one step and the beginning of the next: what this machine
-        computes.
+        """Update the estimate of samples/s from the time between the end of one step and the beginning of
+        the next, which is this machine's compute time.
         """
         if self._returned_s is None or now_s <= self._returned_s:
             return
@@ -247,12 +251,12 @@ class EpochLoop:
         )
 
     def _close(self, report: StepReport) -> StepReport:
-        """The epoch is full: average and step, together."""
+        """Average and step together with the others; the epoch is full."""
         contributed = self._learner.samples
         return self._closed(report, self._attempt(), contributed)
 
     def _closed(self, report: StepReport, closed: _Closed, contributed: int) -> StepReport:
-        """What follows from an attempt at closing the epoch."""
+        """Complete the report of an attempt at closing the epoch, and average the state when it is due."""
         if closed.behind:
             dropped = self._resynchronise(closed.reason, 0)
             return replace(
@@ -284,8 +288,8 @@ class EpochLoop:
         )
 
     def _attempt(self) -> _Closed:
-        """Rounds until one is committed, this peer turns out to be alone, the swarm is ahead, or there were
-        enough of them.
+        """Run rounds until one is committed, this peer turns out to be alone, the swarm is ahead, or
+        `rounds_max` rounds have failed.
         """
         result: RoundResult | None = None
         failed, epoch = 0, self._state.epoch
@@ -316,7 +320,7 @@ class EpochLoop:
         )
 
     def _launch(self, report: StepReport) -> StepReport:
-        """The epoch is full: begin its round, and let training go on."""
+        """Begin the round of the full epoch and let training continue."""
         epoch, contributed = self._state.epoch, self._learner.samples
         if not self._company():
             return self._closed(report, self._alone(None, 0), contributed)
@@ -329,8 +333,8 @@ class EpochLoop:
         return replace(report, accumulated=self._learner.samples)
 
     def _land(self, report: StepReport) -> StepReport:
-        """Take the result of the round in the background when it is there, or when this peer has trained on
-        for as long as it may.
+        """Take the result of the round in the background if it has ended, or if this peer may not train
+        further without it.
         """
         launched, delay_steps = self._launched, self._traits.delay_steps
         assert launched is not None
@@ -354,7 +358,7 @@ class EpochLoop:
         return self._closed(report, closed, launched.contributed)
 
     def _alone(self, result: RoundResult | None, failed: int) -> _Closed:
-        """Go on by oneself: nobody else lives, or in this mode that does not matter."""
+        """Step without a round: no other peer is live, or the mode allows it."""
         self._mode.prepare(self._state.epoch)
         self._advance([], ())
         return _Closed(stepped=True, alone=True, round=result, rounds_failed=failed)
@@ -368,7 +372,7 @@ class EpochLoop:
         return _Closed(stepped=True, round=result, rounds_failed=failed)
 
     def _failed(self, result: RoundResult, failed: int) -> _Closed | None:
-        """What a failed round means; None: it may be tried again."""
+        """Return the outcome of a failed round, or None when it may be tried again."""
         self._mode.failed(result.reason)
         epoch = self._state.epoch
         _log.info("round of epoch %d failed: %s", epoch, result.detail)
@@ -390,8 +394,8 @@ class EpochLoop:
         self._donor.changed()
 
     def _company(self) -> bool:
-        """Does anybody else train this epoch? Not those who lag behind and will fetch the state; certainty
-        needs a recent look.
+        """Return whether another peer trains in this epoch. Peers that lag behind do not count, they will
+        fetch the state. The answer "no" needs a recent look at the DHT.
         """
         if not self._here() and self._tracker.looked_ago_s() > self._config.lonely_look_s:
             self._tracker.wait_look(_ALONE_LOOK_S)
@@ -401,14 +405,14 @@ class EpochLoop:
         return any(claim.epoch >= self._state.epoch for claim in self._tracker.others().values())
 
     def _probe(self) -> None:
-        """Find out at once who of the others still lives."""
+        """Contact the other peers directly, so that dead ones are known at once."""
         try:
             self._node.network.run(self._tracker.probe(), _PROBE_TIMEOUT_S)
         except NetworkError as error:
             _log.info("not everybody was asked: %s", error)
 
     def _synchronise(self, *, alone: bool) -> Synchronised | None:
-        """Make the state canonical when its epoch has come."""
+        """Average the state when this epoch is one for that. Return None when no round was made."""
         epoch = self._state.epoch
         if not self._state_sync_epochs or not self._traits.canonical:
             return None
@@ -438,8 +442,8 @@ class EpochLoop:
         return synchronised
 
     def _others_went_on(self) -> bool:
-        """Whether all others are beyond averaging the state of this epoch: nobody will come to that round any
-        more.
+        """Return whether all others are past averaging the state of this epoch, so that nobody will join
+        that round.
         """
         epoch = self._state.epoch
         claims = self._tracker.others().values()

@@ -1,10 +1,10 @@
-"""How much memory each mode takes beside the model, in bytes per trained parameter: one table for estimates,
+"""Memory that each mode takes beside the model, in bytes per trained parameter: one table for estimates,
 tests and documents.
 
-Not in it: activations; the temporary tensors of torch's own optimizers (`foreach=True`, the default on CUDA,
-takes about one more tensor of the parameters' type while it steps); what rounds hold in encoded form on the
-host; epochs that are captured while a newcomer downloads the state; and temporary copies whose size is
-bounded by the largest parameter.
+Not included: activations; the temporary tensors of torch's own optimizers (`foreach=True`, the default on
+CUDA, takes about one more tensor of the parameters' type while it steps); encoded data of rounds on the
+host; epochs captured while a newcomer downloads the state; and temporary copies whose size is bounded by
+the largest parameter.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def bytes_per_parameter(
     offload: bool,
     element_bytes: int = _FLOAT32,
 ) -> MemoryPerParameter:
-    """Return what training in `mode` takes beside the model. UsageError for a mode that is not one of this
-    library's.
+    """Return the memory that training in `mode` takes beside the model. Raise UsageError for a mode that is
+    not one of this library's.
 
     `optimizer_statistics`: how many tensors of the parameters' shape and type the inner optimizer keeps: 2
-    for Adam and AdamW, 1 for SGD with momentum. `error_feedback`, `strategy`, `offload`: as `swarm.Optimizer`
-    has them (`strategy`: whether there is one). `element_bytes`: of one parameter, 2 for bfloat16. With
-    `offload` the parameters are taken to be on an accelerator.
+    for Adam and AdamW, 1 for SGD with momentum. `error_feedback`, `strategy` and `offload` are as in
+    `swarm.Optimizer` (`strategy`: whether there is one). `element_bytes`: bytes of one parameter, 2 for
+    bfloat16. With `offload` the parameters are assumed to be on an accelerator.
     """
     local, vector = _mode_needs(mode, optimizer_statistics, element_bytes)
     needs = [

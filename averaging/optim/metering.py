@@ -1,5 +1,5 @@
-"""What an optimizer's steps add up to: the numbers that a peer tells about itself. Called from the trainer's
-and the network's thread.
+"""Statistics of one optimizer, which a peer publishes about itself. Called from the trainer's and the
+network's thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _USUAL_SHARE = 0.2  # of the newest time between two steps in the usual one
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """What the tracker knows of this peer at the moment."""
+    """The tracker's present knowledge of this peer."""
 
     epoch: int
     samples_per_s: float
@@ -52,8 +52,8 @@ class Meter:
 
     @contextlib.contextmanager
     def stepping(self, clock: Callable[[], float]) -> Iterator[None]:
-        """Within it the trainer is in `Optimizer.step`, where rounds take their time; without it for long, it
-        does not train.
+        """Mark the trainer as being in `Optimizer.step`, where rounds take their time. A trainer that stays
+        outside for long counts as idle.
         """
         with self._lock:
             self._stepping = True
@@ -67,7 +67,7 @@ class Meter:
                 self._stepping, self._stepped_s = False, clock()
 
     def on_step(self, report: StepReport, now_s: float) -> None:
-        """Account for one call of `Optimizer.step`. `now_s`: the swarm's time."""
+        """Account for one call of `Optimizer.step`. `now_s` is the swarm's time."""
         if (
             report.round is None
             and report.state_round is None
@@ -92,13 +92,13 @@ class Meter:
             self.on_load(report.resynchronised)
 
     def on_load(self, result: LoadResult) -> None:
-        """The state was fetched, or not."""
+        """Account for a download of the state, complete or not."""
         with self._lock:
             self._down += result.bytes_received
 
     def tell(self, values: Mapping[str, Any]) -> None:
-        """The user's own metrics, and `loss` and `validation_loss`; UsageError for what cannot be one, and
-        then none is taken.
+        """Store the user's own metrics, and `loss` and `validation_loss`. Raise UsageError for an invalid
+        one; nothing is stored then.
         """
         with self._lock:
             known = list(self._own)
@@ -117,7 +117,7 @@ class Meter:
                     home[name] = number
 
     def metrics(self, pace: Pace, now_s: float, *, reach: str = "") -> Metrics:
-        """The record of this moment."""
+        """Return the metrics record of this moment."""
         with self._lock:
             idle_s = self._idle_s(now_s)
             return Metrics(
@@ -175,8 +175,8 @@ class Meter:
 
 
 def _told(rounds: Sequence[RoundTold], now_s: float) -> tuple[RoundTold, ...]:
-    """The latest, oldest first; where rounds are short, those that failed are not pushed out by the next
-    successes before anybody read.
+    """Return the latest rounds, oldest first. Recent failed rounds are kept where newer successes would
+    push them out before anybody has read them.
     """
     failed = [told for told in rounds if told.reason and now_s - told.at_s < _FAILED_S][-_FAILED_MAX:]
     good = [told for told in rounds if not any(told is one for one in failed)]

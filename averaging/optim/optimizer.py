@@ -53,33 +53,34 @@ _CLOSE_S_MAX = 2.0
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Trains one model together with everybody who has an `Optimizer` of the same run.
+    """A torch optimizer that trains one model together with all peers that have an `Optimizer` for the same
+    run.
 
     `inner`: the optimizer that makes the steps; its parameters are the model's. `node`: this process as a
     peer. `run`: a name that all peers use, or a run's id. An epoch is `target_batch_size` samples over the
     whole swarm; `batch_size_per_step`: samples behind one call of `step`, unless the call says. `mode`:
     "gradients" (one large batch, one step an epoch), "local" (a step each call, parameters averaged once an
-    epoch), "diloco" (the same with an outer step), "gossip" (exchanges in pairs); or settings:
-    `swarm.Diloco(…)`. `codec`: how what is averaged travels, a name of `swarm.compression`, or "adaptive" for
-    what suits it; `error_feedback`: what it leaves out of one epoch goes into the next, which `int2`, `sign`
-    and `topk` need. `strategy=PowerSgd(rank=4)`: matrices travel as factors of that rank, in two all-reduces
-    an epoch, with error feedback. `aggregation`, `clip_to_median`, `audit`: how far hostile peers get, see
-    `swarm.Averager`; by default a part of somebody's gradients that is longer than ten medians is shortened
-    to that. `scheduler`: a factory like `lambda inner: StepLR(inner, 10)`, stepped once an epoch, part of the
-    state. `state_sync_epochs`: every so many epochs the state that peers share is averaged, so that peers
-    with different processors stay equal (0: never; None: as the mode needs it). `extra_tensors`: more to
-    share, for instance `model.buffers()`. `offload`: what is kept beside the model (accumulators; in modes
-    with local steps base and outer momentum) lies on the host; for a model on CUDA it is copied through
-    pinned memory of the model's size.
+    epoch), "diloco" (the same with an outer step), "gossip" (exchanges in pairs); or settings such as
+    `swarm.Diloco(…)`. `codec`: how tensors are encoded on the wire, a name of `swarm.compression`, or
+    "adaptive" to choose by their kind; `error_feedback`: add what the codec left out of one epoch to the
+    next, which `int2`, `sign` and `topk` need. `strategy=PowerSgd(rank=4)`: send matrices as factors of
+    that rank, in two all-reduces an epoch, with error feedback. `aggregation`, `clip_to_median`, `audit`:
+    limits on hostile peers, see `swarm.Averager`; by default a peer's part of the gradients that is longer
+    than ten medians is shortened to that. `scheduler`: a factory like `lambda inner: StepLR(inner, 10)`,
+    stepped once an epoch, part of the state. `state_sync_epochs`: the shared state is averaged every
+    `state_sync_epochs` epochs, so that peers with different processors stay equal (0: never; None: as the
+    mode needs it). `extra_tensors`: further tensors to share, for instance `model.buffers()`. `offload`:
+    keep accumulators (in modes with local steps: base and outer momentum) on the host; for a model on CUDA
+    it is copied through pinned memory of the model's size.
 
     With `torch.amp.GradScaler` call `scaler.unscale_(opt)`, then `opt.step(…)`, whose report says what was
-    dropped for an overflow, then `scaler.update()`; or `scaler.step(opt)`, which returns None for a step that
-    it skips, and waits for the device each time. On CUDA a step does not wait to learn whether its gradients
-    are finite: a later report says so.
+    dropped for an overflow, then `scaler.update()`; or `scaler.step(opt)`, which returns None for a step
+    that it skips, and waits for the device each time. On CUDA a step does not wait to learn whether its
+    gradients are finite: a later report says so.
 
     Parameters change only inside `step`; in mode "gradients" when an epoch is full. Joining a swarm that is
-    ahead loads its state in the first `step`; `load_state_from_peers` does it before. What the network does
-    is in the report; UsageError is the caller's mistake. A context manager.
+    ahead loads its state in the first `step`; `load_state_from_peers` does it before. Events on the network
+    are in the report; UsageError is the caller's mistake. The optimizer is a context manager.
     """
 
     def __init__(
@@ -202,12 +203,12 @@ class Optimizer(torch.optim.Optimizer):
     def step(  # type: ignore[override]
         self, batch_size: int | Callable[[], Any] | None = None, closure: Callable[[], Any] | None = None
     ) -> StepReport:
-        """Take the gradients in `.grad`, which are means over `batch_size` samples; the parameters move when
-        the swarm's batch is full.
+        """Take the gradients in `.grad`, which are means over `batch_size` samples. The parameters change
+        when the swarm's batch is full.
 
-        Costs no network then, else a round with the other peers, in this thread. A closure, here or in the
-        place of `batch_size` as torch has it, is called first, with gradients enabled. The report says what
-        happened.
+        Until then the call costs no network; then it makes a round with the other peers, in this thread. A
+        `closure`, also accepted as the first argument as in torch, is called first, with gradients enabled.
+        Returns a report of this call.
         """
         if callable(batch_size):
             batch_size, closure = None, batch_size
@@ -225,11 +226,11 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_from_peers(
         self, timeout_s: float = 600.0, on_progress: Callable[[int, int], None] | None = None
     ) -> LoadResult:
-        """Download the swarm's state: parameters, statistics, counters, schedule, epoch. What was accumulated
-        is dropped (with local steps: added to it, if it is not long out of date).
+        """Download the swarm's state: parameters, statistics, counters, schedule, epoch. What was
+        accumulated is dropped (with local steps: added to the state, if it is not too old).
 
-        `on_progress(bytes, of_bytes)` is called on the network thread. Nobody to load from is a result with
-        `alone=True`, not an error.
+        `on_progress(bytes, of_bytes)` is called on the network thread. When no other peer takes part, the
+        result has `alone=True`; that is not an error.
         """
         self._check_open()
         if not 0 < timeout_s < float("inf"):
@@ -240,12 +241,12 @@ class Optimizer(torch.optim.Optimizer):
         return result
 
     def report(self, **metrics: Any) -> None:
-        """Tell those who watch the run: `opt.report(loss=loss.item(), validation_loss=…, accuracy=0.9)`, as
-        often as you like.
+        """Publish metrics to the viewers of the run: `opt.report(loss=loss.item(), validation_loss=…,
+        accuracy=0.9)`, at any rate.
 
-        `loss` and `validation_loss` are charted as the run's, others (16 at most, single numbers) under their
-        names; the last value of each goes out every few seconds, signed, for anybody to read. What is not
-        finite is told as such. UsageError for what is no number.
+        `loss` and `validation_loss` are charted as the run's, others (16 at most, single numbers) under
+        their names. The last value of each is published every few seconds, signed, for anybody to read;
+        values that are not finite are marked as such. Raises UsageError for a value that is not a number.
         """
         self._check_open()
         self._meter.tell(metrics)
@@ -255,45 +256,45 @@ class Optimizer(torch.optim.Optimizer):
         return Pace(epoch=mine.epoch, samples_per_s=mine.samples_per_s)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear `.grad`; what `step` has taken is kept."""
+        """Clear `.grad`; gradients that `step` has taken are kept."""
         self.inner.zero_grad(set_to_none=set_to_none)
 
     @property
     def epoch(self) -> int:
-        """How many epochs the parameters have behind them."""
+        """Return the number of epochs that the parameters have completed."""
         return self._state.epoch
 
     @property
     def in_flight(self) -> bool:
-        """Whether a round is held in the background, in a mode that trains on meanwhile."""
+        """Return whether a round runs in the background, in a mode that continues training meanwhile."""
         return self._loop.in_flight
 
     @property
     def progress(self) -> ProgressView:
-        """How far the swarm is within the epoch, and who trains at what pace."""
+        """Return how far the swarm is within the epoch, and each peer's training rate."""
         return self._tracker.view()
 
     @property
     def scheduler(self) -> Scheduler | None:
-        """What the factory made."""
+        """Return the scheduler that the factory made, or None."""
         return self._state.scheduler
 
     def state_digest(self) -> tuple[int, str]:
-        """The epoch, and the digest of the state in it (hex): equal on peers whose states are equal bit for
+        """Return the epoch and the digest of the state (hex), equal on peers whose states are equal bit for
         bit. Copies the state.
         """
         snapshot = self._state.snapshot()
         return snapshot.epoch, snapshot.digest.hex()
 
     def state_view(self) -> StateView:
-        """The state of this moment, to be written while training goes on
+        """Return a view of the present state, to be written while training continues
         (`averaging.optim.state.checkpoint`). Close it afterwards.
         """
         return self._state.view()
 
     def load_state(self, blob: bytearray) -> None:
-        """Go on from the state of a checkpoint; what was accumulated is dropped. PeerError, and nothing
-        changed, when it does not fit.
+        """Continue from the state of a checkpoint; what was accumulated is dropped. Raise PeerError, with
+        nothing changed, when it does not fit.
         """
         self._state.load(blob)
         with self._state.lock:
@@ -303,30 +304,31 @@ class Optimizer(torch.optim.Optimizer):
     # --- what the run's owner may change while it is running
 
     def set_target(self, target_batch_size: int) -> None:
-        """From now on an epoch is so many samples."""
+        """Set the number of samples in an epoch from now on."""
         self.target_batch_size = _samples(target_batch_size)
         self._tracker.set_target(self.target_batch_size)
 
     def ban(self, peers: Iterable[PeerId]) -> None:
-        """These, and nobody else, are refused from now on: in groups, in progress, as donors and as joiners."""
+        """Refuse these peers, and no others, from now on: in groups, in progress, as donors and as joiners.
+        """
         self._banned.own = self.node.peer_id in (banned := frozenset(peers))
         self._banned.peers = banned - {self.node.peer_id}
         self._rounds.ban(self._banned.peers)
         self._tracker.forget(self._banned.peers)
 
     def rest(self, resting: bool) -> None:
-        """Stay in the run without training, and give the state to who asks; or go on."""
+        """Stop training but stay in the run and serve the state; with False, continue."""
         self._tracker.rest(self._training.learner.samples, resting)
 
     def attend(self, timeout_s: float) -> StepReport | None:
-        """While resting: take part in the round of this epoch if others begin it, so that they need not wait.
-        None: nobody did.
+        """Take part in the round of this epoch while paused, if others begin it within `timeout_s`, so that
+        they need not wait. Return None when there was none.
         """
         self._check_open()
         return self._loop.attend(timeout_s)
 
     def contacts(self) -> list[Contact]:
-        """Of peers in this run that can be called."""
+        """Return the peers in this run that can be called."""
         return self._tracker.contacts()
 
     # --- a torch optimizer
@@ -349,8 +351,8 @@ class Optimizer(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, and under "swarm" the epoch, the schedule, what was accumulated, and what
-        error feedback holds.
+        """Return the inner optimizer's state dict with one more key, "swarm": epoch, schedule, accumulated
+        samples, and error feedback.
         """
         swarm: dict[str, Any] = {
             "epoch": self._state.epoch,
@@ -363,8 +365,8 @@ class Optimizer(torch.optim.Optimizer):
         return {**self.inner.state_dict(), "swarm": swarm}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from `state_dict()`, or from the inner optimizer's own: then in the present epoch. Load the
-        model's parameters, too.
+        """Resume from `state_dict()`, or from the inner optimizer's own, which keeps the present epoch.
+        Load the model's parameters separately.
         """
         plain = {key: value for key, value in state_dict.items() if key != "swarm"}
         swarm = state_dict.get("swarm")
@@ -411,7 +413,7 @@ class Optimizer(torch.optim.Optimizer):
     # --- life
 
     def close(self) -> None:
-        """Leave the run: the others stop counting on this peer. Idempotent; the node stays open."""
+        """Leave the run, so that the others stop counting on this peer. Idempotent; the node stays open."""
         if self._closed or self.node.closed or not self.node.network.ours:
             self._closed = True
             return
@@ -447,7 +449,7 @@ class Optimizer(torch.optim.Optimizer):
 
 
 def _device(parameters: Sequence[torch.Tensor]) -> str:
-    """Where the model is, as people call it."""
+    """Return the name of the model's device for people."""
     device = parameters[0].device if parameters else torch.device("cpu")
     return f"{device.type} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
 

@@ -1,4 +1,4 @@
-"""What `Optimizer.step` and `Optimizer.load_state_from_peers` return."""
+"""Results of `Optimizer.step` and `Optimizer.load_state_from_peers`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from swarm.core.ids import PeerId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
-    """How fetching the state ended. Not `loaded`: nothing was changed, and `reason` says why, in a sentence."""
+    """Result of fetching the state. If not `loaded`, nothing was changed, and `reason` says why, in a
+    sentence.
+    """
 
     loaded: bool
     epoch: int  # this peer's, afterwards
@@ -29,7 +31,7 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one call of `Optimizer.step` did."""
+    """Result of one call of `Optimizer.step`."""
 
     epoch: int  # this peer's, afterwards
     stepped: bool  # the epoch was completed and the parameters moved
@@ -52,5 +54,5 @@ class StepReport:
 
     @property
     def samples_total(self) -> int:
-        """Samples of this peer that count or counted: of the completed epoch, else of the present one."""
+        """Return this peer's samples of the completed epoch, else of the present one."""
         return self.contributed or self.accumulated

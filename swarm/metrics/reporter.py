@@ -1,5 +1,5 @@
-"""Publishing a peer's metrics: now and then, the less often the larger the run is, and withdrawn when the
-peer leaves.
+"""Publisher of a peer's metrics: periodically, less often in larger runs, and withdrawn when the peer
+leaves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GOODBYE_S = 0.4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsConfig:
-    """What a trainer tells about itself, and how often."""
+    """What a trainer publishes about itself, and how often."""
 
     publish: bool = True  # False: nobody sees this peer in a monitor but by its progress
     every_s: float = 2.0  # in a small run. Less is livelier, and costs every peer more calls
@@ -47,12 +47,12 @@ class MetricsConfig:
             )
 
     def period_s(self, peers: int) -> float:
-        """How often to publish in a run of so many peers, as far as this one knows."""
+        """Return the time between two records in a run with `peers` known peers."""
         return min(self.every_s + self.every_s_per_peer * max(0, peers - self.small_peers), self.every_s_max)
 
 
 class Records(Protocol):
-    """What a reporter needs of the DHT; `DhtService` has it."""
+    """The part of `DhtService` that a reporter uses. Tests have a simulated one."""
 
     async def store(
         self, key: Key, value: Value, *, ttl_s: float, subkey: str | None = None, timeout_s: float = 10.0
@@ -64,8 +64,9 @@ class Records(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Reporter:
-    """One per optimizer, on the network thread. `source`: the metrics of this moment; `peers`: how many take
-    part.
+    """Publisher of one optimizer's metrics. Runs on the network thread.
+
+    `source` returns the metrics of this moment; `peers` returns how many peers take part in the run.
     """
 
     dht: Records
@@ -87,7 +88,7 @@ class Reporter:
             await asyncio.sleep(every_s * self.rng.uniform(0.9, 1.1))
 
     async def close(self) -> None:
-        """Withdraw the record: who watches sees that this peer left, and did not die."""
+        """Withdraw the record, so that viewers can tell a peer that left from one that failed."""
         self._closed = True
         if self.stored:
             with contextlib.suppress(SwarmError):  # it expires by itself

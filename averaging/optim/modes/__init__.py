@@ -1,8 +1,8 @@
-"""What distinguishes one way of training together from another. `averaging.optim.epochs` does everything
-else.
+"""The interface of training modes: the only code that differs from one mode to another.
+`averaging.optim.epochs` does everything else.
 
-Another mode is one class with the methods of `Mode`, over a `Learner` (`gradients.py` and `apart.py` have the
-two there are), and a frozen dataclass with its settings (`settings.py`), which a user hands to
+A new mode is one class with the methods of `Mode`, over a `Learner` (`gradients.py` and `local_steps.py`
+have the two that exist), and a frozen dataclass with its settings (`settings.py`), which a user passes to
 `swarm.Optimizer(mode=…)`. `gossip.py` is the shortest example.
 """
 
@@ -23,7 +23,7 @@ Captured = Any  # what a round brought, kept by a mode to be replayed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModeTraits:
-    """What the epochs' machinery must know about a mode; the same on all peers."""
+    """Properties of a mode that the epoch loop must know. They are the same on all peers."""
 
     terms: str  # the mode with its settings, in words: peers compare them before they meet
     role: str  # of what its rounds average, for codec="adaptive": see swarm.compression.adaptive.ROLES
@@ -44,7 +44,9 @@ class ModeTraits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModeParts:
-    """What a mode is made of: the user's optimizer, and what is shared beside it."""
+    """The parts that a mode is built from: the user's optimizer, and the tensors and scheduler that are
+    shared with it.
+    """
 
     inner: torch.optim.Optimizer
     extras: tuple[torch.Tensor, ...] = ()
@@ -55,48 +57,48 @@ class ModeParts:
 
 
 class Learner(Protocol):
-    """What this peer does by itself between two rounds. Called on the trainer's thread only."""
+    """This peer's own work between two rounds. Called on the trainer's thread only."""
 
     @property
     def samples(self) -> int:
-        """Samples taken that no round has been asked to count yet."""
+        """Return the samples that were taken and are not part of a round yet."""
         ...
 
     def accumulate(self, samples: int) -> str | None:
-        """Gradients over `samples` samples are in `.grad`: take them. Returns why nothing was taken, or None.
+        """Take the gradients in `.grad`, over `samples` samples. Return the reason when they were refused,
+        else None.
 
-        On a device it may be known only later that they were of no use: nothing has come of them then, and
-        `refused` tells.
+        On a device their defects may be known only later: such gradients have had no effect, and `refused`
+        reports them.
         """
         ...
 
     def refused(self, *, wait: bool) -> Refused:
-        """Return the samples that were taken and have turned out to be of no use since the last call. `wait`:
-        find out about all of them, so that `samples` is exact, which may wait for the device.
+        """Return the samples that were accepted and have turned out not to be finite since the last call.
+        `wait`: evaluate all pending checks, so that `samples` is exact; this may wait for the device.
         """
         ...
 
     def restart(self) -> None:
-        """The model's parameters were set from outside, by a checkpoint that knows nothing of the swarm: they
-        are what counts.
-        """
+        """Adopt the model's present parameters, which a checkpoint without swarm state has set."""
         ...
 
     def loaded(self) -> None:
-        """The state was replaced by a checkpoint's: go on from it; what was accumulated is dropped. The
+        """Continue from a checkpoint's state, which has replaced this one; drop what was accumulated. The
         state's lock is held.
         """
         ...
 
     def set_aside(self) -> int:
-        """The swarm is somewhere else, and its state is about to be loaded: until `resume` this peer weighs
-        nothing. A second call does nothing. Returns how many samples are lost for good.
+        """Suspend this peer's own progress, because the swarm's state is about to be loaded: until `resume`
+        this peer has weight 0. A second call has no effect. Return the number of samples that are
+        dropped for good.
         """
         ...
 
     def resume(self) -> int:
-        """The state is loaded, or there was none to load: go on from it, with what was set aside where it
-        still counts; returns how many samples are lost. The state's lock is held.
+        """Continue after the state was loaded, or could not be, with the suspended progress if it is still
+        valid. Return the number of dropped samples. The state's lock is held.
         """
         ...
 
@@ -109,70 +111,75 @@ class Mode(Protocol):
 
     @property
     def state(self) -> TrainingState:
-        """What peers share, serve to newcomers, and keep equal."""
+        """Return the state that peers share, serve to newcomers, and keep equal."""
         ...
 
     @property
     def learner(self) -> Learner: ...
 
     def tensors(self) -> Sequence[torch.Tensor]:
-        """What a round averages: the same float tensors for the life of the mode, in the same layout on all
-        peers.
+        """Return the tensors that a round averages: the same float tensors for the life of the mode, in the
+        same layout on all peers.
         """
         ...
 
     def prepare(self, epoch: int) -> tuple[float, Any]:
-        """Right before the round of `epoch`, or before going on alone: make `tensors()` ready, which lie
-        still until `apply`, `failed` or `capture`. Returns this peer's weight, and what all members are told
-        (msgpack, a few kB).
+        """Fill `tensors()` for the round of `epoch`, or for a step without a round. They do not change
+        until `apply`, `failed` or `capture`. Return this peer's weight, and the metadata that all
+        members receive (msgpack, a few kB).
         """
         ...
 
     def apply(self, told: Sequence[Any]) -> None:
-        """`tensors()` hold the average, or what `prepare` left if this peer is alone: move the state on by
-        one epoch.
+        """Move the state one epoch forward with the average in `tensors()`, or with what `prepare` left
+        there if this peer is alone.
 
-        `told`: what each member passed on. The state's lock is held. What was accumulated is spent.
+        `metadata`: what each member sent with the round. The state's lock is held. What was accumulated is
+        used up.
         """
         ...
 
     def failed(self, reason: str) -> None:
-        """The round for which `prepare` was called did not come about (`AveragingResult.reason`): what it was
-        to count is still there.
+        """Undo `prepare` after its round failed (`reason` is `RoundResult.reason`): what it was to count is
+        kept.
         """
         ...
 
     def capture(self, epoch: int, told: Sequence[Any]) -> Captured:
-        """Keep what the committed round of `epoch` brought, for `replay`; nothing moves. `tensors()` are free
-        again afterwards.
+        """Copy the result of the committed round of `epoch`, for `replay`, without changing the state.
+        `tensors()` are free again afterwards.
         """
         ...
 
     def replay(self, captured: Captured) -> None:
-        """As `apply`, from what was captured, on a state that was loaded; before `Learner.resume`."""
+        """Do what `apply` does, with a captured round, on a state that was loaded. Called before
+        `Learner.resume`.
+        """
         ...
 
     def settled(self, before: Sequence[torch.Tensor]) -> None:
-        """The state was averaged: whatever follows from it follows. The state's lock is held.
+        """Update what depends on the state after it was averaged. The state's lock is held.
 
-        `before`: what the parameters of the state that are trained were before that, in their order. They may
-        be written.
+        `before`: the previous values of the state's trained parameters, in their order. They may be
+        overwritten.
         """
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What resuming needs beside parameters and inner optimizer. A round that is held counts as not made.
-        Tensors are references.
+        """Return what resuming needs beside parameters and inner optimizer. A round in the background
+        counts as not made. Tensors are references.
         """
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """UsageError when it was saved in another mode."""
+        """Restore the result of `state_dict`. Raise UsageError when it was saved in another mode."""
         ...
 
 
 class ModeSettings(Protocol):
-    """A frozen dataclass: equal on all peers. `Optimizer(mode=…)` takes one, or its name for the defaults."""
+    """Settings of a mode: a frozen dataclass, equal on all peers. `Optimizer(mode=…)` takes one, or its
+    name for the defaults.
+    """
 
     @property
     def name(self) -> str: ...

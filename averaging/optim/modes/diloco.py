@@ -1,13 +1,13 @@
 """Modes `diloco` (arXiv 2311.08105), its streaming form (arXiv 2501.18512), and `local`, which is the same
 with a plain outer step.
 
-Between rounds each peer makes local steps. A round averages what they moved, base - θ, weighted by samples;
-every peer makes the same outer step with it on the base. Streaming: a round is for one of several fragments
-of the model, and is held while training goes on; what θ moved meanwhile is kept, since θ gets the difference
-added.
+Between rounds each peer makes local steps. A round averages the pseudo-gradients base - θ, weighted by
+samples, and every peer applies the same outer step to the base. In streaming mode a round is for one of
+several fragments of the model and runs while training continues; local steps made meanwhile are kept, since
+only the difference is added to θ.
 
-A round that failed for everybody changes nothing: θ and base stay, and the next pseudo-gradient covers both
-spans.
+A round that failed for all peers changes nothing: θ and base stay, and the next pseudo-gradient covers both
+periods.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from averaging.optim.modes.outer import OuterSGD, fragments_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OuterSettings:
-    """What `DilocoMode` needs to know."""
+    """Settings of `DilocoMode`."""
 
     lr: float
     momentum: float
@@ -39,14 +39,14 @@ class OuterSettings:
 
 @dataclass(frozen=True, slots=True)
 class CapturedDeltas:
-    """The averaged pseudo-gradient of one round that this peer did not take part in."""
+    """The averaged pseudo-gradient of one round that this peer did not contribute to."""
 
     epoch: int
     deltas: list[torch.Tensor]  # flat float32, by piece of the round's fragment
 
 
 class DilocoMode:
-    """The round of epoch e is for fragment e mod `fragments`."""
+    """DiLoCo. The round of epoch e is for fragment e mod `fragments`."""
 
     def __init__(self, parts: ModeParts, settings: OuterSettings) -> None:
         self.traits = settings.traits
@@ -135,7 +135,7 @@ class DilocoMode:
 
 
 def _laid(whole: torch.Tensor, pieces: Sequence[Fragment]) -> list[torch.Tensor]:
-    """Views of a flat tensor for pieces that lie in it end to end."""
+    """Return views of a flat tensor for fragments that lie in it end to end."""
     views, at = [], 0
     for piece in pieces:
         views.append(whole[at : at + piece.numel])

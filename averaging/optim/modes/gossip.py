@@ -1,9 +1,9 @@
-"""Mode `gossip` (NoLoCo, arXiv 2506.10911): rounds of two. No all-reduce, nobody waits for more than one
-other peer.
+"""Mode `gossip` (NoLoCo, arXiv 2506.10911): rounds of two peers. There is no all-reduce, and no peer waits
+for more than one other.
 
-Each peer has a base of its own. It is pulled towards its partner's, beside the step that both make with what
-both have learned: m <- μ·m + β·mean(θ - base) + γ·(mean(base) - base); base <- base + m; θ <- base. Partners
-are others each time (docs/decisions/0013).
+Each peer has its own base. The base is pulled towards the partner's, in addition to the step that both make
+with what both have learned: m <- μ·m + β·mean(θ - base) + γ·(mean(base) - base); base <- base + m; θ <-
+base. Partners change from round to round (docs/decisions/0013).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from averaging.optim.modes.outer import MOMENTUM, OuterSGD
 
 @dataclass(frozen=True, slots=True)
 class GossipRates:
-    """μ, β and γ."""
+    """The rates μ, β and γ of the module's formula."""
 
     momentum: float
     lr: float
@@ -31,7 +31,7 @@ class GossipRates:
 
 
 class GossipMode:
-    """A round averages two vectors end to end: what the peers learned, and where they began."""
+    """Gossip averaging. A round averages two vectors end to end: the peers' progress and their bases."""
 
     def __init__(
         self, parts: ModeParts, rates: GossipRates, traits: ModeTraits, carried_epochs_max: int
@@ -80,8 +80,8 @@ class GossipMode:
         self.learner.failed("")
 
     def replay(self, captured: None) -> None:
-        """Somebody else's round is no part of the state that was loaded: its donor goes on by itself, and so
-        does this peer.
+        """Do nothing: a round of other peers is no part of the loaded state, whose donor proceeds without
+        it, as this peer does.
         """
 
     def settled(self, before: Sequence[torch.Tensor]) -> None:

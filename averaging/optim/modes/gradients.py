@@ -17,18 +17,18 @@ from averaging.optim.state.training_state import TrainingState
 
 @dataclass(frozen=True, slots=True)
 class CapturedGradients:
-    """The averaged gradients of one epoch that this peer did not take part in."""
+    """The averaged gradients of one epoch that this peer did not contribute to."""
 
     gradients: list[torch.Tensor]  # float32, where the accumulators are
     touched: list[bool]
 
 
 class GradientsMode:
-    """Gradients are accumulated, averaged by samples, and the inner optimizer steps once an epoch, on all
-    peers with the same bytes.
+    """Large synchronous batches: gradients are averaged by samples, and the inner optimizer steps once an
+    epoch, on all peers with the same bytes.
 
-    Delayed: a round is held on a copy of the accumulators while the next epoch's gradients are computed, on
-    parameters that lack that round's step; twice the memory for accumulators.
+    With `delayed`, a round works on a copy of the accumulators while the next epoch's gradients are
+    computed, on parameters that lack that round's step. This takes twice the memory for accumulators.
     """
 
     def __init__(self, parts: ModeParts, *, delayed: bool = False) -> None:
@@ -140,7 +140,7 @@ class GradientsMode:
         return self._accumulator.merge_touched([field if isinstance(field, bytes) else b"" for field in told])
 
     def _step(self, gradients: Sequence[torch.Tensor], touched: Sequence[bool]) -> None:
-        """One step of the inner optimizer; `.grad` of the trainer's own last batch is put back afterwards."""
+        """Make one step of the inner optimizer, then restore `.grad` of the trainer's own last batch."""
         own = [p.grad for p in self._parameters]
         try:
             for p, gradient in zip(

@@ -1,14 +1,13 @@
-"""Peers that train apart between two rounds: local steps of the inner optimizer, beside a base that all of
-them hold.
+"""Local steps: peers train independently between two rounds, beside a base that all of them hold.
 
-θ is this peer's own parameters, the model's. The base is where the last round left everybody, in float32; it
-is what peers share, serve and keep equal, together with the outer optimizer's momentum. What θ is away from
-it is what this peer has learned since. The inner optimizer's statistics are this peer's own: a newcomer
-begins without, and its first round has weight 0.
+θ is the model's own parameters. The base is the state after the last round, in float32; peers share, serve
+and keep equal the base and the outer optimizer's momentum. The difference θ - base is what this peer has
+learned since. The inner optimizer's statistics are local: a newcomer begins without, and its first round
+has weight 0.
 
-A step with gradients that are not finite must not be made. A fused optimizer on CUDA leaves it out by itself,
-by a flag on the device that the host reads later; any other optimizer steps after the host has read the flag,
-and waits for the device each time.
+A step with gradients that are not finite must not be made. A fused optimizer on CUDA skips it by a flag on
+the device that the host reads later; any other optimizer steps after the host has read the flag, and waits
+for the device each time.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ OuterFactory = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], OuterS
 
 @dataclass(slots=True)
 class _SuspendedProgress:
-    """What this peer had learned when it found that the swarm was elsewhere."""
+    """This peer's progress at the time when it found the swarm in another epoch."""
 
     epoch: int
     version: int  # of the state: another one afterwards means that a state was loaded
@@ -54,9 +53,9 @@ class _SuspendedProgress:
 class LocalSteps:
     """The learner of all modes with local steps.
 
-    `carried_epochs_max`: what was learned on a base so many epochs old at most is added to the one that is
-    loaded; older progress is dropped, as is all that was learned before the first round, on a base that need
-    not have been the swarm's.
+    `carried_epochs_max`: progress on a base at most this many epochs old is added to the loaded base. Older
+    progress is dropped, and so is progress made before the first round, on a base that may not have been
+    the swarm's.
     """
 
     def __init__(self, parts: ModeParts, outer: OuterFactory, carried_epochs_max: int) -> None:
@@ -97,7 +96,9 @@ class LocalSteps:
         return self.total - (self.counted if self._launched is None else self._launched)
 
     def accumulate(self, samples: int) -> str | None:
-        """One local step."""
+        """Make one local step with the gradients in `.grad`. Return the reason when they were refused, else
+        None.
+        """
         gradients = {place: p.grad.detach() for place, p in enumerate(self.weights) if p.grad is not None}
         if not gradients:
             return NO_GRADIENT
@@ -122,10 +123,10 @@ class LocalSteps:
         return None
 
     def _skips_by_itself(self, places: Iterable[int]) -> bool:
-        """Whether the inner optimizer's kernels leave a step out where a flag on the device says so.
+        """Return whether the inner optimizer skips a step by itself where a flag on the device says so.
 
-        Those of torch that are fused do: it is what `GradScaler` uses. Not in the first step of a parameter,
-        when they make its statistics: SGD would keep a momentum that was never written.
+        Torch's fused optimizers do, which `GradScaler` uses too, but not in the first step of a parameter,
+        when they create its statistics: SGD would keep a momentum that was never written.
         """
         inner = self.inner
         return (
@@ -143,8 +144,8 @@ class LocalSteps:
             del inner.grad_scale, inner.found_inf
 
     def settle(self, *, wait: bool = True) -> None:
-        """Take back the samples of steps that were not made after all; `wait`: of all, else of those that are
-        known by now.
+        """Subtract the samples of steps that turned out not to be made. `wait`: evaluate all pending
+        checks, else only those known by now.
         """
         for samples, _, useful in self._late.known(wait=wait):
             self.total -= 0 if useful else samples
@@ -206,7 +207,9 @@ class LocalSteps:
         return {**counts, "base": [base.detach() for base in self.base], "outer": self.outer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """UsageError when it belongs to another mode or to other parameters; nothing has changed then."""
+        """Restore the result of `state_dict`. Raise UsageError, with nothing changed, when it belongs to
+        another mode or to other parameters.
+        """
         saved = state.get("base")
         if not isinstance(saved, list) or "outer" not in state:
             raise UsageError("this was not saved in a mode with local steps")
@@ -233,52 +236,52 @@ class LocalSteps:
 
     @property
     def away(self) -> bool:
-        """The swarm is elsewhere: this peer weighs nothing."""
+        """Return whether progress is suspended: this peer has weight 0."""
         return self._aside is not None
 
     def weight(self, since: int) -> float:
-        """For a round that counts all samples after the first `since`."""
+        """Return this peer's weight in a round that counts all samples after the first `since`."""
         return 0.0 if self.newcomer or self.away else float(self.total - max(since, 0))
 
     def launch(self) -> int:
-        """A round begins; returns the samples so far."""
+        """Mark the beginning of a round. Return the number of samples so far."""
         self.settle()
         self._launched = self.total
         return self.total
 
     @property
     def still(self) -> bool:
-        """No step was made since the round began."""
+        """Return whether no step was made since the round began."""
         return self._launched == self.total
 
     def landed(self) -> int:
-        """The round is committed; returns how many samples it counted, of all."""
+        """Mark the round as committed. Return how many samples were counted by it and all before it."""
         launched, self._launched = self._launched, None
         self.counted = self.total if launched is None else launched
         self.newcomer = False
         return self.counted
 
     def failed(self, reason: str) -> None:
-        """The round did not come about."""
+        """Mark the round as failed."""
         self._launched = None
         if reason == "nobody contributes":  # newcomers among themselves: somebody has to begin
             self.newcomer = False
 
     def discard(self) -> None:
-        """Local steps ended in NaN or infinity: back to the base."""
+        """Return to the base, because local steps ended in NaN or infinity."""
         _log.warning("%d samples are dropped: local steps ran into NaN or infinity", self.samples)
         self.follow(None)
         self.counted = self.dropped = self._launched = self.total
 
     def progress(self) -> list[torch.Tensor]:
-        """Return θ - base: float32, where the base is."""
+        """Return θ - base: float32, on the base's device."""
         found = [base.detach().clone() for base in self.base]
         self.progress_(found)
         return found
 
     def progress_(self, bases: Sequence[torch.Tensor]) -> None:
-        """Turn bases, or copies of them, into θ - base, in place. Rounding of the base to θ's type is not
-        progress.
+        """Turn bases, or copies of them, into θ - base, in place. Rounding of the base to θ's dtype does
+        not count as progress.
         """
         flat = [one.detach().view(-1) for one in bases]
         with torch.no_grad():
@@ -294,7 +297,7 @@ class LocalSteps:
                 values.neg_().add_(base.to(self.weights[piece.place].dtype))
 
     def follow(self, progress: Sequence[torch.Tensor] | None) -> None:
-        """θ <- base + progress; None: θ <- base, exactly."""
+        """Set θ to base + progress; with None, to the base exactly."""
         bases = (base.detach().view(-1) for base in self.base)
         if progress is None:
             self.write(self._all(), bases)
@@ -302,14 +305,14 @@ class LocalSteps:
             self.write(self._all(), (base + one.view(-1) for base, one in zip(bases, progress, strict=True)))
 
     def read(self, pieces: Sequence[Fragment], targets: Sequence[torch.Tensor]) -> None:
-        """targets <- θ's elements: flat float32, where the base is."""
+        """Copy θ's elements to `targets`: flat float32, on the base's device."""
         with torch.no_grad():
             for nth, inside, values in self._values(pieces):
                 targets[nth][inside].copy_(values)
 
     def _values(self, pieces: Sequence[Fragment]) -> Iterator[tuple[int, slice, torch.Tensor]]:
-        """Yield θ's elements where the base is, to be read at once: of the nth piece, which of its elements,
-        and these, flat.
+        """Yield θ's elements on the base's device, to be used at once: index of the fragment, slice within
+        it, and the flat values.
         """
         sources = [
             self.weights[piece.place].detach().reshape(-1)[piece.start : piece.stop] for piece in pieces
@@ -325,7 +328,7 @@ class LocalSteps:
                 yield nth, slice(low - piece.start, high - piece.start), values
 
     def write(self, pieces: Sequence[Fragment], values: Iterable[torch.Tensor]) -> None:
-        """θ's elements <- values: flat float32, where the base is."""
+        """Copy `values` to θ's elements: flat float32, on the base's device."""
         with torch.no_grad():
             if self._staging is None:
                 for piece, one in zip(pieces, values, strict=True):
@@ -358,7 +361,9 @@ class LocalSteps:
         return [Fragment(place, 0, base.numel()) for place, base in enumerate(self.base)]
 
     def _take_learning_rates(self) -> None:
-        """The schedule was loaded; it writes the inner optimizer's learning rates only when it steps."""
+        """Copy the learning rates of a loaded schedule: it writes them to the inner optimizer only when it
+        steps.
+        """
         rates = self._scheduler.state_dict().get("_last_lr") if self._scheduler is not None else None
         if isinstance(rates, list) and len(rates) == len(self.inner.param_groups):
             for group, rate in zip(self.inner.param_groups, rates, strict=True):
@@ -373,11 +378,11 @@ def _is_trained(p: torch.Tensor) -> bool:
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """All of them, each once."""
+    """Return all parameters of the optimizer, each once."""
     return list({id(p): p for group in optimizer.param_groups for p in group["params"]}.values())
 
 
 def _nth(optimizer: torch.optim.Optimizer, number: int) -> torch.Tensor:
-    """The parameter that a state dict of this optimizer calls `number`."""
+    """Return the parameter that a state dict of this optimizer calls `number`."""
     found: torch.Tensor = [p for group in optimizer.param_groups for p in group["params"]][number]
     return found

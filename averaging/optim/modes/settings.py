@@ -1,5 +1,5 @@
-"""The modes by name, each with its settings: what `swarm.Optimizer(mode=…)` takes. Settings must be equal on
-all peers.
+"""The settings of each mode, and the modes by name, for `swarm.Optimizer(mode=…)`. Settings must be equal
+on all peers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ _SELDOM = 100  # epochs: outer states are equal bit for bit, whatever the proces
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradients:
-    """One large synchronous batch over the whole swarm: gradients are averaged, and all step once an epoch."""
+    """One large synchronous batch over the whole swarm: gradients are averaged, and all peers step once an
+    epoch.
+    """
 
     name: ClassVar[str] = "gradients"
 
@@ -42,8 +44,8 @@ class Local:
         _check_carried(self.carried_epochs_max)
 
     def build(self, parts: ModeParts) -> DilocoMode:
-        """The average of parameters is the base less the average of what they are away from it: an outer step
-        of length 1.
+        """Build the mode. The average of parameters equals the base minus the average pseudo-gradient: an
+        outer step with a learning rate of 1.
         """
         traits = ModeTraits(
             terms="local", role="pseudo_gradient", keeps_progress=True, state_sync_epochs=_SELDOM
@@ -63,8 +65,8 @@ class Local:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diloco:
-    """Local steps; once an epoch an outer step with Nesterov momentum, on the average of what they moved
-    (DiLoCo).
+    """Local steps; once an epoch an outer step with Nesterov momentum on the average of the
+    pseudo-gradients (DiLoCo).
     """
 
     name: ClassVar[str] = "diloco"
@@ -118,8 +120,8 @@ class Diloco:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gossip:
-    """Local steps; once an epoch an exchange with one other peer (NoLoCo). Peers' parameters differ, and come
-    close to one another.
+    """Local steps; once an epoch an exchange with one other peer (NoLoCo). Parameters differ between peers
+    but stay close to one another.
     """
 
     name: ClassVar[str] = "gossip"
@@ -155,7 +157,9 @@ MODES: dict[str, type[Gradients | Local | Diloco | Gossip]] = {
 
 
 def settings_of(mode: str | ModeSettings) -> ModeSettings:
-    """A mode's settings: those given, or by name the defaults. UsageError lists the names there are."""
+    """Return a mode's settings: the given ones, or the defaults of a name. Raise UsageError with the list
+    of names for an unknown one.
+    """
     if not isinstance(mode, str):
         if not hasattr(mode, "build") or not hasattr(mode, "name"):
             raise UsageError(

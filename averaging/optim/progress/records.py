@@ -1,7 +1,7 @@
-"""The records of a run's progress in the DHT, as one peer writes its own and reads the others', and what they
-say of where peers are.
+"""Progress records of a run in the DHT: this peer's record is written, those of the others are read, with
+their contacts.
 
-Runs on the network thread. What is malformed is its writer's fault and skipped.
+Runs on the network thread. Malformed records are skipped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RETRY_S = 1.0
 
 
 class ClaimRecords:
-    """One per tracker."""
+    """Reader and writer of the progress records of one run."""
 
     def __init__(
         self, own: Callable[[], Contact], dht: DhtService, clock: Clock, tree: Tree, config: ProgressConfig
@@ -37,13 +37,15 @@ class ClaimRecords:
         self._published: tuple[ProgressReport, float] | None = None
 
     def moved(self) -> None:
-        """This peer's record belongs elsewhere, or says something else: the next `publish` writes it in any
-        case.
+        """Forget the last publication: the record belongs under another key, or has new contents, so that
+        the next `publish` writes it in any case.
         """
         self._published = None
 
     async def publish(self, claim: ProgressReport) -> None:
-        """Write our record, if it says anything new or grows old. A failure is logged: there is a next time."""
+        """Write this peer's record if it has new contents or grows old. A failure is logged; the next call
+        tries again.
+        """
         now_s = self._clock.swarm_s()
         if self._published is not None:
             last, at_s = self._published
@@ -73,7 +75,7 @@ class ClaimRecords:
             _log.info("a record of progress was not published (%s): %s", self._tree.key, error)
 
     async def withdraw(self, timeout_s: float) -> None:
-        """Take our record back, if there is one."""
+        """Delete this peer's record, if there is one."""
         if self._published is None:
             return
         try:
@@ -82,7 +84,7 @@ class ClaimRecords:
             _log.debug("a record of progress was not withdrawn (%s): %s", self._tree.key, error)
 
     async def read(self, banned: Blocklist) -> list[Entry] | None:
-        """The records of our dictionary; None when it could not be read, after a pause."""
+        """Return the records of this peer's dictionary; None, after a pause, when it could not be read."""
         try:
             found = await self._dht.get(self._tree.key, timeout_s=_TIMEOUT_S)
         except SwarmError as error:
@@ -98,7 +100,7 @@ class ClaimRecords:
     def claims(
         self, entries: Iterable[Entry]
     ) -> tuple[list[tuple[PeerId, ProgressReport, float]], list[PeerId]]:
-        """The others' claims, with when they expire, and whose contacts were not known yet."""
+        """Return the others' reports with the time when they expire, and the peers whose contacts are new."""
         heard, newcomers, now_s = [], [], self._clock.swarm_s()
         for entry in entries:
             if entry.writer == self._own_id or (
@@ -125,8 +127,8 @@ class ClaimRecords:
         return heard, newcomers
 
     def _contact_of(self, entry: Entry) -> Contact:
-        """PeerError when it is malformed. What is as it was is not read again: records come every second, and
-        few peers move.
+        """Return the contact in a record. Raise PeerError when it is malformed. Unchanged addresses are not
+        parsed again: records come every second, and few peers move.
         """
         raw = entry.value.get("addresses")
         known = self.contacts.get(entry.writer)

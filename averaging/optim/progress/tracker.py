@@ -1,8 +1,8 @@
-"""Progress on the network: this peer's claim goes out, the others' come in, and who sees the epoch full first
-tells everybody.
+"""Exchange of progress over the network: this peer's report is published, those of the others are read, and
+the peer that first sees the epoch full announces it to the others.
 
-Runs on the network thread; what the trainer's thread calls takes a lock for microseconds and never waits for
-the network, unless its name begins with `wait_`.
+Runs on the network thread. Methods for the trainer's thread hold a lock for microseconds and never wait for
+the network, except those whose name begins with `wait_`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _never() -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackerServices:
-    """What a tracker needs of its node."""
+    """The services of a node that a tracker uses."""
 
     own: Callable[[], Contact]
     dht: DhtService
@@ -51,7 +51,7 @@ class TrackerServices:
 
 
 class Tracker:
-    """One per optimizer."""
+    """Tracker of the progress of one run; one per optimizer."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class Tracker:
     # the trainer's thread
 
     def report(self, samples: int, rate: float) -> bool:
-        """This peer has accumulated `samples`; returns whether the epoch is full and its round should be made
-        now.
+        """Record that this peer has accumulated `samples` at `rate` samples/s. Return whether the epoch is
+        full and its round should begin now.
         """
         with self._lock:
             now_s = self._services.clock.swarm_s()
@@ -101,7 +101,9 @@ class Tracker:
         return begun
 
     def _settle(self, now_s: float) -> None:
-        """With the lock held: is our epoch full? Somebody's word helps where our own view nearly says so."""
+        """Mark this peer's epoch as full when it is, or when another peer announced it and this peer's own
+        view nearly agrees. The lock is held.
+        """
         epoch = self._progress.epoch
         if self._begun < epoch and (
             self._progress.is_full(now_s) or (self._called == epoch and self._progress.believes(epoch, now_s))
@@ -112,11 +114,11 @@ class Tracker:
 
     @property
     def calls(self) -> int:
-        """A number that grows whenever somebody says that this peer's epoch is full."""
+        """Return the number of announcements by others that this peer's epoch is full."""
         return self._calls
 
     def call(self, epoch: int) -> None:
-        """Tell everybody once more that `epoch` is full: a round that had failed is tried again."""
+        """Announce once more that `epoch` is full: a round that had failed is tried again."""
         with self._lock:
             self._told = min(self._told, epoch - 1)
         if not self._closed:
@@ -125,8 +127,8 @@ class Tracker:
     def begin_epoch(
         self, epoch: int, *, joining: bool = False, members: Iterable[PeerId] = (), began_ago_s: float = 0.0
     ) -> None:
-        """This peer is in `epoch` now, and so are the `members` of the round that began it; it has trained in
-        it for `began_ago_s`.
+        """Record that this peer is in `epoch` now, and so are the `members` of the round that began it.
+        This peer has trained in it for `began_ago_s`.
         """
         with self._news:
             now_s = self._services.clock.swarm_s()
@@ -136,29 +138,31 @@ class Tracker:
         self._poke()
 
     def others(self) -> dict[PeerId, ProgressReport]:
-        """The live peers but this one, as far as is known."""
+        """Return the latest reports of the live peers, without this one."""
         with self._lock:
             return self._progress.others(self._services.clock.swarm_s())
 
     def swarm_epoch(self) -> int:
+        """Return the epoch that the swarm has reached."""
         with self._lock:
             return self._progress.swarm_epoch(self._services.clock.swarm_s())
 
     def view(self) -> ProgressView:
+        """Return a snapshot of the progress."""
         with self._lock:
             return self._progress.view(self._services.clock.swarm_s())
 
     def set_target(self, target: int) -> None:
-        """An epoch is so many samples from now on: who learns of it later closes at most one epoch by the old
-        number.
+        """Set the number of samples in an epoch. A peer that learns of it later closes at most one epoch by
+        the old number.
         """
         with self._lock:
             self._progress.target = target
         self._poke()
 
     def rest(self, samples: int, resting: bool) -> None:
-        """This peer does not train for a while, and nor does anybody else; or all go on, and nobody's rest
-        counts as being stuck.
+        """Report that all training is paused, with this peer's `samples`, or that all go on: the pause of
+        other peers then does not count as a hang.
         """
         with self._lock:
             now_s = self._services.clock.swarm_s()
@@ -169,7 +173,7 @@ class Tracker:
         self._poke()
 
     def forget(self, peers: Iterable[PeerId]) -> None:
-        """These are not there any more, as far as this peer is concerned."""
+        """Remove these peers from this peer's view."""
         with self._news:
             for peer in peers:
                 self._progress.on_goodbye(peer)
@@ -178,19 +182,20 @@ class Tracker:
 
     @property
     def tree(self) -> Tree:
-        """Our place in a run of several shards."""
+        """Return this peer's place in a run of several shards."""
         return self._tree
 
     def contacts(self) -> list[Contact]:
-        """Of peers that can be called."""
+        """Return the contacts of peers that can be called."""
         return [contact for contact in list(self._records.contacts.values()) if contact.addresses]
 
     def contact(self, peer: PeerId) -> Contact | None:
+        """Return the contact of a peer, if it is known."""
         return self._records.contacts.get(peer)
 
     def wait_look(self, timeout_s: float, *, first: bool = False) -> bool:
-        """Wait for a look at the DHT that begins after this call (`first`: or any earlier one); False when
-        there was none in time.
+        """Wait until the DHT was read by a refresh that began after this call (`first`: or by any earlier
+        one). Return False when there was none in time.
         """
         with self._news:
             wanted = 1 if first else self._looks + 2 if self._looking else self._looks + 1
@@ -202,12 +207,12 @@ class Tracker:
             )
 
     def looked_ago_s(self) -> float:
-        """How old the latest complete look is."""
+        """Return the age of the latest complete refresh."""
         return self._services.clock.swarm_s() - self._looked_s if self._looks else math.inf
 
     def wait_begun(self, epoch: int, timeout_s: float, until: Callable[[], bool] = _never) -> bool:
-        """Wait until `epoch` is known to be full, or over; or no longer than `until()`, where somebody calls
-        `nudge` when that is so.
+        """Wait until `epoch` is known to be full or over, and return whether it is. Stop waiting when
+        `until()` is true; call `nudge` after that changes.
         """
 
         def begun() -> bool:
@@ -218,7 +223,7 @@ class Tracker:
             return begun()
 
     def nudge(self) -> None:
-        """Whoever waits looks again whether it has to. Any thread."""
+        """Make waiting threads check their conditions again. Callable from any thread."""
         with self._news:
             self._news.notify_all()
 
@@ -232,7 +237,7 @@ class Tracker:
     # the network thread
 
     async def run(self) -> None:
-        """Look, publish, tell, until cancelled."""
+        """Read, publish and announce until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch(), name=f"progress of run {self.run_id}")
             group.create_task(self._tell(), name=f"telling that an epoch of run {self.run_id} is full")
@@ -265,13 +270,13 @@ class Tracker:
             await self._report_to(peers, full=True)
 
     async def probe(self) -> None:
-        """Tell every live peer our claim directly and hear theirs; who cannot be reached does not count any
+        """Exchange reports with every live peer directly. A peer that cannot be reached does not count any
         more.
         """
         await self._report_to(list(self.others()))
 
     async def close(self) -> None:
-        """Say goodbye, and withdraw our record."""
+        """Report that this peer leaves, and withdraw its record."""
         with self._news:
             self._closed = True
             self._news.notify_all()
@@ -281,7 +286,9 @@ class Tracker:
         await self._records.withdraw(_GOODBYE_S)
 
     async def on_report(self, peer: PeerId, request: state_pb2.ReportRequest) -> state_pb2.ReportReply:
-        """Another peer tells its progress, and perhaps that the epoch is full."""
+        """Handle another peer's report, which may say that the epoch is full or that the peer leaves. Raise
+        PeerError for a banned peer or a malformed report.
+        """
         self._banned.check(peer)
         claim = self._hear(peer, request.claim)
         if request.goodbye:
@@ -293,8 +300,8 @@ class Tracker:
             return state_pb2.ReportReply(claim=_to_wire(self._progress.claim), believed=believed)
 
     async def _believe(self, peer: PeerId, epoch: int) -> bool:
-        """Whether `epoch` is full: held against our own view, after a fresh look if the present one does not
-        agree.
+        """Return whether `epoch` is full in this peer's own view, after a fresh read of the DHT if the
+        present view does not agree.
         """
         for attempt in range(2):
             now_s = self._services.clock.swarm_s()
@@ -368,7 +375,7 @@ class Tracker:
         return claim
 
     async def _look(self) -> None:
-        """Read the dictionary once. Newcomers are told of us."""
+        """Read the dictionary once, and send this peer's report to newcomers."""
         begun_s = self._services.clock.swarm_s()
         self._looking = True
         try:
@@ -396,7 +403,7 @@ class Tracker:
 
 
 def _nothing() -> None:
-    """Nobody wants to know."""
+    return None
 
 
 def _to_wire(claim: ProgressReport) -> state_pb2.Claim:

@@ -1,9 +1,9 @@
-"""The network side of `averaging.optim.progress.logic.shards`: where a member of a large run reads and
-writes, and what its aggregators do besides.
+"""Network side of `averaging.optim.progress.logic.shards`: the keys that a member of a large run reads and
+writes, and the work of its aggregators.
 
-Runs on the network thread, called by the tracker between two looks. A run of up to 64 peers has one
-dictionary, and nothing here costs it anything. Above that a newcomer finds in that dictionary, instead of
-claims, the word of the root's aggregators how the run is divided.
+Runs on the network thread, called by the tracker after each refresh. A run of up to 64 peers has one
+dictionary, and nothing here costs it anything. In larger runs a newcomer finds in that dictionary, instead
+of reports, a notice of the root's aggregators how the run is divided.
 """
 
 from __future__ import annotations
@@ -53,26 +53,27 @@ class Tree:
 
     @property
     def leaf(self) -> TreeNode:
-        """This peer's shard."""
+        """Return this peer's shard."""
         return shard_of(self._run, self._own, self.bits)
 
     @property
     def key(self) -> Key:
-        """Where this peer's claim stands, and where it looks."""
+        """Return the DHT key of this peer's shard, under which its own report stands."""
         return self._key(self.leaf)
 
     def _key(self, node: TreeNode) -> Key:
         return Key(f"run.{self._run}", node.name)
 
     def is_here(self, peer: PeerId) -> bool:
-        """Whether a peer is in our shard."""
+        """Return whether a peer is in this peer's shard."""
         return shard_of(self._run, peer, self.bits) == self.leaf
 
     async def after_look(
         self, entries: Iterable[Entry], claims: Mapping[PeerId, ProgressReport], now_s: float
     ) -> bool:
-        """The shard's dictionary was read; `claims` are the live ones, our own included. True: this peer
-        belongs elsewhere now.
+        """Update the totals from the shard's dictionary, and do an aggregator's work if this peer is one.
+        `claims` are the live reports, this peer's included. Return whether this peer belongs to another
+        shard now.
         """
         told = self._told(entries, now_s)
         if self.bits == 0:
@@ -103,8 +104,8 @@ class Tree:
     def _enter(
         self, told: Mapping[PeerId, ProgressTotal], claims: Mapping[PeerId, ProgressReport], now_s: float
     ) -> bool:
-        """In the one dictionary: is the run larger than that? By what is there, or by the word of a larger
-        part of it.
+        """Decide, from the single dictionary of a small run, whether the run is larger than that: by the
+        reports there, or by the notices of a larger part.
         """
         self.total = self.said = None
         present = len(claims)
@@ -120,8 +121,8 @@ class Tree:
         return self._move(bits, now_s) if bits else False
 
     def _move(self, bits: int, now_s: float) -> bool:
-        """Our claim goes elsewhere. The old one is left to expire, so that whoever has not moved yet sees how
-        many there were.
+        """Switch to another number of shards. The old record is left to expire, so that peers that have not
+        moved yet see how many there were.
         """
         if bits == self.bits:
             return False
@@ -132,7 +133,7 @@ class Tree:
         return True
 
     def _told(self, entries: Iterable[Entry], now_s: float) -> dict[PeerId, ProgressTotal]:
-        """The totals in a dictionary, by writer."""
+        """Return the totals in a dictionary, by writer."""
         found = {}
         for entry in entries:
             value = entry.value
@@ -147,8 +148,8 @@ class Tree:
         return found
 
     async def _climb(self, own: ProgressTotal, now_s: float) -> ProgressTotal | None:
-        """As an aggregator: the shard's sum goes up, as far as this peer has anything to say; the total comes
-        down.
+        """Write the shard's sum upwards, as far as this peer is an aggregator. Return the total of the run,
+        or None when it is not known.
         """
         node, mine = self.leaf, list[TreeNode]()
         total: ProgressTotal | None = None
@@ -183,8 +184,8 @@ class Tree:
     async def _bring(
         self, node: TreeNode, parent: TreeNode, own: ProgressTotal, now_s: float
     ) -> tuple[dict[PeerId, tuple[int, ProgressTotal]], dict[PeerId, ProgressTotal]]:
-        """Put a node's sum into the dictionary above; what stands there: the sums, and the totals that its
-        aggregators tell.
+        """Write a node's sum into the dictionary above. Return the sums that stand there, and the totals
+        that its aggregators published.
         """
         value: dict[str, Any] = {"child": node.prefix, "sum": own.encode()}
         if parent in self._totals:
@@ -200,8 +201,8 @@ class Tree:
         return {**self._written(entries, now_s), self._own: (node.prefix, own)}, self._told(entries, now_s)
 
     async def _divide(self, total: ProgressTotal, now_s: float) -> int:
-        """At the root: how the run is to be divided, and a word to newcomers about it. A larger part, divided
-        otherwise, is joined.
+        """Return how the run is to be divided, as an aggregator of the root, and publish a notice for
+        newcomers. A larger part that is divided otherwise is joined.
         """
         flat = TreeNode(0, 0, 0)
         others = [
@@ -233,7 +234,7 @@ class Tree:
         return list(found.values()) if isinstance(found, dict) else []
 
     def _written(self, entries: Iterable[Entry], now_s: float) -> dict[PeerId, tuple[int, ProgressTotal]]:
-        """The sums in a dictionary; what is malformed is its writer's fault, and no sum."""
+        """Return the well-formed sums in a dictionary, by writer, with the prefix of their child."""
         found = {}
         for entry in entries:
             value = entry.value

@@ -1,11 +1,11 @@
-"""Reads of a training state that lies on accelerators: ordered against the trainer's writes, beside its work,
-each byte copied once.
+"""Reads of a training state on accelerators: ordered against the trainer's writes, concurrent with its
+work, each byte copied once.
 
-A GPU executes what a stream is asked in order, and nothing orders two streams but events. The trainer writes
-the state on its current stream, while threads of the pool read it. So every device has a stream for reads. It
-waits for an event that is recorded on the trainer's stream when a write ends (`written`), and a write waits,
-on the device and not on the host, for the reads that were asked for before it (`before_write`). Reads are
-asked for only by a thread that holds the state's lock; arrivals are waited for without it.
+A GPU executes one stream's work in order, and only events order two streams. The trainer writes the state
+on its current stream, while threads of the pool read it. So every device has a stream for reads. It waits
+for an event that is recorded on the trainer's stream when a write ends (`written`), and a write waits, on
+the device and not on the host, for the reads queued before it (`before_write`). Reads are queued only by a
+thread that holds the state's lock; their arrival is waited for without it.
 
 Not yet run on a GPU. `tests/averaging/optim/simulated_cuda.py` executes streams in every order that CUDA
 allows.
@@ -29,7 +29,7 @@ _WINDOWS = 2  # one is on its way from the device while the other is put in its 
 
 
 class Transfer(Protocol):
-    """Copies to the host that were asked for."""
+    """Copies to the host that were queued."""
 
     def wait(self) -> None:
         """Return when the bytes have arrived. The thread sleeps meanwhile and lets other threads run."""
@@ -40,14 +40,14 @@ class DeviceReader(Protocol):
     """Reads tensors on one device. Any thread may use it."""
 
     def written(self) -> None:
-        """Let all reads that are asked for from now on come after what this thread's current stream was asked
-        so far.
+        """Make all reads queued from now on wait for the work queued so far on this thread's current
+        stream.
         """
         ...
 
     def before_write(self) -> None:
-        """Let what this thread's current stream is asked from now on come after all reads that were asked for
-        so far.
+        """Make the work queued from now on on this thread's current stream wait for all reads queued so
+        far.
         """
         ...
 
@@ -58,8 +58,8 @@ class DeviceReader(Protocol):
         ...
 
     def fetch(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Transfer:
-        """Copy each source, bytes on the device, to its target in `host_memory`. Sources must live until the
-        transfer is over.
+        """Copy each source, bytes on the device, to its target in `host_memory`. Sources must live until
+        the transfer has ended.
         """
         ...
 
@@ -77,12 +77,12 @@ class _CudaTransfer:
 
 
 class CudaReader:
-    """Reads of one CUDA device, on a stream of their own."""
+    """Reader of one CUDA device, on a stream of its own."""
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
-        """Wait for the device once: on whatever streams the tensors were made, they are there now.
+        """Create the stream and wait for the device once, so that tensors made on any stream are complete.
 
-        `cuda` is the module `torch.cuda`, or what stands for it in tests.
+        `cuda` is the module `torch.cuda`, or a simulated one in tests.
         """
         self._cuda, self._device = cuda, device
         self._reads = cuda.Stream(device=device)
@@ -122,8 +122,8 @@ class _Arrived:
 
 
 class PlainReader:
-    """Reads of a device without streams that we know of (MPS): it executes everything in the order in which
-    it is asked.
+    """Reader of a device without streams known to this library (MPS): it executes all work in the order in
+    which it is queued.
     """
 
     def written(self) -> None:
@@ -157,7 +157,7 @@ def reader_of(device: torch.device) -> DeviceReader | None:
 
 
 class DeviceReads:
-    """The readers of all devices that a state lies on; none when that is the host alone."""
+    """The readers of all devices that a state lies on; empty when that is the host alone."""
 
     def __init__(
         self,
@@ -171,28 +171,28 @@ class DeviceReads:
         return any(reader is not None for reader in self._readers.values())
 
     def of(self, device: torch.device) -> DeviceReader | None:
-        """Return the device's reader, made now where a statistic lies on a device that no parameter is on;
-        None for the host.
+        """Return the device's reader, None for the host. It is created now for a device that has a
+        statistic but no parameter.
         """
         if device not in self._readers:
             self._readers.setdefault(device, self._make(device))
         return self._readers[device]
 
     def written(self) -> None:
-        """Do what `DeviceReader.written` does, on all devices."""
+        """Call `DeviceReader.written` on all devices."""
         for reader in list(self._readers.values()):
             if reader is not None:
                 reader.written()
 
     def before_write(self) -> None:
-        """Do what `DeviceReader.before_write` does, on all devices."""
+        """Call `DeviceReader.before_write` on all devices."""
         for reader in list(self._readers.values()):
             if reader is not None:
                 reader.before_write()
 
     def numbers(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """Return the value of each tensor, which has one element, as `item` does; with one transfer for all
-        of a device.
+        """Return the value of each tensor with one element, as `item` does, with a single transfer per
+        device.
         """
         found: list[Any] = [tensor.item() if self.of(tensor.device) is None else None for tensor in tensors]
         places: dict[torch.device, list[int]] = {}
@@ -229,14 +229,14 @@ class HostCopy:
     """A copy of a state in host memory, made from the first byte to the last, window by window.
 
     It needs memory for the whole state, and two pinned windows until it is complete. It keeps the tensors
-    alive for as long.
+    alive until then.
     """
 
     def __init__(
         self, layout: BlobLayout, tensors: Sequence[torch.Tensor], reads: DeviceReads, blob: Blob
     ) -> None:
-        """`blob`: `layout.total_bytes` zeros, which become the copy. `tensors`: of any stride, on any
-        devices, the host too.
+        """Prepare the copy into `blob`: `layout.total_bytes` zeros. `tensors` may have any strides and lie
+        on any devices, the host included.
         """
         self.blob = blob
         self.asked_bytes = 0  # from the first on: copied, or on their way
@@ -251,21 +251,23 @@ class HostCopy:
 
     @property
     def copied_chunks(self) -> int:
-        """How many chunks lie in the blob, from the first on; the last one may be shorter than the others."""
+        """Return how many chunks are in the blob, from the first on; the last one may be shorter than the
+        others.
+        """
         copied = self.copied_bytes
         return -(-copied // CHUNK_BYTES) if copied == self._layout.total_bytes else copied // CHUNK_BYTES
 
     @property
     def all_asked(self) -> bool:
-        """Whether the tensors need not be read any more, but by what was asked for."""
+        """Return whether all reads of the tensors are queued."""
         return self.asked_bytes == self._layout.total_bytes
 
     def ask(self) -> bool:
-        """Ask for the next window, with the state's lock held; False when there is none, or no buffer is
-        free. Does not wait for a device.
+        """Queue the copy of the next window, without waiting for a device. The state's lock is held. Return
+        False when nothing is left, or no buffer is free.
 
-        MemoryError, or torch's error, when the host or the device has no memory for it; nothing was asked for
-        then.
+        Raises MemoryError, or torch's error, when the host or the device has no memory for it; nothing is
+        queued then.
         """
         if self.all_asked or not (self._free or self._buffers < _WINDOWS):
             return False
@@ -295,8 +297,8 @@ class HostCopy:
         return True
 
     def arrive(self) -> None:
-        """Wait for the oldest window that is under way, if there is one, and put it in its place. Needs no
-        lock of the state.
+        """Wait for the oldest window in transit, if there is one, and move it to the blob. Needs no lock of
+        the state.
         """
         with self._arriving:
             if not self._under_way:
@@ -323,8 +325,8 @@ class HostCopy:
         return buffer
 
     def _bytes_of(self, place: int, reader: DeviceReader | None) -> torch.Tensor:
-        """The bytes of a tensor where it lies. Of one that is not contiguous they are a copy, one such tensor
-        at a time.
+        """Return the bytes of a tensor on its device. Those of a non-contiguous tensor are a copy, one such
+        tensor at a time.
         """
         if self._flat is None or self._flat[0] != place:
             tensor = self._tensors[place]

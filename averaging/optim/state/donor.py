@@ -1,11 +1,12 @@
-"""Serves this peer's state to those who join: snapshots under leases, and the record that says so.
+"""Server of this peer's state to joining peers: snapshots under leases, and the DHT record that declares
+it.
 
 A lease is on a view of the state (`averaging.optim.state.view`), hashed in the pool when the first one is
-opened. A state in host memory is copied only if a lease is still open when the state is about to change:
-ahead of that, while this peer's round is on the network, so that a donor that trains is not stalled. A state
-on devices is copied to the host, once, while it is hashed: each view that is leased costs host memory for all
-of the state. Those who come in the same epoch share a view; it goes when its last lease is closed or has been
-idle for too long.
+opened. A state in host memory is copied only if a lease is still open when the state is about to change;
+the copy starts early, while this peer's round is on the network, so that a donor's training does not stall.
+A state on devices is copied to the host, once, while it is hashed: each leased view costs host memory for
+the whole state. Peers that join in the same epoch share a view; it is freed when its last lease is closed
+or has been idle for too long.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _STORE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DonorConfig:
-    """How much this peer gives to those who join."""
+    """How much this peer serves to joining peers."""
 
     serve: bool = True  # False: this peer never gives its state
     leases_max: int = 16  # downloads at once
@@ -64,7 +65,7 @@ class DonorConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DonorServices:
-    """What a donor needs of its node."""
+    """The services of a node that a donor uses."""
 
     own: Callable[[], Contact]
     dht: DhtService
@@ -84,7 +85,9 @@ class _Lease:
 
 
 class Donor:
-    """One per optimizer. Lives on the network thread; `changed` and `start` may be called from any."""
+    """Server of one optimizer's state. Runs on the network thread; `changed` and `start` may be called from
+    any.
+    """
 
     def __init__(
         self,
@@ -106,19 +109,19 @@ class Donor:
     # any thread
 
     def start(self) -> None:
-        """From now on this peer's state is worth having."""
+        """Begin to serve: this peer's state is valid from now on."""
         if self._config.serve and not self._serving:
             self._serving = True
             self._state.written()  # a model's first values may have been set without the state's lock
             self.changed()
 
     def changed(self) -> None:
-        """The state has another epoch."""
+        """Update the record soon: the state is in another epoch."""
         if self._serving:
             self._services.loop.call_soon_threadsafe(self._wake.set)
 
     def round_begins(self) -> None:
-        """The state is about to change: complete the copies of what is leased while the network is busy. May
+        """Complete the copies of leased views while the network is busy: the state is about to change. May
         be called with locks held.
         """
         if self._leases:
@@ -145,7 +148,7 @@ class Donor:
             await asyncio.sleep(self._config.record_gap_s)
 
     async def close(self) -> None:
-        """Withdraw the record and let all leases go."""
+        """Withdraw the record and end all leases."""
         self._serving = False
         for name in list(self._leases):
             self._end(name)
@@ -159,7 +162,9 @@ class Donor:
                 _log.debug("the donor record of run %s was not withdrawn: %s", self.run_id, error)
 
     async def on_open(self, peer: PeerId, request: state_pb2.OpenRequest) -> state_pb2.OpenReply:
-        """A peer wants the state: give it a lease on a snapshot of this moment."""
+        """Give a peer a lease on a view of the present state. Raise PeerError with the reason when it is
+        refused.
+        """
         self._banned.check(peer)
         self._drop_idle()
         if not self._serving:
@@ -182,6 +187,7 @@ class Donor:
         )
 
     async def on_close(self, peer: PeerId, request: state_pb2.CloseRequest) -> state_pb2.CloseReply:
+        """End a lease of the calling peer."""
         lease = self._leases.get(request.lease)
         if lease is not None and lease.peer == peer:
             self._end(request.lease)
@@ -189,7 +195,9 @@ class Donor:
         return state_pb2.CloseReply()
 
     async def on_chunks(self, first: state_pb2.ChunksRequest, stream: Stream) -> None:
-        """Send what is asked for, one request after another, until the other end finishes."""
+        """Send the requested chunks, one request after another, until the other end finishes. Raise
+        PeerError for an invalid lease or request.
+        """
         request = first
         while True:
             self._banned.check(stream.peer_id)
@@ -213,7 +221,9 @@ class Donor:
             request = parse_chunks_request(message)
 
     def _takes_long(self, lease: _Lease) -> bool:
-        """Whether a download is worth a copy: under way for a while, and at its pace far from its end."""
+        """Return whether a download is slow enough to be worth a copy: it has taken some time, and at its
+        rate is far from its end.
+        """
         took_s = lease.used_s - lease.opened_s
         return (
             took_s > self._config.copy_after_s
@@ -221,7 +231,7 @@ class Donor:
         )
 
     async def _message(self, view: StateView, index: int) -> bytes:
-        """A chunk as it is sent: put together in one copy."""
+        """Return the message for a chunk, assembled in one copy."""
         head = chunk_head(index)
         message = view.chunk_at_once(index, head)
         if message is None:  # out of live tensors: in the pool, since it waits while they change
@@ -231,7 +241,7 @@ class Donor:
         return message
 
     def _held(self, digest: bytes) -> StateView | None:
-        """A state that is leased already, by its digest."""
+        """Return a view that is leased already, by its digest."""
         held = [lease.view for lease in self._leases.values() if digest and not lease.view.closed]
         return next((view for view in held if view.digest == digest), None)
 
@@ -270,13 +280,13 @@ class Donor:
             self._let_go()
 
     def _end(self, name: bytes) -> None:
-        """Forget a lease, and the view that it was the last one on."""
+        """End a lease, and close its view if it was the last one on it."""
         view = self._leases.pop(name).view
         if view is not self._fresh and all(lease.view is not view for lease in self._leases.values()):
             view.close()
 
     def _let_go(self) -> None:
-        """The latest view is not handed out any more."""
+        """Stop handing out the latest view, and close it if it is not leased."""
         view, self._fresh = self._fresh, None
         if view is not None and all(lease.view is not view for lease in self._leases.values()):
             view.close()

@@ -1,11 +1,11 @@
-"""Fetching the state from those who have it: several donors at once, every chunk checked, what was received
-kept when donors fail.
+"""Download of the state from several donors at once. Every chunk is verified, and received chunks are kept
+when donors fail.
 
-What most donors hold is taken, of the highest epoch that the swarm is known to have reached. The digest
-commits to every chunk, so that a donor that sends something else is found out at that chunk, by name, and the
-others go on; one that was not asked before takes its place. When all have failed, a cut cable for instance,
-the same state is asked for again for a while, and only what is missing is fetched. What a download in vain
-has received serves the next one, chunk by chunk, where the states have chunks in common.
+Of the highest epoch that the swarm is known to have reached, the state that most donors hold is taken. The
+digest commits to every chunk, so that a donor that sends other data is identified at that chunk and the
+rest go on; another donor takes its place. When all have failed, because of a cut cable for instance, the
+same state is requested again for a while, and only missing chunks are fetched. Chunks of a failed download
+are reused by the next one, where the two states have them in common.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LATE_S_MIN = 0.05
 
 
 class StreamCaller(Caller, Protocol):
-    """Unary calls and streams: `swarm.net.channels.Channels`."""
+    """Unary calls and streams, as `swarm.net.channels.Channels` has them."""
 
     def open_stream(
         self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, lane: int = 0
@@ -46,7 +46,7 @@ class StreamCaller(Caller, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DownloadConfig:
-    """How a download goes about it."""
+    """Limits and times of a download."""
 
     donors_max: int = 5  # asked for the state, and downloaded from if they hold the same
     open_timeout_s: float = 60.0  # the donor copies and hashes its state meanwhile
@@ -63,7 +63,7 @@ class DownloadConfig:
 
 @dataclass(slots=True)
 class Fetched:
-    """A complete, verified snapshot. `failures`: who did not do their part, and why."""
+    """A complete, verified snapshot. `failures`: the donors that failed, with the reason."""
 
     epoch: int
     canonical: bool
@@ -87,7 +87,7 @@ class _Offer:
 
 @dataclass(slots=True)
 class Download:
-    """One attempt at getting the state of a run."""
+    """One attempt at downloading the state of a run."""
 
     run: str
     caller: StreamCaller
@@ -106,12 +106,12 @@ class Download:
 
     @property
     def received_bytes(self) -> int:
-        """Of chunks that were good and not there before."""
+        """Return the bytes of valid chunks that were not there before."""
         return self._received_bytes
 
     async def fetch(self, donors: Sequence[Contact], timeout_s: float) -> Fetched:
-        """NotEnoughPeers when no donor could serve; DeadlineExceeded; both say who was asked and what each
-        answered.
+        """Download the state. Raise NotEnoughPeers when no donor could serve, and DeadlineExceeded after
+        `timeout_s`; both messages list the donors and their failures.
         """
         offers: list[_Offer] = []
         try:
@@ -140,7 +140,7 @@ class Download:
         return f" ({told})" if told else " (nobody declares that it has it)"
 
     async def _open_all(self, donors: Sequence[Contact], digest: bytes = b"") -> list[_Offer]:
-        """Ask for the newest state, or for that of a digest."""
+        """Ask for the newest state, or for the one with this digest."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._open(contact, digest)) for contact in donors]
         return [offer for offer in (task.result() for task in tasks) if offer is not None]
@@ -172,8 +172,8 @@ class Download:
         return _Offer(contact, reply.lease, reply.epoch, reply.canonical, reply.total_bytes, digests, digest)
 
     def _by_preference(self, offers: Sequence[_Offer]) -> list[list[_Offer]]:
-        """Offers of the same state together; the latest epoch first, of one epoch what most hold, then what
-        came out of a round.
+        """Group offers of the same state. The latest epoch comes first, within an epoch the state that most
+        donors hold, then a canonical one.
         """
         groups: dict[bytes, list[_Offer]] = {}
         for offer in offers:
@@ -187,10 +187,10 @@ class Download:
     async def _fetch_from(
         self, candidates: list[_Offer], donors: Sequence[Contact], offers: list[_Offer]
     ) -> Fetched | None:
-        """Download one state from all who hold it; None when they failed before it was complete, and for some
-        time after.
+        """Download one state from all donors that hold it. Return None when they failed before it was
+        complete, and retries failed for some time.
 
-        `offers` takes up every lease that is opened, so that it is closed in the end.
+        Every lease that is opened is added to `offers`, so that it is closed in the end.
         """
         first = candidates[0]
         self.epoch = first.epoch
@@ -220,8 +220,8 @@ class Download:
         )
 
     async def _again(self, wanted: _Offer, donors: Sequence[Contact], offers: list[_Offer]) -> list[_Offer]:
-        """Everybody failed. Whoever lied is not asked again, the others are: they keep what was leased for a
-        while.
+        """Ask again for the same state after all donors failed, except those that lied: donors keep leases
+        for a while.
         """
         loop, pause_s = asyncio.get_running_loop(), self.config.resume_pause_s
         until_s = loop.time() + self.config.resume_s
@@ -253,8 +253,8 @@ class Download:
                     serving = opened if opened.digest == offer.digest else None
 
     async def _take(self, offer: _Offer, part: PartialState, ahead: int) -> bool:
-        """Fetch chunks from one donor until there are none left, its own or those that others are late with;
-        False when it failed.
+        """Fetch chunks from one donor until none are left, including those that others are late with.
+        Return False when it failed.
         """
         peer = offer.contact.peer_id
         intake: Intake | None = None
@@ -305,7 +305,7 @@ class Download:
                 took_s, before_s = loop.time() - before_s, loop.time()
 
     def _got(self, new_bytes: int) -> None:
-        """A chunk was good; of it so much was new."""
+        """Account for a valid chunk with `new_bytes` bytes that were not there before."""
         self._received_bytes += new_bytes
         if self.on_progress is not None and self.part is not None:
             self.on_progress(min(len(self.part.have) * CHUNK_BYTES, len(self.part.blob)), len(self.part.blob))

@@ -1,9 +1,9 @@
-"""Chunks of a state as they arrive: held against what their donor declared and put in their place, by threads
-of the pool.
+"""Verification of the chunks of a state as they arrive: threads of the pool compare them with the digests
+that the donor declared, and copy them to their place.
 
-While chunks are checked the next one is received: hashing, and pages that a machine hands out slowly, cost a
-download no time of its own as long as another core is free. Of each donor's no more than two are in that
-state.
+While chunks are checked the next one is received: hashing, and slow allocation of memory pages by the
+system, do not delay a download while another core is free. At most two chunks of each donor are being
+checked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CHECKED_MAX = 2
 
 @dataclass(slots=True)
 class PartialState:
-    """A state that is being downloaded: what of it is there."""
+    """A state that is being downloaded, with the chunks that have arrived."""
 
     digests: tuple[bytes, ...]
     blob: Blob
@@ -42,7 +42,9 @@ class PartialState:
     def begin(
         cls, digests: tuple[bytes, ...], total_bytes: int, earlier: PartialState | None
     ) -> PartialState:
-        """Chunks that an earlier download received are not fetched again, whatever state they were of."""
+        """Begin with the chunks that an earlier download received, of whatever state they were: these are
+        not fetched again.
+        """
         part = cls(digests, room(total_bytes), deque())
         known = (
             {}
@@ -59,19 +61,21 @@ class PartialState:
 
     @property
     def complete(self) -> bool:
+        """Return whether all chunks have arrived."""
         return len(self.have) == len(self.digests)
 
     def chunk(self, index: int) -> memoryview:
+        """Return the memory of a chunk."""
         return memoryview(self.blob)[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
 
     def take(self, count: int) -> list[int]:
-        """The next chunks to ask for."""
+        """Return the next chunks to ask for, at most `count`."""
         taken = [self.missing.popleft() for _ in range(min(count, len(self.missing)))]
         self.asked.update(taken)
         return taken
 
     def late(self, own: Container[int]) -> int | None:
-        """A chunk that one other donor was asked for and has not given yet."""
+        """Return a chunk that exactly one other donor was asked for and has not delivered yet."""
         return next(
             (
                 index
@@ -82,8 +86,8 @@ class PartialState:
         )
 
     def got(self, index: int, peer: PeerId) -> int:
-        """A chunk was checked and is in its place; the last one ends the work of donors who are still at it.
-        Returns the bytes that are new.
+        """Record that a chunk was verified and is in its place. The last one cancels the tasks of donors
+        still at work. Return the number of new bytes.
         """
         new_bytes = 0
         if index not in self.have:
@@ -97,7 +101,7 @@ class PartialState:
         return new_bytes
 
     def give_back(self, indices: Iterable[int]) -> None:
-        """Chunks that a donor did not give."""
+        """Make chunks available again that a donor did not deliver."""
         for index in indices:
             self.asked[index] -= 1
             if not self.asked[index] and index not in self.have:
@@ -106,7 +110,7 @@ class PartialState:
 
 @dataclass(slots=True)
 class Intake:
-    """What one donor sends, in the order in which it was asked for it."""
+    """The chunks that one donor sends, in the order of the requests."""
 
     part: PartialState
     peer: PeerId
@@ -124,10 +128,10 @@ class Intake:
     _closed: bool = False
 
     async def receive(self) -> None:
-        """The next chunk: when this returns it is being checked.
+        """Receive the next chunk and start its check.
 
-        PeerError when it or one before it is not what was asked for or declared, DeadlineExceeded,
-        NetworkError.
+        Raises PeerError when it or one before it is not what was requested or declared, DeadlineExceeded
+        after `timeout_s` of silence, and NetworkError.
         """
         try:
             async with asyncio.timeout(self.timeout_s) as self._waiting:
@@ -156,12 +160,12 @@ class Intake:
 
     @property
     def checking(self) -> bool:
-        """Whether chunks are being checked."""
+        """Return whether chunks are being checked."""
         return bool(self._checked)
 
     async def settle(self, left: int = 0) -> None:
-        """Wait until all but the last so many of what was received are checked; PeerError when one is not
-        what was declared.
+        """Wait until at most `left` received chunks are unchecked. Raise PeerError when one does not match
+        its declared digest.
         """
         self._settling = True
         try:
@@ -177,21 +181,23 @@ class Intake:
             raise PeerError(self.lie)
 
     def close(self) -> list[int]:
-        """What comes out of checks from now on counts no more; returns what it was asked for and has not
-        given.
+        """Ignore the results of checks from now on. Return the chunks that were requested and not
+        delivered.
         """
         self._closed = True
         return [*self.asked, *(index for index, _ in self._checked)]
 
     def _done(self, checked: asyncio.Future[bool]) -> None:
-        """A check ended, while the next chunk is waited for perhaps: that is over now if this donor lies."""
+        """Handle the end of a check, perhaps while the next chunk is waited for: that wait ends now if this
+        donor lied.
+        """
         if not (self._settling or self._closed or checked.cancelled()):
             self._conclude()
             if self.lie and self._waiting is not None:
                 self._waiting.reschedule(asyncio.get_running_loop().time())
 
     def _conclude(self) -> None:
-        """Take note of the checks that have ended, in the order of their chunks."""
+        """Handle the checks that have ended, in the order of their chunks."""
         while self._checked and self._checked[0][1].done() and not self.lie:
             index, checked = self._checked[0]
             if checked.cancelled():
@@ -204,8 +210,8 @@ class Intake:
 
 
 def _put(payload: memoryview, digest: bytes, place: memoryview) -> bool:
-    """Whether a chunk is what was declared; then it is in its place. For any thread: who else writes there
-    writes the same.
+    """Copy a chunk to its place if its digest is the declared one, and return whether it is. Threads that
+    write to the same place write the same bytes.
     """
     if len(payload) != len(place) or chunk_digest(payload) != digest:
         return False

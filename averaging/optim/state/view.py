@@ -1,12 +1,13 @@
-"""The state of one moment, read chunk by chunk while training goes on: copied lazily, before the next write.
+"""A view of the state of one moment, read chunk by chunk while training continues, and copied lazily before
+the next write.
 
-A view of a state in host memory reads the live tensors as long as nothing is written: a download that is over
-before the epoch is costs no copy at all. A view of a state that lies on a device, even in part, is copied to
-the host when it is first read, each byte once, and hashed and served from that copy: it costs host memory for
-the whole state until it is closed, and 16 MiB of pinned memory while it is made.
+A view of a state in host memory reads the live tensors until something is written: a download that ends
+before the epoch does costs no copy at all. A view of a state that lies on a device, even in part, is copied
+to the host when it is first read, each byte once, and hashed and served from that copy: it costs host
+memory for the whole state until it is closed, and 16 MiB of pinned memory while it is made.
 
-Whoever is about to write takes `WriteLock`, which completes the copy of every open view first; a copy that
-began ahead of that, beside a round (`settle`), leaves the writer little to do.
+A thread that is about to write takes `WriteLock`, which completes the copy of every open view first. A copy
+that began earlier, beside a round (`settle`), leaves the writer little to do.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ _SETTLE_CHUNKS = 8  # copied while the lock is held once: a writer that comes me
 
 
 class StateView:
-    """One moment of a training state as a blob (`averaging.optim.state.snapshot`). Fit for any thread; what
-    reads may wait for the lock.
+    """One moment of a training state as a blob (`averaging.optim.state.snapshot`). Callable from any
+    thread; methods that read may wait for the lock.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class StateView:
         lock: threading.RLock,
         reads: DeviceReads,
     ) -> None:
-        """`moment`: epoch, version, canonical. `reads`: how tensors on devices are read. To be made with the
-        lock held.
+        """Create a view, with the lock held. `moment`: epoch, version, canonical. `reads`: the readers of
+        tensors on devices.
         """
         self.epoch, self.version, self.canonical = moment
         self.names = [name for name, _ in named]
@@ -75,43 +76,44 @@ class StateView:
 
     @property
     def chunks(self) -> int:
-        """How many there are."""
+        """Return the number of chunks."""
         return -(-self.total_bytes // CHUNK_BYTES)
 
     @property
     def _copied(self) -> int:
-        """Chunks that are in the blob, from the first on."""
+        """Return how many chunks are in the blob, from the first on."""
         return self._gathered if self._fetched is None else self._fetched.copied_chunks
 
     @property
     def settled(self) -> bool:
-        """Whether all of it is copied: the live tensors are not read any more."""
+        """Return whether everything is copied: the live tensors are not read any more."""
         return self._copied == self.chunks
 
     @property
     def header(self) -> dict[str, Any]:
-        """Everything in the state that is no tensor."""
+        """Return everything in the state that is not a tensor."""
         return dict(self._header)
 
     @property
     def blob(self) -> Blob:
-        """The whole copy, once it is settled; PeerError when it never will be."""
+        """Return the complete copy. Raise PeerError when it is not complete."""
         if self._blob is None or not self.settled:
             raise PeerError(_GONE)
         return self._blob
 
     @property
     def chunk_digests(self) -> tuple[bytes, ...]:
-        """What `hash` has found."""
+        """Return the digests that `hash` computed; empty before that."""
         return self._digests
 
     @property
     def digest(self) -> bytes:
+        """Return the digest of the whole state."""
         return snapshot_digest(self.total_bytes, self._digests)
 
     def hash(self) -> None:
-        """Work out the digests: a second for a gigabyte, from live memory or from the copy. PeerError without
-        memory for the copy.
+        """Compute the digests, from live memory or from the copy: a second for a gigabyte. Raise PeerError
+        when there is no memory for the copy.
         """
         if not self._digests:
             self._digests = tuple(self._digest(index) for index in range(self.chunks))
@@ -126,7 +128,7 @@ class StateView:
             return pieces_digest(self._pieces(begin, end))
 
     def chunk(self, index: int, before: bytes = b"") -> bytes:
-        """One chunk, and what is to stand `before` it. PeerError when there was no memory for the copy."""
+        """Return one chunk with `before` prepended. Raise PeerError when there was no memory for the copy."""
         begin, end = self._bounds(index)
         if index >= self._copied and not self._on_device:
             with self._lock:
@@ -135,8 +137,8 @@ class StateView:
         return b"".join((before, self._read(begin, end)))
 
     def chunk_at_once(self, index: int, before: bytes = b"") -> bytes | None:
-        """The same without any waiting; None when it is not copied yet, and a writer has the lock or a device
-        the tensors.
+        """Return the result of `chunk` without waiting; None when the chunk is not copied yet and either a
+        writer has the lock or the tensors are on a device.
         """
         if index < self._copied:
             return self.chunk(index, before)
@@ -148,15 +150,15 @@ class StateView:
             self._lock.release()
 
     def _is_live(self, index: int) -> bool:
-        """Whether a chunk can be read where the tensors lie; with the lock held."""
+        """Return whether a chunk can be read from the live tensors. The lock is held."""
         return not (self.closed or index < self._copied)
 
     def _bounds(self, index: int) -> tuple[int, int]:
         return index * CHUNK_BYTES, min((index + 1) * CHUNK_BYTES, self.total_bytes)
 
     def tensor(self, place: int) -> torch.Tensor:
-        """The tensor `names[place]` on the CPU, as it was: to be read only. It is a part of the view's copy
-        where there is one.
+        """Return the tensor `names[place]` on the CPU, as it was, read-only. It is a part of the view's
+        copy if there is one.
         """
         dtype, shape = self._shapes[place]
         start, length = self._layout.starts[place], self._layout.lengths[place]
@@ -170,7 +172,7 @@ class StateView:
         )
 
     def settle(self) -> None:
-        """Complete the copy, a few chunks at a time, so that a writer who comes meanwhile can go on with it."""
+        """Complete the copy, a few chunks at a time, so that a writer that comes meanwhile can finish it."""
         if self._on_device:
             self._fetch(self.chunks)
         while not (self.settled or self.closed):
@@ -178,11 +180,11 @@ class StateView:
                 self.settle_now(self._copied + _SETTLE_CHUNKS)
 
     def settle_now(self, until: int | None = None) -> None:
-        """The same in one go, up to a chunk; with the lock held. Without memory for it the view is closed,
-        and readers are told.
+        """Complete the copy in one go, up to chunk `until`. The lock is held. If there is no memory for it
+        the view is closed, and readers get an error.
 
-        Afterwards the tensors may be written by this thread. Bytes may still be on their way from a device:
-        `settled` is false until a reader has waited for them.
+        Afterwards this thread may write the tensors. Bytes may still be in transit from a device: `settled`
+        is false until a reader has waited for them.
         """
         if self.closed or self.settled:
             return
@@ -211,11 +213,11 @@ class StateView:
             self._live, self._memory = [], []
 
     def close(self) -> None:
-        """Nobody reads it any more: it is not copied when the state changes."""
+        """Mark the view as unused: it is not copied when the state changes."""
         self.closed = True
 
     def _read(self, begin: int, end: int) -> memoryview:
-        """The blob's bytes [begin, end): a part of the copy, or copied from host memory."""
+        """Return the blob's bytes [begin, end): a part of the copy, or copied from host memory."""
         if self._on_device:
             self._fetch(-(-end // CHUNK_BYTES))
         if not self._has(end):
@@ -228,7 +230,7 @@ class StateView:
         return memoryview(self._blob)[begin:end]
 
     def _pieces(self, begin: int, end: int) -> Iterator[bytes | memoryview]:
-        """The blob's bytes [begin, end) where they lie in host memory, with the lock held."""
+        """Yield the blob's bytes [begin, end) from live host memory. The lock is held."""
         prefix = self._layout.prefix[begin:end]
         yield prefix
         at = begin + len(prefix)
@@ -241,11 +243,11 @@ class StateView:
         yield bytes(end - at)
 
     def _has(self, end: int) -> bool:
-        """Whether the blob's bytes before `end` are copied."""
+        """Return whether the blob's bytes before `end` are copied."""
         return self.settled or end <= self._copied * CHUNK_BYTES
 
     def _gather(self, begin: int, end: int, out: memoryview) -> None:
-        """Copy the blob's bytes [begin, end) out of live host memory; what is between tensors stays zero."""
+        """Copy the blob's bytes [begin, end) from live host memory; gaps between tensors stay zero."""
         prefix = self._layout.prefix[begin:end]
         out[: len(prefix)] = prefix
         flat = torch.frombuffer(out, dtype=torch.uint8)
@@ -256,8 +258,8 @@ class StateView:
     # what lies on devices
 
     def _fetch(self, until: int) -> None:
-        """Copy chunks to the host, up to one. The lock is held while bytes are asked for, and not while they
-        are waited for.
+        """Copy chunks to the host, up to chunk `until`. The lock is held while reads are queued, and not
+        while they are waited for.
         """
         while self._copied < until and not self.closed:
             with self._lock:
@@ -266,7 +268,7 @@ class StateView:
                 self._fetched.arrive()
 
     def _ask_for(self, until_bytes: int) -> None:
-        """Ask for bytes up to these, and for as many beyond them as there is room for, with the lock held.
+        """Queue reads up to these bytes, and as many beyond them as there is room for. The lock is held.
 
         Waits for a device only when those bytes are more than the windows of a copy take.
         """
@@ -281,10 +283,10 @@ class StateView:
 
 
 class WriteLock:
-    """Held while the state is changed, any number of times by one thread. Open views are copied first.
+    """Lock held while the state is changed, reentrant within one thread. Open views are copied first.
 
-    What the thread's current streams are asked while it holds the lock begins after the reads of the old
-    values are over, on the device; reads of the new values begin after it. The thread itself waits for
+    Work that the thread queues on its current streams while it holds the lock begins, on the device, after
+    the reads of the old values; reads of the new values begin after it. The thread itself waits for
     neither.
     """
 

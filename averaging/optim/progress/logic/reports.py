@@ -1,11 +1,11 @@
-"""How far the swarm is within its epoch, from what peers claim: a pure machine, one per peer. Up to 64 peers
-it has everybody's claims, above that those of its shard and what the whole adds up to
-(`averaging.optim.progress.logic.shards`).
+"""Progress of the swarm within its epoch, computed from the peers' reports: a pure state machine, one per
+peer. In runs of up to 64 peers it has the reports of all peers, in larger ones those of its shard and
+the total of the run (`averaging.optim.progress.logic.shards`).
 
-An epoch is full when the claimed samples of all live peers reach the target. Claims are somebody else's word,
-so each is held against the others: a claimed rate counts up to `rate_ratio_max` times the median, claimed
-samples up to what such a rate gives since the epoch began. Every peer applies the same rule to the same
-claims, its own included, so that views agree up to what is still on its way. All times are seconds of the
+An epoch is full when the reported samples of all live peers reach the target. Reports are not trusted; each
+is limited by the others: a reported rate counts up to `rate_ratio_max` times the median, and reported
+samples up to what such a rate yields since the epoch began. Every peer applies the same rule to the same
+reports, its own included, so that views agree up to messages in transit. All times are seconds of the
 swarm's clock, passed in.
 """
 
@@ -29,7 +29,7 @@ _PEERS_MAX = 1 << 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressConfig:
-    """How claims are counted and how often they are exchanged."""
+    """How reports are counted and how often they are exchanged."""
 
     # a peer counts at most this many times the median rate; from three peers on, since of two nobody is the
     # majority
@@ -69,7 +69,7 @@ class ProgressConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressReport:
-    """What one peer says about itself."""
+    """One peer's report about itself."""
 
     epoch: int
     samples: int  # accumulated in this epoch
@@ -79,7 +79,7 @@ class ProgressReport:
 
     @classmethod
     def decode(cls, value: Any, now_s: float, config: ProgressConfig) -> ProgressReport:
-        """Check what a peer wrote; PeerError says what is wrong with it."""
+        """Parse and check a report. Raise PeerError with the reason when it is invalid."""
         if not isinstance(value, Mapping):
             raise PeerError("a progress record is a map")
         epoch, samples = value.get("epoch"), value.get("samples")
@@ -95,6 +95,7 @@ class ProgressReport:
         return cls(epoch=epoch, samples=samples, rate=float(rate), at_s=float(at_s), since_s=float(since_s))
 
     def encode(self) -> dict[str, Any]:
+        """Return the report as a dictionary for a DHT record."""
         return {
             "epoch": self.epoch,
             "samples": self.samples,
@@ -106,7 +107,7 @@ class ProgressReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerProgress:
-    """One peer in a snapshot: its own claim, and what of it counts."""
+    """One peer in a snapshot: its own report, and how much of it counts."""
 
     epoch: int
     samples: int
@@ -117,7 +118,7 @@ class PeerProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressView:
-    """A snapshot for people and programs: `opt.progress`."""
+    """A snapshot of the progress for people and programs: `opt.progress`."""
 
     epoch: int
     swarm_epoch: int
@@ -129,11 +130,12 @@ class ProgressView:
 
     @property
     def fraction(self) -> float:
+        """Return the reached fraction of the target, at most 1."""
         return min(1.0, self.samples / self.target)
 
     @property
     def eta_s(self) -> float:
-        """Seconds until the epoch is full; infinity while nobody trains."""
+        """Return the seconds until the epoch is full; infinity while nobody trains."""
         missing = max(0.0, self.target - self.samples)
         return missing / self.samples_per_s if self.samples_per_s > 0 else (math.inf if missing else 0.0)
 
@@ -150,7 +152,7 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgressTotal:
-    """What a part of the run, or all of it, adds up to."""
+    """Sum of the reports of a part of the run, or of all of it."""
 
     epoch: int
     samples: float  # accumulated in that epoch
@@ -162,6 +164,7 @@ class ProgressTotal:
     bits: int = 0  # of a total: how finely the run is to be divided from now on
 
     def encode(self) -> list[Any]:
+        """Return the total as a list for a DHT record."""
         return [
             self.epoch,
             self.samples,
@@ -175,7 +178,7 @@ class ProgressTotal:
 
     @classmethod
     def decode(cls, value: Any, now_s: float, config: ProgressConfig) -> ProgressTotal:
-        """Check what a peer wrote; PeerError says what is wrong with it."""
+        """Parse and check a total. Raise PeerError with the reason when it is invalid."""
         if not isinstance(value, Sequence) or isinstance(value, str | bytes) or len(value) != 8:
             raise PeerError("a sum is a list of eight numbers")
         epoch, samples, rate, peers, median_rate, at_s, since_s, bits = value
@@ -204,13 +207,15 @@ class ProgressTotal:
         )
 
     def samples_at(self, now_s: float, config: ProgressConfig) -> float:
-        """Carried on at its rate for a while, at most to twice itself, as a single peer's claim is."""
+        """Return the samples extrapolated to `now_s` at the total's rate: for a limited time, and at most
+        to twice the reported samples.
+        """
         silent_s = min(max(0.0, now_s - self.at_s), config.extrapolation_s_max)
         return self.samples + min(self.rate * silent_s, self.samples)
 
 
 class EpochProgress:
-    """The machine. `own` is this peer; its claim never expires."""
+    """State machine of the epoch's progress. `own` is this peer; its report never expires."""
 
     def __init__(self, own: PeerId, target: int, config: ProgressConfig, now_s: float) -> None:
         if not 1 <= target <= SAMPLES_MAX:
@@ -229,23 +234,24 @@ class EpochProgress:
 
     @property
     def claim(self) -> ProgressReport:
-        """What this peer tells the others."""
+        """Return this peer's own report."""
         return self._own
 
     def begin_epoch(
         self, epoch: int, now_s: float, *, joining: bool = False, began_ago_s: float = 0.0
     ) -> None:
-        """This peer is in `epoch` now and has no samples in it. `joining`: it was not there when the others
-        began, and asks them when.
+        """Enter `epoch` with no samples in it.
 
-        `began_ago_s`: for so long it has trained in it already, while the round before was still being held.
+        `joining`: this peer was absent when the others began, and takes the beginning of the epoch from
+        their reports. `began_ago_s`: the time that it has trained in the epoch already, while the previous
+        round was running.
         """
         began_s = [claim.since_s for claim in self.others(now_s).values() if joining and claim.epoch == epoch]
         since_s = min(now_s, statistics.median_low(began_s)) if began_s else now_s - began_ago_s
         self._own = ProgressReport(epoch=epoch, samples=0, rate=self._own.rate, at_s=now_s, since_s=since_s)
 
     def report(self, samples: int, rate: float, now_s: float) -> None:
-        """This peer has accumulated `samples` in its epoch and trains at `rate` samples/s."""
+        """Update this peer's own report: `samples` accumulated in its epoch, at `rate` samples/s."""
         now_s = max(now_s, self._own.since_s)  # the clock's correction may move backwards
         self._own = ProgressReport(
             epoch=self._own.epoch,
@@ -260,8 +266,8 @@ class EpochProgress:
     def on_claim(
         self, peer: PeerId, claim: ProgressReport, now_s: float, expires_s: float | None = None
     ) -> bool:
-        """A claim, from a record or from the peer itself; False when it is no news (older than what is known,
-        expired, or our own).
+        """Take a report, from a record or from the peer itself. Return False when it is not new: older than
+        the known one, expired, or this peer's own.
         """
         expires_s = min(
             expires_s if expires_s is not None else math.inf, claim.at_s + self.config.claim_ttl_s
@@ -285,8 +291,8 @@ class EpochProgress:
         return True
 
     def on_round(self, peers: Iterable[PeerId], epoch: int, now_s: float) -> None:
-        """These peers completed a round with this one: they are in `epoch` now, though they have not said so
-        yet.
+        """Record that these peers completed a round with this one: they are in `epoch` now, even if they
+        have not reported it yet.
         """
         for peer in peers:
             entry = self._others.get(peer)
@@ -300,23 +306,23 @@ class EpochProgress:
                 entry.expires_s = max(entry.expires_s, now_s + self.config.claim_ttl_s)
 
     def on_goodbye(self, peer: PeerId) -> None:
-        """The peer withdrew its record."""
+        """Remove a peer that withdrew its record."""
         self._others.pop(peer, None)
 
     def on_unreachable(self, peer: PeerId) -> None:
-        """The peer did not answer: it does not count until it says something newer than what is known."""
+        """Mark a peer that did not answer: it does not count until it sends a newer report."""
         if peer in self._others:
             self._others[peer].suspect = True
 
     def on_resumed(self, now_s: float) -> None:
-        """The run's owner had stopped everybody: nobody's trainer was hanging."""
+        """Clear the hang detection of all peers: the run's owner had paused them."""
         for entry in self._others.values():
             entry.moved_s = now_s
 
     # what follows from it
 
     def others(self, now_s: float) -> dict[PeerId, ProgressReport]:
-        """The live peers but this one."""
+        """Return the reports of the live peers, without this one."""
         self._others = {peer: entry for peer, entry in self._others.items() if entry.expires_s > now_s}
         oldest_s = now_s - self.config.stalled_s_max
         return {
@@ -326,7 +332,7 @@ class EpochProgress:
         }
 
     def counted(self, now_s: float) -> dict[PeerId, float]:
-        """How many samples of each live peer count towards this peer's epoch now."""
+        """Return how many samples of each live peer count towards this peer's epoch now."""
         live = {self.own: self._own, **self.others(now_s)}
         # in whatever epoch: at its start nobody else has reported yet
         rates = [claim.rate for claim in live.values() if claim.rate > 0]
@@ -347,24 +353,24 @@ class EpochProgress:
         return counted
 
     def is_full(self, now_s: float) -> bool:
-        """Whether the epoch's batch is complete in this peer's view."""
+        """Return whether the epoch's batch is complete in this peer's view."""
         return self.gathered(now_s) >= self.target
 
     def gathered(self, now_s: float) -> float:
-        """Samples of the whole swarm that count towards this peer's epoch."""
+        """Return the samples of the whole swarm that count towards this peer's epoch."""
         if self.total is None:
             return sum(self.counted(now_s).values())
         return self.total.samples_at(now_s, self.config) if self.total.epoch == self._own.epoch else 0.0
 
     def believes(self, epoch: int, now_s: float) -> bool:
-        """Whether another's word that `epoch` is full fits what this peer knows; ask again after a fresh look
-        at the claims.
+        """Return whether another peer's announcement that `epoch` is full is plausible in this peer's view.
+        If not, ask again after a fresh read of the reports.
         """
         return epoch == self._own.epoch and self.gathered(now_s) >= self.target * self.config.begin_fraction
 
     def swarm_epoch(self, now_s: float) -> int:
-        """The epoch that the swarm has reached: one claimed by enough others that a single liar does not move
-        it, never below our own.
+        """Return the epoch that the swarm has reached: the highest reported by enough other peers that a
+        single liar cannot move it, and never below this peer's own.
         """
         if self.total is not None:
             return max(self._own.epoch, self.total.epoch)
@@ -375,6 +381,7 @@ class EpochProgress:
         return max(self._own.epoch, epochs[enough - 1])
 
     def view(self, now_s: float) -> ProgressView:
+        """Return a snapshot of the progress."""
         counted, others = self.counted(now_s), self.others(now_s)
         peers = {
             peer: PeerProgress(
@@ -399,7 +406,7 @@ class EpochProgress:
         )
 
     def refresh_s(self, now_s: float) -> float:
-        """How long to wait before the next look at the others' claims."""
+        """Return how long to wait before the others' reports are read again."""
         eta_s = self.view(now_s).eta_s
         shortest_s = self.config.refresh_s_min if self.total is None else self.config.refresh_s_large
         return min(max(eta_s / 4, shortest_s), self.config.refresh_s_max)
