@@ -63,10 +63,10 @@ class GradientAccumulator:
         self.parameters, self.home = tuple(parameters), home
         self.names = tuple(names) or tuple(numbered(len(self.parameters)))
         self.buffers = [room_beside(p, home) for p in self.parameters]
-        self.samples = 0  # those of micro-steps that may still be refused included
+        self.samples = 0  # includes micro-steps that may still be refused
         self._touched = [False] * len(self.parameters)
         self._is_mean = False
-        self._is_blank = True  # all zeros: nobody was given the buffers to write into
+        self._is_blank = True  # all zeros, and not handed out to be written into
         self._links = Links(self.parameters, make_link)
         self._late = LateChecks(self.names)
         self._staging = (
@@ -116,7 +116,7 @@ class GradientAccumulator:
 
     def _add_unseen(self, gradients: dict[int, torch.Tensor], samples: int) -> None:
         """Add gradients on devices before the host knows whether they are finite."""
-        self.settle(wait=self._staging is not None)  # the staging is taken until its values are added
+        self.settle(wait=self._staging is not None)  # the staging buffer is in use until its values are added
         check = DeviceCheck(gradients, self._links)
         if self._staging is not None:
             self._staging.fetch(
@@ -176,7 +176,7 @@ class GradientAccumulator:
         if self._staging is None:
             pairs = zip(self.parameters, averages, touched, strict=True)
             return [gradient_for(p, average) if has_gradient else None for p, average, has_gradient in pairs]
-        self.settle()  # what is in the staging is added before other values go through it
+        self.settle()  # add the contents of the staging buffer before other values go through it
         found = [
             torch.empty(p.shape, dtype=p.dtype, device=p.device) if has_gradient else None
             for p, has_gradient in zip(self.parameters, touched, strict=True)
@@ -201,7 +201,7 @@ class GradientAccumulator:
         they are zeros.
         """
         self.settle()
-        self._is_blank = False  # the round writes its average into them
+        self._is_blank = False  # the round writes its average into these buffers
         if not self._is_mean and self.samples:
             torch._foreach_div_(self.buffers, float(self.samples))
             self._is_mean = True
@@ -248,8 +248,7 @@ class GradientAccumulator:
         return [bool(union >> place & 1) for place in range(len(self.touched))]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state needed to resume in the middle of an epoch. Tensors are references, as in torch.
-        """
+        """Return the state needed to resume in the middle of an epoch. Tensors are references, as in torch."""
         self.settle()
         self._to_sums()
         self._is_blank = False
@@ -260,7 +259,7 @@ class GradientAccumulator:
         sums = state["sums"]
         if [tuple(t.shape) for t in sums] != [tuple(t.shape) for t in self.buffers]:
             raise UsageError("the saved gradients have other shapes than this optimizer's parameters")
-        self.settle()  # what was taken before is gone
+        self.settle()  # discard earlier micro-steps
         self._is_blank = False
         for buffer, saved in zip(self.buffers, sums, strict=True):
             buffer.copy_(saved)

@@ -15,7 +15,7 @@ class Blocklist:
     """
 
     peers: frozenset[PeerId] = frozenset()
-    own: bool = False  # this peer itself: nobody will give it anything, so that it need not ask
+    own: bool = False  # this peer itself is banned: every donor would refuse it, so it does not ask
 
     def __contains__(self, peer: object) -> bool:
         return peer in self.peers

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_LOOK_S = 0.05  # how often a newcomer looks whether its download is done, between rounds
+_LOOK_S = 0.05  # how often a newcomer checks, between rounds, whether its download is done
 _READ_TIMEOUT_S = 5.0
-_DISTRUSTED_MAX = 1024  # remembered; of more, the first goes
+_DISTRUSTED_MAX = 1024  # remembered; beyond this the oldest is forgotten
 _FAILURES_TOLD_MAX = 3  # in one message
-_REGISTER_S = 1.0  # the others are told that we are there; who does not answer by then reads it in the DHT
+_REGISTER_S = 1.0  # for the reports to the others; a peer that does not answer in time reads the DHT instead
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class _Attempt:
     deadline_s: float
     started_s: float
     failures: dict[PeerId, str] = field(default_factory=dict)
-    part: PartialState | None = None  # chunks of a state that was not downloaded to its end
+    part: PartialState | None = None  # chunks of an incomplete download
     bytes_received: int = 0
     reason: str = ""
 
@@ -74,10 +74,10 @@ class CatchUp:
     ) -> None:
         self._node, self._run_id, self._state, self._mode = node, run_id, state, mode
         self._tracker, self._rounds, self._config = tracker, rounds, config
-        # bytes so far, of how many; called on the network thread
+        # bytes so far and in total; called on the network thread
         self.on_progress: Callable[[int, int], None] | None = None
-        # gave a state that does not fit, or chunks that are not what they declared, and why: not asked again
-        # by this optimizer
+        # donors of a state that does not fit, or of chunks that do not match their digests, with the reason:
+        # this optimizer does not ask them again
         self.distrusted: dict[PeerId, str] = {}
         self.banned = Blocklist()
 
@@ -144,10 +144,10 @@ class CatchUp:
     def _try(self, attempt: _Attempt, donors: list[Contact]) -> LoadResult | None:
         """Make one download and take part in its rounds. Return None when it must be tried again."""
         self._mode.learner.set_aside()
-        # before the state is asked for: whatever epoch it is of, the rounds since then have us in them
+        # before asking for the state: this peer takes part in all rounds after whatever epoch the state has
         self._rounds.open()
         epoch = max(self._tracker.swarm_epoch(), self._state.epoch)
-        self._register(epoch)  # whoever closes the epoch now waits for us, at weight 0
+        self._register(epoch)  # a peer that closes the epoch now waits for this one, at weight 0
         download = Download(
             run=self._run_id,
             caller=self._node.channels,
@@ -168,10 +168,10 @@ class CatchUp:
                 str(error)
                 or "the swarm completed an epoch during the download, and this peer was not in its round"
             )
-            self._tracker.begin_epoch(self._state.epoch)  # we are not where we said
+            self._tracker.begin_epoch(self._state.epoch)  # this peer is not in the epoch that it reported
             return None
         finally:
-            future.cancel()  # Ctrl-C: nothing may go on behind the caller's back
+            future.cancel()  # Ctrl-C: no work may continue in the background
             attempt.failures.update(download.failures)
             self._distrust({peer: download.failures[peer] for peer in download.liars})
             attempt.bytes_received += download.received_bytes
@@ -191,7 +191,7 @@ class CatchUp:
             if not self._tracker.wait_begun(epoch, _LOOK_S, future.done):
                 continue
             ahead = self._tracker.swarm_epoch()
-            if ahead > epoch:  # missed one
+            if ahead > epoch:  # missed an epoch
                 captured.clear()
                 epoch = ahead
             else:
@@ -214,8 +214,8 @@ class CatchUp:
             if download.epoch is not None and any(
                 one not in captured for one in range(download.epoch, epoch)
             ):
-                # what is on its way cannot be brought up to date any more: better begin anew than finish in
-                # vain
+                # the state in transit can no longer be brought up to date: restarting is better than
+                # finishing in vain
                 future.cancel()
                 break
         return captured, epoch

@@ -7,7 +7,7 @@ from typing import Any
 from swarm.core.errors import PeerError, UsageError
 from swarm.core.ids import Address, Contact, PeerId
 
-ADDRESSES_MAX = 8  # of a peer, in a record of a run
+ADDRESSES_MAX = 8  # of one peer, in a record of a run
 
 
 def contact_of(writer: PeerId, addresses: Any) -> Contact:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _POLL_S = 0.002
 _LOOK_S = 0.04
 _CANCEL_S_MAX = 2.0
-_DISTANCE_ELEMENTS = 1 << 22  # compared at once: bounds the float32 copies, unless one row is longer
+_DISTANCE_ELEMENTS = 1 << 22  # compared at a time: bounds the float32 copies, unless one row is longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,8 @@ class Synchronised:
     """Result of a round over the state."""
 
     result: RoundResult
-    drift: float | None = None  # relative norm by which this peer's parameters differed from the average
+    # relative norm of the difference between this peer's parameters and the average
+    drift: float | None = None
     in_step: bool = True  # False: most others have other step counters or another schedule than this peer
 
 
@@ -53,7 +54,7 @@ class AveragingOptions:
     """How the tensors of an epoch are averaged."""
 
     codec: str
-    # its rule holds for the state, too; clipping is for gradients and pseudo-gradients
+    # its rule also holds for the state; clipping applies to gradients and pseudo-gradients only
     aggregation: Aggregation = MEAN
     audit: float = 0.0
     error_feedback: bool = False
@@ -101,7 +102,7 @@ class BackgroundRound:
             while not self.done():
                 pause.wait(_POLL_S)
             return self._pending.result()
-        except BaseException:  # Ctrl-C: nothing may go on behind the caller's back
+        except BaseException:  # Ctrl-C: no work may continue in the background
             self.cancel()
             raise
 
@@ -135,9 +136,10 @@ class EpochAverager:
         )
         self._epochs: Averager | None = None
         self._states: Averager | None = None
-        self._feedbacks: list[Feedback | LowRank] = []  # one for each of the mode's slots, or none
-        self._feedback: Any = None  # loaded before there is an averager to have it
-        # addresses of the tensors that `_states` averages: loading may replace them
+        # one for each of the mode's slots; empty without error feedback
+        self._feedbacks: list[Feedback | LowRank] = []
+        self._feedback: Any = None  # loaded before there is an averager to take it
+        # addresses of the tensors that `_states` averages: loading a state may replace them
         self._states_over: list[int] = []
 
     def open(self) -> None:
@@ -231,8 +233,7 @@ class EpochAverager:
         self.open_state()
         assert self._states is not None
         state = self._state
-        # The round writes over the parameters, and nothing else remembers what they were: a mode may need it,
-        # and so does the drift.
+        # the round overwrites the parameters; the mode and the drift need their previous values
         before = [p.detach().clone() for p in state.parameters if p.requires_grad]
         counters = state.counters_digest()
         told = {"counters": counters, "extras": state.extra_counts()}
@@ -257,7 +258,7 @@ class EpochAverager:
                 drift = relative_distance(before, [p.detach() for p in state.parameters if p.requires_grad])
                 self._mode.settled(before)
                 state.moved(state.epoch, canonical=True)
-        except BaseException:  # Ctrl-C, as in a Flight
+        except BaseException:  # Ctrl-C, as in `BackgroundRound.result`
             flight.cancel()
             raise
         most = Counter(
@@ -275,9 +276,10 @@ class EpochAverager:
     def _averager(self, tensors: Sequence[torch.Tensor], name: str, manner: AveragingOptions) -> Averager:
         traits, config = self._mode.traits, self._config.of_run(self._run_id)
         role = traits.role if name == "epochs" else "statistic"
-        # parameters have no common origin
+        # clipping needs a common origin, which parameters do not have
         clip_to_median = manner.aggregation.clip_to_median if role.endswith("gradient") else None
-        role = role if manner.strategy is None else "parameter"  # adaptive: factors take 16 bits
+        # with the adaptive codec, factors take 16 bits
+        role = role if manner.strategy is None else "parameter"
         return Averager(
             self._node,
             tensors,

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_RATE_GAIN = 0.2  # of the newest step in the running estimate of samples/s
+_RATE_GAIN = 0.2  # weight of the newest step in the running estimate of samples/s
 _PROBE_TIMEOUT_S = 10.0
 _ALONE_LOOK_S = 2.0
-_LONE_EPOCHS_MAX = 3  # a peer so far behind goes on with what it has, where all have something else anyway
+_LONE_EPOCHS_MAX = 3  # in modes where peers differ anyway: a peer at most this far behind keeps its own state
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class _BackgroundEpoch:
 
     flight: BackgroundRound
     epoch: int
-    contributed: int  # samples of this peer in it
+    contributed: int  # samples of this peer in the round
     began_s: float
-    steps: int = 0  # made since
+    steps: int = 0  # local steps since the round began
 
 
 class EpochLoop:
@@ -74,11 +74,11 @@ class EpochLoop:
         self._rate = 0.0
         self._returned_s: float | None = None  # when the last step ended
         self._started = False
-        self._out_of_step = ""  # why the state must be fetched anew before anything else
+        self._out_of_step = ""  # why the state must be downloaded before anything else
         self._launched: _BackgroundEpoch | None = None
-        self._tried_at = 0  # samples that there were when the round failed, in a mode that trains on
-        self._retry_at = 0  # samples at which it is tried again: after as much as had led to it
-        self._calls = 0  # the tracker's, when it failed
+        self._tried_at = 0  # samples at the time when the round failed, in a mode that keeps training
+        self._retry_at = 0  # samples at which it is tried again: after as many more as had led to it
+        self._calls = 0  # the tracker's `full_announcements` when the round failed
 
     def step(self, samples: int) -> StepReport:
         """Account for one local step of `samples` samples and close the epoch when it is full. Return a
@@ -239,7 +239,7 @@ class EpochLoop:
         if dropped + lost:
             _log.warning("%d samples of this peer are dropped", dropped + lost)
         if not loaded.loaded and not self._is_behind():
-            self._out_of_step = ""  # who was ahead is gone
+            self._out_of_step = ""  # the peer that was ahead has left
         return StepReport(
             epoch=self._state.epoch,
             stepped=False,
@@ -387,7 +387,7 @@ class EpochLoop:
     def _advance(self, told: list[object], members: Sequence[PeerId], began_ago_s: float = 0.0) -> None:
         self._catch_up.advance(lambda: self._mode.apply(told))
         if self._traits.lone:
-            # who waited for a partner in vain
+            # catch up with epochs that passed while this peer waited for a partner in vain
             for _ in range(self._state.epoch, self._tracker.swarm_epoch()):
                 self._catch_up.advance(lambda: None)
         self._tracker.begin_epoch(self._state.epoch, members=members, began_ago_s=began_ago_s)
@@ -416,7 +416,7 @@ class EpochLoop:
         epoch = self._state.epoch
         if not self._state_sync_epochs or not self._traits.canonical:
             return None
-        self._rounds.open_state()  # even alone: a newcomer must know of this peer when the round comes
+        self._rounds.open_state()  # even alone: newcomers must be able to find this peer when the round comes
         if epoch % self._state_sync_epochs and epoch != min(2, self._state_sync_epochs):
             return None
         if alone:
@@ -432,7 +432,8 @@ class EpochLoop:
                 or self._others_went_on()
             ):
                 break
-            self._tracker.wait_look(_ALONE_LOOK_S)  # whoever made its averager a moment later is known now
+            # by now a peer that opened its averager a moment later is known
+            self._tracker.wait_look(_ALONE_LOOK_S)
             synchronised = self._rounds.synchronise(self._others_went_on, self._config.give_up_s)
         if synchronised.result.failed:
             _log.warning("the state of epoch %d was not averaged: %s", epoch, synchronised.result.detail)

@@ -16,8 +16,8 @@ import torch
 from averaging.optim.memory import rows_of
 from averaging.optim.offload import Arrival, Links
 
-_NAMED_MAX = 3  # parameters in a message
-# copied at once where a flag decides: bounds the memory for it, unless one row is longer
+_NAMED_MAX = 3  # parameters named in a message
+# copied at a time where a flag decides: bounds the memory for it, unless one row is longer
 _MASKED_ELEMENTS = 1 << 23
 
 NO_GRADIENT = "no parameter has a gradient"
@@ -43,7 +43,7 @@ class DeviceCheck:
         by_device: dict[torch.device, list[int]] = {}
         for place, gradient in gradients.items():
             by_device.setdefault(gradient.device, []).append(place)
-        # places; flags there, and here; their copy
+        # indices, flags on the device, their copy on the host, and its arrival
         self._read: list[tuple[list[int], torch.Tensor, torch.Tensor, Arrival]] = []
         verdicts: dict[torch.device, torch.Tensor] = {}
         for device, places in by_device.items():
@@ -51,8 +51,8 @@ class DeviceCheck:
             if not filled:
                 verdicts[device] = torch.ones((), dtype=torch.bool, device=device)
                 continue
-            # the largest magnitude is finite exactly when all elements are: NaN passes through, and no sum
-            # can run over
+            # the largest magnitude is finite exactly when all elements are: NaN propagates, and unlike a sum
+            # it cannot overflow
             largest = torch._foreach_norm([gradients[place].detach() for place in filled], math.inf)
             mixed = len({one.dtype for one in largest}) > 1
             flags = torch.stack([one.to(torch.float64) if mixed else one for one in largest]).isfinite()
@@ -89,7 +89,7 @@ class DeviceCheck:
 @dataclass(frozen=True, slots=True)
 class _Checked:
     samples: int
-    places: tuple[int, ...]  # of the parameters that had a gradient
+    places: tuple[int, ...]  # indices of the parameters that had a gradient
     check: DeviceCheck
 
 

@@ -16,12 +16,12 @@ from swarm.core.ids import PeerId
 from swarm.metrics.record import BLAME_MAX, ROUNDS_MAX, Blame, Metrics, RoundTold, check_own
 
 _LOSSES = ("loss", "validation_loss")
-_FAILED_MAX = 2  # failed rounds among those that are told
-_FAILED_S = 60.0  # for which a failure is told before a newer success
-_IDLE_S = 20.0  # and …
-# … so many times the usual time between two steps: then the trainer does not train, whatever its pace was
+_FAILED_MAX = 2  # failed rounds among the published ones
+_FAILED_S = 60.0  # for this long a failed round is published before newer successes
+_IDLE_S = 20.0  # a trainer is idle when it has been outside of `step` for this long and …
+# … for this many times the usual time between two steps
 _IDLE_STEPS = 5.0
-_USUAL_SHARE = 0.2  # of the newest time between two steps in the usual one
+_USUAL_SHARE = 0.2  # weight of the newest interval in the usual time between two steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Meter:
         self._given: tuple[int, float] | None = None
         self._stepping = False
         self._stepped_s: float | None = None  # when the last step returned
-        self._usual_s = 0.0  # from there to the next one
+        self._usual_s = 0.0  # usual time between the end of a step and the next one
         self._drift: float | None = None
 
     @contextlib.contextmanager
@@ -76,7 +76,7 @@ class Meter:
         ):
             return
         with self._lock:
-            epoch = report.epoch - (1 if report.stepped else 0)  # the one that the round was about
+            epoch = report.epoch - (1 if report.stepped else 0)  # the epoch that the round was for
             if report.round is not None:
                 self._round("epoch", epoch, report.round, now_s)
             if report.state_round is not None:
@@ -123,7 +123,7 @@ class Meter:
             return Metrics(
                 at_s=now_s,
                 since_s=self._since_s,
-                every_s=1.0,  # the publisher says how often
+                every_s=1.0,  # overwritten by the publisher
                 epoch=pace.epoch,
                 samples_per_s=round(pace.samples_per_s, 3) if idle_s is None else 0.0,
                 idle_s=idle_s,

@@ -20,7 +20,7 @@ from averaging.optim.memory import Fragment, pieces_between
 
 _BLOCK_ELEMENTS_MIN = 1 << 18
 
-Copy = tuple[torch.Tensor, torch.Tensor]  # what is copied, and where to; of the same number of elements
+Copy = tuple[torch.Tensor, torch.Tensor]  # source and target, with the same number of elements
 
 
 class Arrival(Protocol):
@@ -106,7 +106,7 @@ class CudaLink:
         return _CudaArrival(self._mark(self._copies))
 
     def _mark(self, stream: Any) -> Any:
-        event = self._cuda.Event(blocking=True)  # a thread that waits sleeps
+        event = self._cuda.Event(blocking=True)  # a waiting thread sleeps
         event.record(stream)
         return event
 
@@ -146,7 +146,8 @@ class _Group:
         edges = [0, *accumulate(sizes)]
         self._starts = [0, *accumulate(numels)]
         self.blocks = [link.host_memory(size, dtype) for size in sizes]
-        self._pieces: dict[int, list[tuple[Fragment, torch.Tensor]]] = {}  # of each tensor, with its memory
+        # of each tensor: its fragments with their memory
+        self._pieces: dict[int, list[tuple[Fragment, torch.Tensor]]] = {}
         for edge, block, pieces in zip(edges, self.blocks, pieces_between(numels, edges), strict=False):
             for piece in pieces:
                 at = self._starts[piece.place] + piece.start - edge
@@ -234,7 +235,7 @@ class HostStaging:
             for low, high, memory in group.memory(nth, piece.start, piece.stop):
                 inside = slice(low - piece.start, high - piece.start)
                 memory.copy_(source[inside])
-                # runs while the next values are being converted
+                # overlaps with the conversion of the next values
                 group.last = group.link.bring([(memory, target[inside])])
 
 

@@ -106,7 +106,7 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         # torch's __init__ is not called: groups, state and hooks are those of `inner`, by delegation.
         settings = self._check(inner, mode, batch_size_per_step, state_sync_epochs)
-        resolve(codec, "gradient", 0)  # UsageError for one that does not exist, before anything is opened
+        resolve(codec, "gradient", 0)  # raises UsageError for an unknown codec before anything is opened
         aggregate = Aggregation(rule=aggregation, clip_to_median=clip_to_median)
         manner = AveragingOptions(
             codec=codec, aggregation=aggregate, audit=audit, error_feedback=error_feedback, strategy=strategy
@@ -301,7 +301,7 @@ class Optimizer(torch.optim.Optimizer):
             self._training.learner.loaded()
         self._loop.resumed()
 
-    # --- what the run's owner may change while it is running
+    # --- settings that the run's owner may change during the run
 
     def set_target(self, target_batch_size: int) -> None:
         """Set the number of samples in an epoch from now on."""
@@ -309,8 +309,7 @@ class Optimizer(torch.optim.Optimizer):
         self._tracker.set_target(self.target_batch_size)
 
     def ban(self, peers: Iterable[PeerId]) -> None:
-        """Refuse these peers, and no others, from now on: in groups, in progress, as donors and as joiners.
-        """
+        """Refuse these peers, and no others, from now on: in groups, in progress, as donors and as joiners."""
         self._banned.own = self.node.peer_id in (banned := frozenset(peers))
         self._banned.peers = banned - {self.node.peer_id}
         self._rounds.ban(self._banned.peers)
@@ -370,7 +369,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         plain = {key: value for key, value in state_dict.items() if key != "swarm"}
         swarm = state_dict.get("swarm")
-        self._loop.close()  # what is being averaged in the background is of another past
+        self._loop.close()  # a round in the background belongs to another history
         with self._state.lock:
             self.inner.load_state_dict(plain)
             if swarm is None:
@@ -410,7 +409,7 @@ class Optimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         return f"swarm.Optimizer({self.inner!r}, run {self.run_id}, mode {self.mode}, epoch {self.epoch}{', closed' if self._closed else ''})"
 
-    # --- life
+    # --- closing
 
     def close(self) -> None:
         """Leave the run, so that the others stop counting on this peer. Idempotent; the node stays open."""

@@ -29,12 +29,13 @@ _GOODBYE_S = 0.4
 class MetricsConfig:
     """What a trainer publishes about itself, and how often."""
 
-    publish: bool = True  # False: nobody sees this peer in a monitor but by its progress
+    publish: bool = True  # False: monitors show this peer's progress only
     every_s: float = 2.0  # in a small run. Less is livelier, and costs every peer more calls
-    every_s_per_peer: float = 0.25  # added for every peer that is known to take part beyond `small_peers`
+    every_s_per_peer: float = 0.25  # added for every known peer beyond `small_peers`
     every_s_max: float = 15.0  # in a large one
     small_peers: int = 8
-    ttl_periods: float = 4.0  # a record lives for so many periods: a peer that died is seen for so long
+    # a record lives for this many periods: a failed peer stays visible for that time
+    ttl_periods: float = 4.0
 
     def __post_init__(self) -> None:
         if (
@@ -77,7 +78,7 @@ class Reporter:
     peers: Callable[[], int]
     config: MetricsConfig = field(default_factory=MetricsConfig)
     rng: random.Random = field(default_factory=random.Random)
-    stored: int = 0  # records that somebody keeps, since this began
+    stored: int = 0  # records stored since the start
     _closed: bool = False
 
     async def run(self) -> None:

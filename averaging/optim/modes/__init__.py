@@ -18,27 +18,29 @@ from averaging.optim.finite import Refused
 from averaging.optim.offload import HostLink, link_of
 from averaging.optim.state.training_state import Scheduler, TrainingState
 
-Captured = Any  # what a round brought, kept by a mode to be replayed
+Captured = Any  # result of a round, kept by a mode to be replayed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModeTraits:
     """Properties of a mode that the epoch loop must know. They are the same on all peers."""
 
-    terms: str  # the mode with its settings, in words: peers compare them before they meet
-    role: str  # of what its rounds average, for codec="adaptive": see swarm.compression.adaptive.ROLES
-    # local steps move this peer's own parameters: what it learned outlives a failed round
+    terms: str  # the mode with its settings, in words: only peers with equal tags meet in a round
+    # kind of tensor that rounds average, for codec="adaptive": see swarm.compression.adaptive.ROLES
+    role: str
+    # local steps change this peer's own parameters: its progress outlives a failed round
     keeps_progress: bool = False
-    overlapped: bool = False  # training goes on while a round is held
-    # of an overlapped mode: apply a round after so many more steps, not sooner; None: when it is there
+    overlapped: bool = False  # training continues while a round runs
+    # for an overlapped mode: apply a round exactly this many local steps later; None: when it has ended
     delay_steps: int | None = None
-    # rounds take turns between so many parts of the model, each with an error feedback of its own
+    # rounds alternate between this many parts of the model, each with its own error feedback
     slots: int = 1
     group_size: int | None = None  # peers in a round; None: all
-    lone: bool = False  # who finds no partner goes on by itself, though others live
-    # all peers hold the same state after a round, and average it now and then; False: there is no such state
+    lone: bool = False  # a peer without a partner steps alone, even if other peers are live
+    # all peers hold the same state after a round, and average it at intervals; False: there is no common
+    # state
     canonical: bool = True
-    # how often, unless the user says: what they hold stays equal by itself for so long
+    # default interval of rounds over the state: without them it stays equal for about this long
     state_sync_epochs: int = 10
 
 
@@ -51,8 +53,8 @@ class ModeParts:
     inner: torch.optim.Optimizer
     extras: tuple[torch.Tensor, ...] = ()
     scheduler: Scheduler | None = None
-    offload: bool = False  # what the mode keeps beside the model lies on the host
-    # how copies between a device and the host are made; for tests
+    offload: bool = False  # keep the mode's own tensors on the host
+    # returns the link for copies between a device and the host; tests replace it
     make_link: Callable[[torch.device], HostLink | None] = link_of
 
 

@@ -42,7 +42,7 @@ class CapturedDeltas:
     """The averaged pseudo-gradient of one round that this peer did not contribute to."""
 
     epoch: int
-    deltas: list[torch.Tensor]  # flat float32, by piece of the round's fragment
+    deltas: list[torch.Tensor]  # flat float32, one for each of the fragment's parts
 
 
 class DilocoMode:
@@ -60,7 +60,7 @@ class DilocoMode:
         self.state = self.learner.state
         base = self.learner.base
         self._fragments = fragments_of([one.numel() for one in base], settings.fragments)
-        # per fragment: the samples that its last committed round counted, of all
+        # per fragment: how many of this peer's samples were counted up to its last committed round
         self._sent_at = [0] * settings.fragments
         if settings.fragments == 1:
             self._tensors = [room_for(one.shape, one.device) for one in base]
@@ -101,7 +101,7 @@ class DilocoMode:
         if self._own is None or still:
             learner.write(pieces, bases)
         else:
-            learner.read(pieces, views)  # the outer step has spent what was there
+            learner.read(pieces, views)  # the outer step has overwritten the views
             for view, base, own in zip(views, bases, _laid(self._own, pieces), strict=True):
                 view.add_(base - own)
             learner.write(pieces, views)

@@ -59,7 +59,7 @@ class GossipMode:
         if not all_finite(self._learned):
             learner.discard()
             torch._foreach_zero_(self._learned)
-        # both count alike: the mean of all bases moves by what all have learned
+        # equal weights: the mean of all bases moves by the mean of all progress
         return 0.0 if learner.away else 1.0, None
 
     def apply(self, told: Sequence[Any]) -> None:

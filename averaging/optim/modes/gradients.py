@@ -19,7 +19,7 @@ from averaging.optim.state.training_state import TrainingState
 class CapturedGradients:
     """The averaged gradients of one epoch that this peer did not contribute to."""
 
-    gradients: list[torch.Tensor]  # float32, where the accumulators are
+    gradients: list[torch.Tensor]  # float32, on the accumulators' device
     touched: list[bool]
 
 
@@ -48,7 +48,7 @@ class GradientsMode:
         # of a delayed round: its samples, and which parameters had a gradient
         self._sent: tuple[int, list[bool]] | None = None
 
-    # --- the learner is this object itself
+    # --- the learner: implemented by this class itself
 
     @property
     def learner(self) -> GradientsMode:
@@ -75,7 +75,7 @@ class GradientsMode:
         self.failed("")
         self._accumulator.settle()
         samples = self._accumulator.samples
-        self._accumulator.reset()  # gradients of parameters that the swarm has left behind
+        self._accumulator.reset()  # these gradients are of parameters that the swarm has left behind
         return samples
 
     def resume(self) -> int:
@@ -85,7 +85,8 @@ class GradientsMode:
         if self._sent is None or self._held is None:
             return self._accumulator.state_dict()
         state, (samples, touched) = self._accumulator.state_dict(), self._sent
-        sums = torch._foreach_add(state["sums"], self._held, alpha=samples)  # as `put_back` would make them
+        # the same result as that of `put_back`
+        sums = torch._foreach_add(state["sums"], self._held, alpha=samples)
         both = [one or other for one, other in zip(state["touched"], touched, strict=True)]
         return {"samples": state["samples"] + samples, "touched": both, "sums": list(sums)}
 
@@ -100,7 +101,7 @@ class GradientsMode:
 
     def prepare(self, epoch: int) -> tuple[float, Any]:
         accumulator = self._accumulator
-        if not accumulator.finite():  # sums of finite gradients that ran over: never sent
+        if not accumulator.finite():  # sums of finite gradients that overflowed are never sent
             accumulator.reset()
         means = accumulator.average_()
         samples, told = accumulator.samples, accumulator.touched_bytes()

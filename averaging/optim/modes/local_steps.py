@@ -37,7 +37,7 @@ from swarm.core.errors import UsageError
 
 _log = logging.getLogger(__name__)
 
-# of all parameters, and those that are trained
+# arguments: all parameters, and the trained ones
 OuterFactory = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], OuterSGD]
 
 
@@ -46,8 +46,8 @@ class _SuspendedProgress:
     """This peer's progress at the time when it found the swarm in another epoch."""
 
     epoch: int
-    version: int  # of the state: another one afterwards means that a state was loaded
-    progress: list[torch.Tensor] | None  # θ - base; None: nothing was learned
+    version: int  # version of the state; if it differs afterwards, a state was loaded
+    progress: list[torch.Tensor] | None  # θ - base; None: there was no progress
 
 
 class LocalSteps:
@@ -79,17 +79,17 @@ class LocalSteps:
         bases = iter(self.base)
         self.outer = outer([next(bases) if _is_trained(p) else p for p in parameters], self.base)
         self.state = TrainingState(self.outer, parts.extras, parts.scheduler)
-        self.newcomer = False  # the next round must not count what this peer learned
-        self.total = 0  # samples, ever
-        self.counted = 0  # of them those that are in a committed round, or dropped
-        self.dropped = 0  # how many there were when something was dropped last
-        # of them those that were there when the round that is being held began
+        self.newcomer = False  # the next round must not count this peer's progress
+        self.total = 0  # samples since the beginning
+        self.counted = 0  # of `total`: samples in committed rounds, or dropped
+        self.dropped = 0  # value of `total` when something was dropped last
+        # value of `total` when the running round began
         self._launched: int | None = None
         self._aside: _SuspendedProgress | None = None
-        # no step was made yet: the base is what the parameters are when it is, whoever set them until then
+        # no step was made yet: the first one sets the base to the parameters as they are then
         self._fresh = True
 
-    # --- the interface
+    # --- the interface of `Learner`
 
     @property
     def samples(self) -> int:
@@ -264,7 +264,8 @@ class LocalSteps:
     def failed(self, reason: str) -> None:
         """Mark the round as failed."""
         self._launched = None
-        if reason == "nobody contributes":  # newcomers among themselves: somebody has to begin
+        # all members are newcomers: their progress must count, or none ever would
+        if reason == "nobody contributes":
             self.newcomer = False
 
     def discard(self) -> None:
@@ -334,7 +335,7 @@ class LocalSteps:
                 for piece, one in zip(pieces, values, strict=True):
                     self._put(piece, one)
                 return
-            # a parameter that is not contiguous gets its values from a contiguous copy
+            # a non-contiguous parameter gets its values from a contiguous copy
             targets = [
                 p.view(-1)[piece.start : piece.stop]
                 if p.is_contiguous()

@@ -14,7 +14,7 @@ from averaging.optim.modes.gradients import GradientsMode
 from swarm.core.errors import UsageError
 
 _CARRIED_EPOCHS_MAX = 3
-_SELDOM = 100  # epochs: outer states are equal bit for bit, whatever the processor
+_SELDOM = 100  # epochs: outer states are equal bit for bit on every processor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Gradients:
 
     name: ClassVar[str] = "gradients"
 
-    # the next epoch's gradients are computed during the round, on parameters that lack its step
+    # compute the next epoch's gradients during the round, on parameters that lack its step
     delayed: bool = False
 
     def build(self, parts: ModeParts) -> GradientsMode:
@@ -74,15 +74,15 @@ class Diloco:
     outer_lr: float = 0.7
     momentum: float = 0.9
     nesterov: bool = True
-    # fragments of the model, of equal size; 1: the whole model each epoch, and training waits. More: each
-    # epoch synchronises the next one while training goes on, so that a fragment's span is as many epochs;
-    # divide target_batch_size by it for the same span
+    # number of fragments of the model, of equal size. 1: the whole model each epoch, while training waits.
+    # More: each epoch synchronises the next fragment while training continues, so that a fragment's period is
+    # this many epochs; divide target_batch_size by it to keep the period
     streaming: int = 1
-    # streaming: apply a round after so many more local steps, waiting for it if need be; None: as soon as it
-    # is there, an epoch at most
+    # streaming: apply a round after this many further local steps, waiting for it if necessary; None: as soon
+    # as it has ended, at most one epoch later
     delay_steps: int | None = None
-    # a peer that was left out of so many epochs at most adds what it learned to the state that it fetches;
-    # later it is out of date
+    # a peer that missed at most this many epochs adds its progress to the downloaded state; older progress is
+    # dropped
     carried_epochs_max: int = _CARRIED_EPOCHS_MAX
 
     def __post_init__(self) -> None:
@@ -126,9 +126,9 @@ class Gossip:
 
     name: ClassVar[str] = "gossip"
 
-    outer_lr: float = 0.7  # β: of what the two have learned
+    outer_lr: float = 0.7  # β: learning rate for the mean progress of the two peers
     momentum: float = 0.5  # μ
-    consensus: float = 0.7  # γ: how far each goes to the middle between the two
+    consensus: float = 0.7  # γ: fraction of the way towards the mean of the two bases
     carried_epochs_max: int = _CARRIED_EPOCHS_MAX  # as in Diloco
 
     def __post_init__(self) -> None:

@@ -106,7 +106,7 @@ class ClaimRecords:
             if entry.writer == self._own_id or (
                 self._tree.bits == 0 and isinstance(entry.value, dict) and "total" in entry.value
             ):
-                continue  # the latter: no claim, but a word about a run of several shards
+                continue  # the latter is a notice about a run of several shards, not a report
             try:
                 claim = ProgressReport.decode(entry.value, now_s, self._config)
                 contact = self._contact_of(entry)

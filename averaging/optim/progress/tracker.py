@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 
 _CALL_TIMEOUT_S = 2.0  # of a report to a peer; a live one answers within a round trip
 _GOODBYE_S = 0.5  # leaving must not take long
-_CALLS_MAX = 16  # reports on their way at once
-_DOUBT_S = 0.2  # between two looks at the DHT because somebody claims what we do not see
+_CALLS_MAX = 16  # concurrent reports
+_DOUBT_S = 0.2  # minimum age of the view before it is read again because of an unexpected announcement
 
 
 def _never() -> bool:
@@ -68,22 +68,22 @@ class Tracker:
         self._records = ClaimRecords(services.own, services.dht, services.clock, self._tree, config)
         self._progress = EpochProgress(self._own, target, config, services.clock.swarm_s())
         self._lock = threading.Lock()
-        # for the trainer's thread: an epoch began, or a first look was had
+        # wakes the trainer's thread: an epoch began, or a refresh ended
         self._news = threading.Condition(self._lock)
         self._looks = 0
         self._looking = False
         self._looked_s = -1e9
         self._begun = -1  # the latest epoch that was agreed to be full
-        self._called = -1  # the latest epoch that somebody called full
-        self._told = -1  # the latest epoch of which this peer told the others
-        self._calls = 0  # how often somebody called our epoch full
-        self._wake = asyncio.Event()  # look and publish now
-        self._herald = asyncio.Event()  # tell the others now
+        self._called = -1  # the latest epoch that another peer announced as full
+        self._told = -1  # the latest epoch that this peer announced as full
+        self._calls = 0  # announcements by others that this peer's epoch is full
+        self._wake = asyncio.Event()  # refresh and publish now
+        self._herald = asyncio.Event()  # announce the full epoch now
         self._closed = False
         # our epoch is full, its round begins; called with the lock held
         self.on_full: Callable[[], None] = _nothing
 
-    # the trainer's thread
+    # --- the trainer's thread
 
     def report(self, samples: int, rate: float) -> bool:
         """Record that this peer has accumulated `samples` at `rate` samples/s. Return whether the epoch is
@@ -234,7 +234,7 @@ class Tracker:
         if not self._closed:
             self._services.loop.call_soon_threadsafe(self._wake.set)
 
-    # the network thread
+    # --- the network thread
 
     async def run(self) -> None:
         """Read, publish and announce until cancelled."""
@@ -243,7 +243,7 @@ class Tracker:
             group.create_task(self._tell(), name=f"telling that an epoch of run {self.run_id} is full")
 
     async def _watch(self) -> None:
-        # before the first word: a newcomer to a large run does not know yet where that belongs
+        # read before the first publication: a newcomer to a large run does not know its shard yet
         await self._look()
         while not self._closed:
             self._wake.clear()
@@ -315,7 +315,7 @@ class Tracker:
             if epoch != ours or attempt or now_s - self._looked_s < _DOUBT_S:
                 break
             await self._look()
-        # in another epoch: one of the two is about to notice
+        # in different epochs: one of the two peers is about to notice
         level = logging.INFO if epoch == ours else logging.DEBUG
         _log.log(
             level,
@@ -336,7 +336,7 @@ class Tracker:
     async def _report_one(self, peer: PeerId, full: bool, goodbye: bool, limit: asyncio.Semaphore) -> None:
         contact = self._records.contacts.get(peer)
         if contact is None or not contact.addresses:
-            return  # a client peer: it reads the DHT
+            return  # a client peer: it reads the DHT instead
         async with limit:
             with self._lock:
                 claim = _to_wire(self._progress.claim)
@@ -371,7 +371,7 @@ class Tracker:
             self._progress.on_claim(peer, claim, now_s)
             self._news.notify_all()
         if peer not in self._records.contacts:
-            self._wake.set()  # its record says where it is
+            self._wake.set()  # its record has its address
         return claim
 
     async def _look(self) -> None:

@@ -32,10 +32,11 @@ from swarm.dht.service.dht_service import DhtService, Entry
 _log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 5.0
-_FRESH_S = 15.0  # a total older than this says nothing
-_LOST_S = 30.0  # without a total for so long a member asks anew how the run is divided
-_HOLD_S = 30.0  # after the run was divided anew it is not done again: not everybody is there yet
-_DISTRUST_S = 600.0  # who was led to where nobody is follows no such word for so long
+_FRESH_S = 15.0  # an older total is ignored
+_LOST_S = 30.0  # without a total for this long, a member starts again from the dictionary of small runs
+# after a change of the division there is no other for this long, until all peers have followed
+_HOLD_S = 30.0
+_DISTRUST_S = 600.0  # a member that found no total where a notice sent it ignores such notices for this long
 
 
 class Tree:
@@ -44,11 +45,13 @@ class Tree:
     def __init__(self, dht: DhtService, run: str, own: PeerId, config: ProgressConfig, now_s: float) -> None:
         self._dht, self._run, self._own, self._config = dht, run, own, config
         self.bits = 0
-        self.total: ProgressTotal | None = None  # of the whole run, as far as is known; None in a small one
-        self.said: ProgressTotal | None = None  # what this peer, as an aggregator, tells its shard
+        # of the whole run, as far as it is known; None in a small one
+        self.total: ProgressTotal | None = None
+        # the total that this peer publishes to its shard as an aggregator
+        self.said: ProgressTotal | None = None
         self._moved_s = self._heard_s = now_s
         self._distrust_s = 0.0
-        # what this peer, as an aggregator further up, tells those below
+        # the totals that this peer publishes as an aggregator of higher nodes
         self._totals: dict[TreeNode, ProgressTotal] = {}
 
     @property

@@ -43,8 +43,8 @@ class Checkpoint:
 
     path: Path
     epoch: int
-    blob: bytearray  # as `TrainingState.load` takes it
-    tensors: dict[str, torch.Tensor]  # by the names of the file
+    blob: bytearray  # accepted by `TrainingState.load`
+    tensors: dict[str, torch.Tensor]  # by their names in the file
 
 
 def public_names(names: Sequence[str], parameters: Sequence[str]) -> list[str]:
@@ -90,7 +90,7 @@ def write(
         ) from error
     order = [[inner, name] for inner, name in zip(view.names, named, strict=True)]
     metadata = {
-        "format": "pt",  # what readers of safetensors look for: torch's tensors
+        "format": "pt",  # readers of safetensors expect torch's tensors under this name
         "swarm": FORMAT,
         "epoch": str(view.epoch),
         "digest": view.digest.hex(),
@@ -127,7 +127,7 @@ def replace_durably(path: Path, write_to: Any) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    if hasattr(os, "O_DIRECTORY"):  # the name, too, must be on the disk
+    if hasattr(os, "O_DIRECTORY"):  # the directory entry must be on the disk, too
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
@@ -180,7 +180,7 @@ class Checkpoints:
         """
         path = self.folder / f"epoch-{view.epoch:010d}.safetensors"
         write(view, path, parameters, about)
-        # the latter: of a process that was killed
+        # the latter: left by a process that was killed
         for old in [*self.newest_first()[self._kept_max :], *self.folder.glob(".epoch-*.tmp")]:
             old.unlink(missing_ok=True)
         return path

@@ -25,7 +25,7 @@ from averaging.optim.state.snapshot import CHUNK_BYTES, Blob, BlobLayout, copy_b
 
 # copied at a time. Smaller: more waits; larger: more pinned memory, of which a view needs two windows
 WINDOW_BYTES = 8 * CHUNK_BYTES
-_WINDOWS = 2  # one is on its way from the device while the other is put in its place and hashed
+_WINDOWS = 2  # one is in transit from the device while the other is copied to the blob and hashed
 
 
 class Transfer(Protocol):
@@ -110,7 +110,7 @@ class CudaReader:
         )
 
     def _mark(self, stream: Any) -> Any:
-        # a thread that waits sleeps, and leaves its core to the trainer
+        # a waiting thread sleeps and leaves its core to the trainer
         event = self._cuda.Event(blocking=True)
         event.record(stream)
         return event
@@ -211,7 +211,7 @@ class DeviceReads:
             at = 0
             for place in those:
                 dtype = tensors[place].dtype
-                # a view as another type begins at a multiple of its size
+                # a view with another dtype must begin at a multiple of its size
                 raw = target[at : at + dtype.itemsize].clone()
                 found[place] = raw.view(dtype).item()
                 at += dtype.itemsize
@@ -239,8 +239,8 @@ class HostCopy:
         on any devices, the host included.
         """
         self.blob = blob
-        self.asked_bytes = 0  # from the first on: copied, or on their way
-        self.copied_bytes = 0  # these lie in the blob
+        self.asked_bytes = 0  # from the beginning: copied or in transit
+        self.copied_bytes = 0  # from the beginning: in the blob
         self._layout, self._tensors, self._reads = layout, list(tensors), reads
         # of the tensor that was read last: a window may end within it
         self._flat: tuple[int, torch.Tensor] | None = None
@@ -279,7 +279,7 @@ class HostCopy:
         memory[: len(prefix)] = prefix
         at = begin + len(prefix)
         for place, low, high in self._layout.spans(begin, end):
-            memory[at - begin : low - begin] = bytes(low - at)  # between tensors
+            memory[at - begin : low - begin] = bytes(low - at)  # gap between tensors
             reader = self._reads.of(self._tensors[place].device)
             start = self._layout.starts[place]
             source, target = (

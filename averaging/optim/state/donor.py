@@ -40,21 +40,21 @@ _STORE_TIMEOUT_S = 5.0
 class DonorConfig:
     """How much this peer serves to joining peers."""
 
-    serve: bool = True  # False: this peer never gives its state
+    serve: bool = True  # False: this peer never serves its state
     leases_max: int = 16  # downloads at once
     # states of different epochs leased at once, each a copy in host memory; further joiners wait until one is
     # free
     snapshots_max: int = 2
-    # a download that has taken so long, and at its pace would take another `copy_worth_s` for all of the
-    # state, is served from a copy, made beside it. Too small: memory and time for what would have been over
-    # soon; too large: whoever is about to write has all of the copy to make
+    # a download that has taken this long, and would take another `copy_worth_s` for the whole state at its
+    # present rate, is served from a copy that is made meanwhile. Too small: memory and time for downloads
+    # that are almost over; too large: the next writer has to make the whole copy
     copy_after_s: float = 0.5
     copy_worth_s: float = 5.0
-    lease_idle_s: float = 30.0  # a joiner that is silent for so long has gone
-    record_ttl_s: float = 60.0  # a donor that died is asked in vain for so long
+    lease_idle_s: float = 30.0  # a joiner that is silent for this long is considered gone
+    record_ttl_s: float = 60.0  # a failed donor is asked in vain for at most this long
     record_renew_s: float = 15.0
-    record_gap_s: float = 2.0  # the record follows the epoch no more often than this
-    indices_max: int = 1024  # chunks asked for in one message
+    record_gap_s: float = 2.0  # minimum time between two updates of the record
+    indices_max: int = 1024  # chunks requested in one message
 
     def __post_init__(self) -> None:
         if self.record_renew_s * 2 > self.record_ttl_s:
@@ -101,12 +101,12 @@ class Donor:
         self._services, self.run_id, self._state, self._config = services, run, state, config
         self._key = Key(f"run.{run}", "donors")
         self._leases: dict[bytes, _Lease] = {}
-        self._fresh: StateView | None = None  # the latest
+        self._fresh: StateView | None = None  # the latest view
         self._copying = asyncio.Lock()
         self._wake = asyncio.Event()
         self._serving = self._stored = False
 
-    # any thread
+    # --- any thread
 
     def start(self) -> None:
         """Begin to serve: this peer's state is valid from now on."""
@@ -127,7 +127,7 @@ class Donor:
         if self._leases:
             self._services.loop.call_soon_threadsafe(self._settle)
 
-    # the network thread
+    # --- the network thread
 
     def _settle(self) -> None:
         for view in {
@@ -234,7 +234,7 @@ class Donor:
         """Return the message for a chunk, assembled in one copy."""
         head = chunk_head(index)
         message = view.chunk_at_once(index, head)
-        if message is None:  # out of live tensors: in the pool, since it waits while they change
+        if message is None:  # from live tensors: in the pool, since it waits while they are being changed
             message = await asyncio.get_running_loop().run_in_executor(
                 self._services.pool, view.chunk, index, head
             )
@@ -246,7 +246,7 @@ class Donor:
         return next((view for view in held if view.digest == digest), None)
 
     async def _view(self) -> StateView:
-        async with self._copying:  # one at a time; who waited shares it
+        async with self._copying:  # one at a time; callers that waited share the result
             fresh = self._fresh
             if fresh is not None and fresh.version == self._state.version and not fresh.closed:
                 return fresh
@@ -266,7 +266,7 @@ class Donor:
             raise
         try:
             view.hash()
-        except BaseException:  # nobody gets this view: no writer must copy it
+        except BaseException:  # this view has no reader, so no writer must copy it
             view.close()
             raise
         return view
@@ -294,7 +294,7 @@ class Donor:
     async def _declare(self) -> None:
         contact = self._services.own()
         if not contact.addresses:
-            return  # nobody can connect to this peer
+            return  # other peers cannot connect to this one
         value = {
             "epoch": self._state.epoch,
             "canonical": self._state.canonical,

@@ -31,7 +31,7 @@ from swarm.wire import state_pb2
 _log = logging.getLogger(__name__)
 
 _LANE = 7  # a connection of its own: a download must not hold up rounds and heartbeats
-_EPOCH_AHEAD_MAX = 2  # donors may be this far ahead of what the swarm was last known to have reached
+_EPOCH_AHEAD_MAX = 2  # donors may be this far ahead of the epoch that the swarm is known to have reached
 _DIGEST_BYTES = 32
 _LATE_S_MIN = 0.05
 
@@ -48,17 +48,17 @@ class StreamCaller(Caller, Protocol):
 class DownloadConfig:
     """Limits and times of a download."""
 
-    donors_max: int = 5  # asked for the state, and downloaded from if they hold the same
-    open_timeout_s: float = 60.0  # the donor copies and hashes its state meanwhile
-    # a donor that sends nothing for so long is given up; small enough to try the next, large enough for 50
+    donors_max: int = 5  # asked for the state, and downloaded from if they hold the same one
+    open_timeout_s: float = 60.0  # includes the time in which the donor copies and hashes its state
+    # a donor that sends nothing for this long has failed; small enough to try the next, large enough for 50
     # kB/s
     chunk_timeout_s: float = 20.0
-    batch: int = 8  # chunks asked for ahead, per donor: covers 1 MiB/s at 8 s of delay
-    # after all donors of a state have failed it is asked for again for so long. Beyond what donors keep an
-    # idle lease it is in vain
+    batch: int = 8  # chunks requested ahead, per donor: covers 1 MiB/s at 8 s of delay
+    # after all donors of a state have failed, how long it is requested again. Useless beyond the time for
+    # which donors keep an idle lease
     resume_s: float = 25.0
-    resume_pause_s: float = 0.5  # before the first time; doubled with each
-    reopen_timeout_s: float = 3.0  # then there is nothing to be hashed
+    resume_pause_s: float = 0.5  # before the first retry; doubled with each
+    reopen_timeout_s: float = 3.0  # shorter, since nothing has to be hashed then
 
 
 @dataclass(slots=True)
@@ -69,9 +69,9 @@ class Fetched:
     canonical: bool
     digest: bytes
     blob: Blob
-    donors: dict[PeerId, int]  # bytes that each gave
+    donors: dict[PeerId, int]  # bytes from each donor
     failures: dict[PeerId, str]
-    agreed: int = 1  # donors that offered this very state
+    agreed: int = 1  # donors that offered this state
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +91,17 @@ class Download:
 
     run: str
     caller: StreamCaller
-    bytes_max: int  # no snapshot that fits our optimizer is larger
+    bytes_max: int  # maximum size of a snapshot that fits this peer's optimizer
     epoch_min: int
-    epoch_known: int  # what the swarm is known to have reached
+    epoch_known: int  # the epoch that the swarm is known to have reached
     config: DownloadConfig
-    failures: dict[PeerId, str] = field(default_factory=dict)  # who did not do its part, and why
-    liars: set[PeerId] = field(default_factory=set)  # of these, who sent what it had not declared
-    on_progress: Callable[[int, int], None] | None = None  # bytes so far, of how many
-    pool: Executor | None = None  # where chunks are checked; None: the event loop's own
-    majority: bool = False  # take only a state that most of the donors who answered hold, of whatever epoch
-    epoch: int | None = None  # of the state that is being downloaded, once that is known
-    part: PartialState | None = None  # what there is of it; of an earlier download before that
+    failures: dict[PeerId, str] = field(default_factory=dict)  # donors that failed, with the reason
+    liars: set[PeerId] = field(default_factory=set)  # of these, donors that sent data other than declared
+    on_progress: Callable[[int, int], None] | None = None  # bytes so far and in total
+    pool: Executor | None = None  # threads that check chunks; None: the event loop's own
+    majority: bool = False  # accept only a state that most of the answering donors hold, of any epoch
+    epoch: int | None = None  # of the state that is being downloaded, once it is known
+    part: PartialState | None = None  # what has arrived of it; at first that of an earlier download
     _received_bytes: int = 0
 
     @property
@@ -200,7 +200,7 @@ class Download:
         live = [offer for offer in candidates if offer.contact.peer_id not in self.liars]
         while not part.complete and live:
             async with asyncio.TaskGroup() as group:
-                # no donor takes what others could give
+                # no donor takes chunks that others could deliver
                 ahead = max(1, min(self.config.batch, len(part.missing) // (2 * len(live))))
                 for offer in live:
                     task = group.create_task(self._serve(offer, part, spares, offers, ahead))
@@ -235,7 +235,7 @@ class Download:
                 break
             opened = await self._open_all(asked, wanted.digest)
             offers += opened
-            if opened:  # somebody is there again: it has that state, or nobody is going to have it
+            if opened:  # a donor is back: either it has that state, or no donor will
                 return [offer for offer in opened if offer.digest == wanted.digest]
         return []
 
@@ -267,7 +267,7 @@ class Download:
                 try:
                     await self._take_in(intake, offer, ahead)
                 except (PeerError, NetworkError):
-                    await intake.settle()  # what had come before counts, a lie most of all
+                    await intake.settle()  # account for the chunks received before, above all a false one
                     raise
                 await stream.finish()
         except (PeerError, NetworkError) as error:
@@ -284,13 +284,13 @@ class Download:
         part, asked, loop = intake.part, intake.asked, asyncio.get_running_loop()
         took_s, before_s = 0.0, loop.time()
         while not part.complete:
-            # several with one message
+            # request several with one message
             batch = part.take(ahead - len(asked)) if 2 * len(asked) <= ahead else []
             if not batch and not asked:
                 if intake.checking:
                     await intake.settle()
                     continue
-                # as long as a chunk takes here: then another is late with it
+                # as long as a chunk takes from this donor: then another donor counts as late with it
                 await asyncio.sleep(max(took_s, _LATE_S_MIN))
                 late = part.late(asked)
                 batch = part.take(1) if late is None else [late]

@@ -20,8 +20,7 @@ from swarm.core.errors import DeadlineExceeded, NetworkError, PeerError
 from swarm.core.ids import PeerId
 from swarm.net.rpc import Stream
 
-# chunks of one donor at once: two threads get their pages in half the time where a machine under ours has to
-# find them
+# chunks of one donor at once: in a virtual machine two threads allocate their memory pages in half the time
 _CHECKED_MAX = 2
 
 
@@ -31,8 +30,8 @@ class PartialState:
 
     digests: tuple[bytes, ...]
     blob: Blob
-    missing: deque[int]  # chunks that nobody was asked for
-    # chunks that donors were asked for, and by how many of us
+    missing: deque[int]  # chunks that were not requested yet
+    # requested chunks, with the number of donors asked
     asked: Counter[int] = field(default_factory=Counter)
     have: set[int] = field(default_factory=set)
     given: dict[PeerId, int] = field(default_factory=dict)
@@ -115,15 +114,15 @@ class Intake:
     part: PartialState
     peer: PeerId
     stream: Stream
-    digests: tuple[bytes, ...]  # as it has declared them
+    digests: tuple[bytes, ...]  # as the donor declared them
     pool: Executor | None  # None: the event loop's own
-    timeout_s: float  # a donor that sends nothing for so long has failed
-    on_new: Callable[[int], None]  # so many bytes are good and were not there before
-    asked: deque[int] = field(default_factory=deque)  # and not received
-    lie: str = ""  # how it was caught, if it was
+    timeout_s: float  # a donor that sends nothing for this long has failed
+    on_new: Callable[[int], None]  # called with the number of valid bytes that were not there before
+    asked: deque[int] = field(default_factory=deque)  # requested and not received
+    lie: str = ""  # how the donor was caught lying; "" if it was not
     # chunks that are being checked
     _checked: deque[tuple[int, asyncio.Future[bool]]] = field(default_factory=deque)
-    _waiting: asyncio.Timeout | None = None  # for the next chunk, while that is so
+    _waiting: asyncio.Timeout | None = None  # the wait for the next chunk, if there is one
     _settling: bool = False
     _closed: bool = False
 

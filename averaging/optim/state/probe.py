@@ -15,11 +15,10 @@ import torch
 
 from swarm.core.errors import UsageError
 
-# ways to compute the same step, which tensors without memory do not know; what a step makes has the same
-# shapes and types in all of them
+# variants of the same step that need tensors with memory; the resulting shapes and types are the same in all
+# of them
 _PLAIN_STEP = {"fused": False, "foreach": False, "capturable": False}
-# in the place of a hyperparameter that is a tensor, on a device perhaps: a valid learning rate, and a valid
-# beta
+# replaces a hyperparameter that is a tensor, perhaps on a device: valid as a learning rate and as a beta
 _ANY_NUMBER = 0.5
 
 

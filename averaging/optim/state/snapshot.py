@@ -44,8 +44,8 @@ class Snapshot:
     """A copy of the state at one epoch, ready to be served."""
 
     epoch: int
-    version: int  # of the state that it shows
-    canonical: bool  # that state was the output of an averaging round
+    version: int  # version of the state
+    canonical: bool  # the state was the output of an averaging round
     blob: Blob
     chunk_digests: tuple[bytes, ...]
 
@@ -201,7 +201,7 @@ def read_header(blob: Blob) -> tuple[dict[str, Any], int]:
         raise PeerError("the state has no header")
     try:
         header = msgpack.unpackb(memoryview(blob)[4 : 4 + header_bytes], raw=False, strict_map_key=False)
-    except (ValueError, TypeError, msgpack.UnpackException) as error:  # TypeError: a map as a map's key
+    except (ValueError, TypeError, msgpack.UnpackException) as error:  # TypeError: a map as the key of a map
         raise PeerError(f"the state's header is not msgpack: {error}") from None
     epoch = header.get("epoch") if isinstance(header, dict) else None
     if (
@@ -300,7 +300,7 @@ def merge(own: Any, theirs: Any, depth: int) -> Any:
         return tuple(merged) if isinstance(own, tuple) else merged
     if depth < _DEPTH_MAX and isinstance(own, dict) and isinstance(theirs, dict):
         merged_map = own.copy()
-        for key in own.keys() & theirs.keys():  # not update(): a Counter's adds up
+        for key in own.keys() & theirs.keys():  # not update(): a Counter would add
             merged_map[key] = merge(own[key], theirs[key], depth + 1)
         return merged_map
     return own

@@ -66,20 +66,20 @@ class TrainingState:
         refuse_sharded(self.extras, "extra tensor")
         self._reads = DeviceReads((tensor.device for tensor in (*self.parameters, *self.extras)), make_reader)
         self._reading = threading.RLock()
-        self._views: list[StateView] = []  # somebody reads the state of a moment
-        # to be held by whoever changes the state: views that are open are copied before that
+        self._views: list[StateView] = []  # open views
+        # held while the state is changed: open views are copied before that
         self.lock = WriteLock(self._reading, self._views, self._reads)
         self.epoch = 0
-        self.version = 0  # changes whenever the state does
-        # the state is the output of an averaging round, equal on all peers whatever their processors
+        self.version = 0  # increases with every change of the state
+        # the state is the output of an averaging round, equal on all peers and processors
         self.canonical = False
         for tensor in (*self.parameters, *self.extras):
             if tensor.dtype not in DTYPE_NAMES:
                 raise UsageError(
                     f"tensors of {tensor.dtype} cannot be shared; known are {', '.join(DTYPE_NAMES.values())}"
                 )
-        # Buffers move with every forward pass, on the trainer's thread, differently on each peer: served is
-        # what all agreed on last.
+        # Buffers change with every forward pass, on the trainer's thread, differently on each peer: the
+        # values served are those that all agreed on last.
         self._agreed_extras = [tensor.detach().clone() for tensor in self.extras]
         self.written()
 
@@ -87,7 +87,7 @@ class TrainingState:
         """Record that the state has changed and is in `epoch`. The lock is still held."""
         self.epoch, self.canonical = epoch, canonical
         self.version += 1
-        self._probed = None  # what was probed may be part of the state now
+        self._probed = None  # the probed statistics may be part of the state now
         self.written()
 
     def written(self) -> None:
@@ -96,7 +96,7 @@ class TrainingState:
         """
         self._reads.written()
 
-    # averaging
+    # --- averaging
 
     def averaged(self) -> list[torch.Tensor]:
         """Return the tensors that peers average to become equal, in one order on all: trained parameters,
@@ -141,7 +141,7 @@ class TrainingState:
         """
         return blake3(pack(self._scalars())).digest()
 
-    # out
+    # --- reading
 
     def view(self) -> StateView:
         """Return a view of the present state, to be read while training continues. It is copied only when
@@ -190,7 +190,7 @@ class TrainingState:
             + 4096 * (len(tensors) + 16)
         )
 
-    # in
+    # --- loading
 
     def load(self, blob: Blob) -> None:
         """Load a snapshot. Raise PeerError, with nothing changed, when it does not fit this optimizer."""
@@ -208,7 +208,7 @@ class TrainingState:
         ):
             structure = self._completed(probe(self.inner, self.parameters))
         with self.lock, torch.no_grad():
-            rooms = self._rooms(structure, tensors)  # first: there may be no memory for them
+            rooms = self._rooms(structure, tensors)  # first, because there may be no memory for them
             for index, p in enumerate(self.parameters):
                 p.copy_(tensors[f"p.{index}"])
                 self._load_statistics(
@@ -289,7 +289,7 @@ class TrainingState:
             if any(held) and not all(held):
                 raise PeerError(f"the state has only some statistics of parameter {index}")
 
-    # what is in it
+    # --- contents
 
     def _statistics(self) -> list[tuple[str, torch.Tensor]]:
         named = []
@@ -356,7 +356,7 @@ class TrainingState:
         """
         if all(self.inner.state.get(p) or not p.requires_grad for p in self.parameters):
             return self._completed([{}] * len(self.parameters))
-        if self._probed is None:  # its size is asked for before a download, its tensors are used after it
+        if self._probed is None:  # used for the size before a download, and for its tensors after it
             self._probed = probe_shapes(self.inner, self.parameters) or probe(self.inner, self.parameters)
         return self._completed(self._probed)
 

@@ -38,7 +38,7 @@ from swarm.core.errors import PeerError
 _log = logging.getLogger(__name__)
 
 _GONE = "this copy of the state is gone: open the state again"
-_SETTLE_CHUNKS = 8  # copied while the lock is held once: a writer that comes meanwhile waits for so many
+_SETTLE_CHUNKS = 8  # copied while the lock is held once: a writer waits for at most this many
 
 
 class StateView:
@@ -66,11 +66,11 @@ class StateView:
         self._lock, self._reads = lock, reads
         self._on_device = any(reads.of(tensor.device) is not None for _, tensor in named)
         self._live = [tensor.detach() if self._on_device else flat_bytes(tensor) for _, tensor in named]
-        # what lies in this machine's own memory is read without a detour through tensors
+        # host memory is read directly, without tensors
         self._memory = [] if self._on_device else [memory_of(live) for live in self._live]
         self._fetched: HostCopy | None = None  # copies `_live` from devices, from the first read on
         self._blob: Blob | None = None
-        self._gathered = 0  # chunks that were copied from host memory to the blob, from the first on
+        self._gathered = 0  # chunks copied from host memory to the blob, from the first on
         self._digests: tuple[bytes, ...] = ()
         self.closed = False
 
@@ -222,7 +222,7 @@ class StateView:
             self._fetch(-(-end // CHUNK_BYTES))
         if not self._has(end):
             with self._lock:
-                if not self._has(end):  # nor meanwhile
+                if not self._has(end):  # not copied by another thread meanwhile
                     if self.closed or self._on_device:
                         raise PeerError(_GONE)
                     return memoryview(b"".join(self._pieces(begin, end)))
@@ -237,7 +237,7 @@ class StateView:
         for place, low, high in self._layout.spans(begin, end):
             live, start = self._memory[place], self._layout.starts[place]
             assert live is not None
-            yield bytes(low - at)  # between tensors
+            yield bytes(low - at)  # gap between tensors
             yield live[low - start : high - start]
             at = high
         yield bytes(end - at)
@@ -255,7 +255,7 @@ class StateView:
             start = self._layout.starts[place]
             flat[low - begin : high - begin].copy_(self._live[place][low - start : high - start])
 
-    # what lies on devices
+    # --- tensors on devices
 
     def _fetch(self, until: int) -> None:
         """Copy chunks to the host, up to chunk `until`. The lock is held while reads are queued, and not
@@ -299,7 +299,7 @@ class WriteLock:
             with torch.no_grad():
                 for view in self._views:
                     view.settle_now()
-            self._views.clear()  # nothing of them is left to ask for
+            self._views.clear()  # none of their reads are left to queue
             self._reads.before_write()
         except BaseException:
             self._lock.release()

@@ -23,7 +23,7 @@ from swarm.core.ids import PeerId
 EPOCH_MAX = 1 << 40
 SAMPLES_MAX = 1 << 40
 RATE_MAX = 1e12  # samples/s
-BITS_MAX = 24  # of the number of shards that a run is divided into
+BITS_MAX = 24  # bits of the number of shards of a run
 _PEERS_MAX = 1 << 32
 
 
@@ -31,26 +31,27 @@ _PEERS_MAX = 1 << 32
 class ProgressConfig:
     """How reports are counted and how often they are exchanged."""
 
-    # a peer counts at most this many times the median rate; from three peers on, since of two nobody is the
-    # majority
+    # a peer counts at most this many times the median rate; from three peers on, since two have no majority
     rate_ratio_max: float = 3.0
-    # a peer may have begun the epoch this much before we think; larger lets liars claim more in short epochs
+    # a peer may have begun the epoch this much earlier than this peer thinks; larger lets liars claim more in
+    # short epochs
     slack_s: float = 0.25
-    # how long a claim is carried on at its rate, at most to twice itself; 0: never
+    # how long a report is extrapolated at its rate, at most to twice its samples; 0: never
     extrapolation_s_max: float = 3.0
-    begin_fraction: float = 0.75  # of the target, in our own view, for a begin message to be believed
-    claim_ttl_s: float = 15.0  # a peer that is silent for so long is gone
-    refresh_s_min: float = 0.25  # between two looks at the DHT when the epoch is about to be full
-    refresh_s_max: float = 3.0  # and when it is far from it
-    # claims kept; beyond it the oldest goes. Well above what one dictionary is for, so that it is seen to be
-    # too small
+    # fraction of the target, in this peer's own view, from which an announcement of a full epoch is believed
+    begin_fraction: float = 0.75
+    claim_ttl_s: float = 15.0  # a peer that is silent for this long is considered gone
+    refresh_s_min: float = 0.25  # between two reads of the DHT when the epoch is about to be full
+    refresh_s_max: float = 3.0  # between two reads when the epoch is far from full
+    # reports kept; beyond it the oldest is dropped. Well above the size of one dictionary, so that an
+    # overfull one is noticed
     peers_max: int = 256
-    # instead of refresh_s_min in a run of several shards, where word takes longer than that anyway
+    # instead of refresh_s_min in a run of several shards, where totals take longer than that anyway
     refresh_s_large: float = 1.0
-    # a peer that reports and does not move for so long does not count: its trainer hangs. Above the longest
-    # step
+    # a peer that reports without any progress for this long does not count: its trainer hangs. Must exceed
+    # the longest step
     stalled_s_max: float = 300.0
-    clock_ahead_s_max: float = 10.0  # a claim from further in the future is refused
+    clock_ahead_s_max: float = 10.0  # a report from further in the future is refused
 
     def __post_init__(self) -> None:
         if (
@@ -74,8 +75,8 @@ class ProgressReport:
     epoch: int
     samples: int  # accumulated in this epoch
     rate: float  # samples/s while it trains; 0: not known yet
-    at_s: float  # when this held
-    since_s: float  # when its epoch began
+    at_s: float  # time of these values
+    since_s: float  # beginning of the epoch
 
     @classmethod
     def decode(cls, value: Any, now_s: float, config: ProgressConfig) -> ProgressReport:
@@ -143,11 +144,11 @@ class ProgressView:
 @dataclass(slots=True)
 class _Entry:
     claim: ProgressReport
-    issued_s: float  # what is not newer than this is no news
+    issued_s: float  # only reports newer than this are accepted
     expires_s: float
     moved_s: float  # when its epoch or samples changed last
-    suspect: bool = False  # did not answer; counts again when it says something newer
-    floor: int = 0  # it completed a round that began this epoch, whatever it said before it noticed
+    suspect: bool = False  # did not answer; counts again after a newer report
+    floor: int = 0  # epoch whose beginning it took part in, even if its reports do not say so yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,13 +156,13 @@ class ProgressTotal:
     """Sum of the reports of a part of the run, or of all of it."""
 
     epoch: int
-    samples: float  # accumulated in that epoch
-    rate: float  # samples/s of all
+    samples: float  # accumulated in `epoch`
+    rate: float  # samples/s of all peers
     peers: int
-    median_rate: float  # of a peer; 0: nobody has one yet
+    median_rate: float  # of one peer; 0: no peer has one yet
     at_s: float
-    since_s: float  # when the epoch began
-    bits: int = 0  # of a total: how finely the run is to be divided from now on
+    since_s: float  # beginning of the epoch
+    bits: int = 0  # of a total: the division of the run from now on
 
     def encode(self) -> list[Any]:
         """Return the total as a list for a DHT record."""
@@ -223,10 +224,10 @@ class EpochProgress:
         self.own, self.target, self.config = own, target, config
         self._own = ProgressReport(epoch=0, samples=0, rate=0.0, at_s=now_s, since_s=now_s)
         self._others: dict[PeerId, _Entry] = {}
-        # of a run of several shards; the claims are those of our own shard then
+        # total of a run of several shards; the reports are then those of this peer's shard
         self.total: ProgressTotal | None = None
 
-    # what this peer does
+    # --- this peer
 
     @property
     def epoch(self) -> int:
@@ -252,7 +253,7 @@ class EpochProgress:
 
     def report(self, samples: int, rate: float, now_s: float) -> None:
         """Update this peer's own report: `samples` accumulated in its epoch, at `rate` samples/s."""
-        now_s = max(now_s, self._own.since_s)  # the clock's correction may move backwards
+        now_s = max(now_s, self._own.since_s)  # a clock correction may move time backwards
         self._own = ProgressReport(
             epoch=self._own.epoch,
             samples=samples,
@@ -261,7 +262,7 @@ class EpochProgress:
             since_s=self._own.since_s,
         )
 
-    # what is heard of others
+    # --- other peers
 
     def on_claim(
         self, peer: PeerId, claim: ProgressReport, now_s: float, expires_s: float | None = None
@@ -279,7 +280,7 @@ class EpochProgress:
             oldest = min(self._others, key=lambda other: self._others[other].issued_s)
             del self._others[oldest]
         floor = known.floor if known is not None else 0
-        # on its way since before the end of that round: it must not look as if the peer were elsewhere
+        # sent before the end of that round: the peer must not appear to be in an earlier epoch
         if claim.epoch < floor:
             claim = ProgressReport(
                 epoch=floor, samples=0, rate=claim.rate, at_s=claim.at_s, since_s=claim.at_s
@@ -319,7 +320,7 @@ class EpochProgress:
         for entry in self._others.values():
             entry.moved_s = now_s
 
-    # what follows from it
+    # --- results
 
     def others(self, now_s: float) -> dict[PeerId, ProgressReport]:
         """Return the reports of the live peers, without this one."""
@@ -334,7 +335,7 @@ class EpochProgress:
     def counted(self, now_s: float) -> dict[PeerId, float]:
         """Return how many samples of each live peer count towards this peer's epoch now."""
         live = {self.own: self._own, **self.others(now_s)}
-        # in whatever epoch: at its start nobody else has reported yet
+        # in any epoch: at the start of one no other peer has reported yet
         rates = [claim.rate for claim in live.values() if claim.rate > 0]
         rate_max = self.config.rate_ratio_max * statistics.median_low(rates) if len(rates) >= 3 else math.inf
         return {
@@ -346,9 +347,9 @@ class EpochProgress:
     def _count(self, peer: PeerId, claim: ProgressReport, rate_max: float, now_s: float) -> float:
         training_s = max(0.0, claim.at_s - self._own.since_s) + self.config.slack_s
         counted = min(float(claim.samples), rate_max * training_s, float(self.target))
-        if peer != self.own:  # our own number is exact
+        if peer != self.own:  # this peer's own number is exact
             silent_s = min(max(0.0, now_s - claim.at_s), self.config.extrapolation_s_max)
-            # in short epochs rates hide how long a round takes
+            # in short epochs rates do not show how long a round takes
             counted += min(min(claim.rate, rate_max) * silent_s, counted)
         return counted
 

@@ -32,12 +32,12 @@ from averaging.optim.progress.logic.reports import (
 from swarm.core.ids import PeerId
 
 FLAT_MAX = 64  # peers that share one dictionary
-SHARD_MEMBERS = 32  # that a shard has when the number of shards is chosen
-SHARD_MEMBERS_MAX = 128  # no more count for one shard, whatever is claimed
+SHARD_MEMBERS = 32  # nominal size when the number of shards is chosen
+SHARD_MEMBERS_MAX = 128  # members of one shard that count at most
 FANOUT_BITS = 5  # 32 children under a node
 AGGREGATORS = 3
-PERIOD_S = 600.0  # for which the same three aggregate
-_ABOVE, _BELOW = 1.5, 0.375  # times SHARD_MEMBERS: a mean shard beyond these is split or merged
+PERIOD_S = 600.0  # how long the same three peers aggregate
+_ABOVE, _BELOW = 1.5, 0.375  # times SHARD_MEMBERS: a mean shard size beyond these leads to a split or merge
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class TreeNode:
     level 0 are the shards.
     """
 
-    bits: int  # that name a shard
+    bits: int  # number of bits that identify a shard
     level: int
     prefix: int  # the first `length` bits
 
@@ -184,8 +184,8 @@ def median_of(sums: Sequence[ProgressTotal]) -> ProgressTotal | None:
     at_s = low([one.at_s for one in sums])
     return ProgressTotal(
         epoch=epoch,
-        # of an aggregator that is an epoch behind nothing is known about this one, of one that is ahead all
-        # of it is done
+        # an aggregator that is an epoch behind knows nothing about this one; for one that is ahead it is
+        # complete
         samples=low(
             [one.samples if one.epoch == epoch else 0.0 if one.epoch < epoch else math.inf for one in there]
         ),
@@ -217,7 +217,7 @@ def sum_of_children(
     rate_max = config.rate_ratio_max * median_rate if len(rates) >= 3 else math.inf
     samples = rate = 0.0
     for one in found:
-        limit = rate_max * one.peers if one.peers else 0.0  # a shard of nobody is none
+        limit = rate_max * one.peers if one.peers else 0.0  # a shard without members has no rate
         rate += min(one.rate, limit)
         if one.epoch == epoch:
             training_s = max(0.0, one.at_s - since_s) + config.slack_s
