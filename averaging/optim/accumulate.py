@@ -58,7 +58,8 @@ class GradientAccumulator:
         """
         if not parameters:
             raise UsageError(
-                "there is nothing to train: no parameter of the optimizer is a floating-point tensor that requires a gradient"
+                "there is nothing to train: no parameter of the optimizer is a floating-point tensor that "
+                "requires a gradient"
             )
         self.parameters, self.home = tuple(parameters), home
         self.names = tuple(names) or tuple(numbered(len(self.parameters)))

@@ -124,7 +124,8 @@ class CatchUp:
         """
         failures = self._node.join_failures
         blind = (
-            f", as far as this peer knows, which has reached nobody: {'; '.join(failures[:_FAILURES_TOLD_MAX])}"
+            ", as far as this peer knows, which has reached nobody: "
+            f"{'; '.join(failures[:_FAILURES_TOLD_MAX])}"
             if failures
             else ""
         )
@@ -225,7 +226,10 @@ class CatchUp:
     ) -> LoadResult | None:
         missing = [e for e in range(fetched.epoch, epoch) if e not in captured]
         if missing:
-            attempt.reason = f"the swarm completed epoch {missing[0]} while the state of epoch {fetched.epoch} was being downloaded"
+            attempt.reason = (
+                f"the swarm completed epoch {missing[0]} while the state of epoch {fetched.epoch} "
+                "was being downloaded"
+            )
             self._tracker.begin_epoch(self._state.epoch)
             return None
         try:
@@ -267,7 +271,7 @@ class CatchUp:
             self._node.network.run(self._tracker.probe(), _REGISTER_S)
         except NetworkError as error:
             _log.info(
-                "not everybody was told that this peer is in epoch %d of run %s: %s",
+                "not all peers know yet that this peer is in epoch %d of run %s: %s",
                 epoch,
                 self._run_id,
                 error,

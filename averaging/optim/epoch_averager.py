@@ -63,11 +63,13 @@ class AveragingOptions:
     def __post_init__(self) -> None:
         if self.strategy is not None and not isinstance(self.strategy, PowerSgd):
             raise UsageError(
-                f"a strategy is swarm.PowerSgd(rank=…), or None for all values as they are, not {self.strategy!r:.60}"
+                "a strategy is swarm.PowerSgd(rank=…), or None for all values as they are, "
+                f"not {self.strategy!r:.60}"
             )
         if self.strategy is not None and self.codec not in (ADAPTIVE, *CODECS):
             raise UsageError(
-                f"with PowerSGD the codec is {', '.join(CODECS)} or {ADAPTIVE}, not {self.codec!r}: it is for the factors"
+                f"with PowerSGD the codec is {', '.join(CODECS)} or {ADAPTIVE}, not {self.codec!r}: "
+                "it is for the factors"
             )
 
 
@@ -178,7 +180,8 @@ class EpochAverager:
             states = state if isinstance(state, list) else [state]
             if len(states) != len(self._feedbacks):
                 raise UsageError(
-                    f"the saved error feedback is of {len(states)} parts of the model; this mode has {len(self._feedbacks)}"
+                    f"the saved error feedback is of {len(states)} parts of the model; "
+                    f"this mode has {len(self._feedbacks)}"
                 )
             for feedback, one in zip(self._feedbacks, states, strict=True):
                 feedback.load_state_dict(one)
@@ -331,7 +334,8 @@ def check_codec(manner: AveragingOptions, traits: ModeTraits) -> None:
     chosen = resolve(codec, traits.role, 0)
     if traits.role == "parameter" and chosen.bits_per_element < 16:
         raise UsageError(
-            f"mode {traits.terms.partition(' ')[0]} averages parameters themselves: {codec} would ruin them; use float16 or finer"
+            f"mode {traits.terms.partition(' ')[0]} averages parameters themselves: {codec} would ruin them; "
+            "use float16 or finer"
         )
 
 
@@ -339,5 +343,6 @@ def check_extras(state: TrainingState, counts_max: int = 1024) -> None:
     """Raise UsageError when the integer extra tensors are too large to be sent in a round's metadata."""
     if len(state.extra_counts()) > counts_max:
         raise UsageError(
-            f"extra_tensors of whole numbers may have {counts_max} elements in all: they are counters, told and not averaged"
+            f"extra_tensors of whole numbers may have {counts_max} elements in all: "
+            "they are counters, which are exchanged and not averaged"
         )

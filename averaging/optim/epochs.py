@@ -234,7 +234,7 @@ class EpochLoop:
 
     def _resynchronise(self, why: str, samples: int) -> StepReport:
         dropped = samples + self._learner.set_aside()
-        _log.warning("fetching the state anew: %s", why)
+        _log.warning("downloading the state again: %s", why)
         loaded, lost = self._load(self._config.load_timeout_s)
         if dropped + lost:
             _log.warning("%d samples of this peer are dropped", dropped + lost)
@@ -409,7 +409,7 @@ class EpochLoop:
         try:
             self._node.network.run(self._tracker.probe(), _PROBE_TIMEOUT_S)
         except NetworkError as error:
-            _log.info("not everybody was asked: %s", error)
+            _log.info("not all peers could be asked: %s", error)
 
     def _synchronise(self, *, alone: bool) -> Synchronised | None:
         """Average the state when this epoch is one for that. Return None when no round was made."""

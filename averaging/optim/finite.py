@@ -188,7 +188,8 @@ def numbered(count: int) -> list[str]:
 
 def not_finite(names: Sequence[str]) -> str:
     """Return the message about non-finite gradients of these parameters."""
-    return f"non-finite gradients: {', '.join([*names[:_NAMED_MAX], *['and others'] * (len(names) > _NAMED_MAX)])}"
+    named = [*names[:_NAMED_MAX], *["and others"] * (len(names) > _NAMED_MAX)]
+    return f"non-finite gradients: {', '.join(named)}"
 
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> bool:

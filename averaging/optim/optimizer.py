@@ -135,7 +135,8 @@ class Optimizer(torch.optim.Optimizer):
     ) -> ModeSettings:
         if not isinstance(inner, torch.optim.Optimizer) or isinstance(inner, Optimizer):
             raise UsageError(
-                f"the first argument is a torch optimizer such as torch.optim.AdamW(model.parameters()), not {inner!r:.60}"
+                "the first argument is a torch optimizer such as torch.optim.AdamW(model.parameters()), "
+                f"not {inner!r:.60}"
             )
         if batch_size_per_step is not None:
             _samples(batch_size_per_step)
@@ -346,7 +347,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise UsageError(
-            "peers agreed on the parameters when this optimizer was made: add groups to the inner optimizer before that"
+            "peers agreed on the parameters when this optimizer was made: "
+            "add groups to the inner optimizer before that"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -407,7 +409,8 @@ class Optimizer(torch.optim.Optimizer):
         )
 
     def __repr__(self) -> str:
-        return f"swarm.Optimizer({self.inner!r}, run {self.run_id}, mode {self.mode}, epoch {self.epoch}{', closed' if self._closed else ''})"
+        closed = ", closed" if self._closed else ""
+        return f"swarm.Optimizer({self.inner!r}, run {self.run_id}, mode {self.mode}, epoch {self.epoch}{closed})"
 
     # --- closing
 
@@ -456,7 +459,8 @@ def _device(parameters: Sequence[torch.Tensor]) -> str:
 def _samples(value: int | None) -> int:
     if value is None:
         raise UsageError(
-            "say how many samples are behind the gradients: step(batch_size) or Optimizer(batch_size_per_step=…)"
+            "say how many samples are behind the gradients: "
+            "step(batch_size) or Optimizer(batch_size_per_step=…)"
         )
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= SAMPLES_MAX:
         raise UsageError(f"a number of samples is a positive whole number, not {value!r:.60}")

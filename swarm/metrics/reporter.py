@@ -27,7 +27,7 @@ _GOODBYE_S = 0.4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsConfig:
-    """What a trainer publishes about itself, and how often."""
+    """Settings of the metrics that a trainer publishes about itself."""
 
     publish: bool = True  # False: monitors show this peer's progress only
     every_s: float = 2.0  # in a small run. Less is livelier, and costs every peer more calls
@@ -44,7 +44,8 @@ class MetricsConfig:
             or self.ttl_periods < 2
         ):
             raise UsageError(
-                "a MetricsConfig needs 0.1 <= every_s <= every_s_max <= 600, every_s_per_peer >= 0 and ttl_periods >= 2"
+                "a MetricsConfig needs 0.1 <= every_s <= every_s_max <= 600, every_s_per_peer >= 0 "
+                "and ttl_periods >= 2"
             )
 
     def period_s(self, peers: int) -> float:

@@ -109,7 +109,9 @@ class Mode(Protocol):
     """One peer's part in the rounds. Called on the trainer's thread only."""
 
     @property
-    def traits(self) -> ModeTraits: ...
+    def traits(self) -> ModeTraits:
+        """Return the mode's properties."""
+        ...
 
     @property
     def state(self) -> TrainingState:
@@ -117,7 +119,9 @@ class Mode(Protocol):
         ...
 
     @property
-    def learner(self) -> Learner: ...
+    def learner(self) -> Learner:
+        """Return the part that trains between two rounds."""
+        ...
 
     def tensors(self) -> Sequence[torch.Tensor]:
         """Return the tensors that a round averages: the same float tensors for the life of the mode, in the
@@ -184,6 +188,10 @@ class ModeSettings(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Return the name of the mode."""
+        ...
 
-    def build(self, parts: ModeParts) -> Mode: ...
+    def build(self, parts: ModeParts) -> Mode:
+        """Build the mode."""
+        ...

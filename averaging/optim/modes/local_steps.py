@@ -68,7 +68,8 @@ class LocalSteps:
         self.weights = [p for p in parameters if _is_trained(p)]
         if not self.weights:
             raise UsageError(
-                "there is nothing to train: no parameter of the optimizer is a floating-point tensor that requires a gradient"
+                "there is nothing to train: no parameter of the optimizer is a floating-point tensor that "
+                "requires a gradient"
             )
         self._names = names_of(self.weights, parts.inner)
         home = home_of(self.weights, parts.offload)
@@ -270,7 +271,7 @@ class LocalSteps:
 
     def discard(self) -> None:
         """Return to the base, because local steps ended in NaN or infinity."""
-        _log.warning("%d samples are dropped: local steps ran into NaN or infinity", self.samples)
+        _log.warning("%d samples are dropped: local steps resulted in NaN or infinity", self.samples)
         self.follow(None)
         self.counted = self.dropped = self._launched = self.total
 

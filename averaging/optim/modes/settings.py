@@ -92,14 +92,16 @@ class Diloco:
             self.delay_steps is not None and (self.delay_steps < 0 or self.streaming == 1)
         ):
             raise UsageError(
-                "Diloco: streaming is a number of fragments, at least 1; delay_steps is not negative, and for streaming only"
+                "Diloco: streaming is a number of fragments, at least 1; "
+                "delay_steps is not negative, and for streaming only"
             )
         _check_carried(self.carried_epochs_max)
 
     def build(self, parts: ModeParts) -> DilocoMode:
         nesterov = self.nesterov and self.momentum > 0
         traits = ModeTraits(
-            terms=f"diloco outer_lr={self.outer_lr:g} momentum={self.momentum:g} nesterov={nesterov:d} streaming={self.streaming}",
+            terms=f"diloco outer_lr={self.outer_lr:g} momentum={self.momentum:g} "
+            f"nesterov={nesterov:d} streaming={self.streaming}",
             role="pseudo_gradient",
             keeps_progress=True,
             overlapped=self.streaming > 1,
@@ -134,13 +136,15 @@ class Gossip:
     def __post_init__(self) -> None:
         if not 0 < self.outer_lr < float("inf") or not 0 <= self.momentum < 1 or not 0 <= self.consensus < 2:
             raise UsageError(
-                "Gossip needs an outer_lr above 0, a momentum from 0 to below 1, and a consensus from 0 to below 2"
+                "Gossip needs an outer_lr above 0, a momentum from 0 to below 1, "
+                "and a consensus from 0 to below 2"
             )
         _check_carried(self.carried_epochs_max)
 
     def build(self, parts: ModeParts) -> GossipMode:
         traits = ModeTraits(
-            terms=f"gossip outer_lr={self.outer_lr:g} momentum={self.momentum:g} consensus={self.consensus:g}",
+            terms=f"gossip outer_lr={self.outer_lr:g} momentum={self.momentum:g} "
+            f"consensus={self.consensus:g}",
             role="parameter",
             keeps_progress=True,
             group_size=2,
@@ -163,7 +167,8 @@ def settings_of(mode: str | ModeSettings) -> ModeSettings:
     if not isinstance(mode, str):
         if not hasattr(mode, "build") or not hasattr(mode, "name"):
             raise UsageError(
-                f"mode is a name ({', '.join(MODES)}) or settings such as Diloco(streaming=4), not {mode!r:.60}"
+                f"mode is a name ({', '.join(MODES)}) or settings such as Diloco(streaming=4), "
+                f"not {mode!r:.60}"
             )
         return mode
     if mode not in MODES:

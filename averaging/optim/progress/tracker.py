@@ -240,7 +240,7 @@ class Tracker:
         """Read, publish and announce until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch(), name=f"progress of run {self.run_id}")
-            group.create_task(self._tell(), name=f"telling that an epoch of run {self.run_id} is full")
+            group.create_task(self._tell(), name=f"announcing full epochs of run {self.run_id}")
 
     async def _watch(self) -> None:
         # read before the first publication: a newcomer to a large run does not know its shard yet
@@ -319,7 +319,7 @@ class Tracker:
         level = logging.INFO if epoch == ours else logging.DEBUG
         _log.log(
             level,
-            "peer %s says that epoch %d of run %s is full; this peer (in epoch %d) does not see it",
+            "peer %s announced that epoch %d of run %s is full; the view of this peer (in epoch %d) differs",
             peer,
             epoch,
             self.run_id,
@@ -347,10 +347,10 @@ class Tracker:
                 )
                 self._hear(peer, reply.claim)
             except PeerError as error:
-                _log.info("peer %s refused our progress: %s", peer, error)
+                _log.info("peer %s refused this peer's progress report: %s", peer, error)
                 self._lose(peer)
             except NetworkError as error:
-                _log.info("peer %s does not answer: %s", peer, error)
+                _log.info("peer %s did not answer a progress report: %s", peer, error)
                 self._lose(peer)
 
     def _lose(self, peer: PeerId) -> None:

@@ -88,7 +88,7 @@ class Tree:
             try:
                 self.said = await self._climb(sum_of_claims(here, now_s, self._config), now_s)
             except SwarmError as error:
-                _log.info("the sums of run %s were not brought up: %s", self._run, error)
+                _log.info("the sums of run %s were not published: %s", self._run, error)
             if self.said is not None:
                 told[self._own] = self.said
         said = [told[peer] for peer in adding if peer in told]
@@ -144,7 +144,7 @@ class Tree:
                 try:
                     total = ProgressTotal.decode(value["total"], now_s, self._config)
                 except PeerError as error:
-                    _log.info("peer %s tells a malformed total: %s", entry.writer, error)
+                    _log.info("peer %s published a malformed total: %s", entry.writer, error)
                     continue
                 if now_s - total.at_s < _FRESH_S:
                     found[entry.writer] = total
@@ -248,5 +248,5 @@ class Tree:
                         ProgressTotal.decode(value.get("sum"), now_s, self._config),
                     )
             except PeerError as error:
-                _log.info("peer %s brings up a malformed sum: %s", entry.writer, error)
+                _log.info("peer %s published a malformed sum: %s", entry.writer, error)
         return found

@@ -140,7 +140,8 @@ def read(path: Path) -> Checkpoint:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dictionary
+            names = file.keys()  # a method of its own: `file` is not a dictionary
+            tensors = {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise PeerError(f"{path} cannot be read: {error}") from error
     if metadata.get("swarm") != FORMAT:

@@ -307,7 +307,8 @@ class HostCopy:
             for transfer in window.transfers:
                 transfer.wait()
             begin, end = self.copied_bytes, window.end
-            copy_bytes(memoryview(window.buffer.numpy())[: end - begin], memoryview(self.blob)[begin:end])  # type: ignore[arg-type, unused-ignore]
+            arrived = memoryview(window.buffer.numpy())  # type: ignore[arg-type, unused-ignore]
+            copy_bytes(arrived[: end - begin], memoryview(self.blob)[begin:end])
             self.copied_bytes = end
             self._under_way.popleft()
             self._free.append(window.buffer)

@@ -59,7 +59,8 @@ class DonorConfig:
     def __post_init__(self) -> None:
         if self.record_renew_s * 2 > self.record_ttl_s:
             raise UsageError(
-                "record_ttl_s must be at least twice record_renew_s, or live donors would vanish between two renewals"
+                "record_ttl_s must be at least twice record_renew_s, "
+                "or live donors would vanish between two renewals"
             )
 
 

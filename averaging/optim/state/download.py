@@ -131,7 +131,8 @@ class Download:
             await self._close_all(offers)
         if self.majority and len(offers) > 1:
             raise NotEnoughPeers(
-                f"the {len(offers)} donors that answered hold different states of run {self.run}{self._reasons()}"
+                f"the {len(offers)} donors that answered hold different states of run {self.run}"
+                f"{self._reasons()}"
             )
         raise NotEnoughPeers(f"no peer could give the state of run {self.run}{self._reasons()}")
 
@@ -159,7 +160,8 @@ class Download:
         raw, chunks = reply.chunk_digests, -(-reply.total_bytes // CHUNK_BYTES)
         if not 0 < reply.total_bytes <= self.bytes_max:
             raise PeerError(
-                f"offers a state of {reply.total_bytes} bytes; ours has at most {self.bytes_max}: another model or optimizer"
+                f"offers a state of {reply.total_bytes} bytes; ours has at most {self.bytes_max}: "
+                "another model or optimizer"
             )
         if len(raw) != chunks * _DIGEST_BYTES or len(reply.lease) > 64:
             raise PeerError("offers a state with a wrong number of chunk digests")
@@ -330,4 +332,6 @@ class Download:
                 offer.contact, CLOSE, state_pb2.CloseRequest(run=self.run, lease=offer.lease), timeout_s=1.0
             )
         except SwarmError as error:
-            _log.debug("peer %s was not told that the download is over: %s", offer.contact.peer_id, error)
+            _log.debug(
+                "the lease of peer %s was not closed after the download: %s", offer.contact.peer_id, error
+            )

@@ -205,7 +205,10 @@ class Intake:
                 self._checked.popleft()
                 self.on_new(self.part.got(index, self.peer))
             else:
-                self.lie = f"sent a chunk {index} whose digest is not what it had declared: it lies, or its memory is broken"
+                self.lie = (
+                    f"sent a chunk {index} whose digest is not what it had declared: "
+                    "it lies, or its memory is broken"
+                )
 
 
 def _put(payload: memoryview, digest: bytes, place: memoryview) -> bool:

@@ -97,7 +97,8 @@ def _step(
         second.step()
     except (RuntimeError, KeyError, TypeError, AttributeError, ValueError, AssertionError) as error:
         raise UsageError(
-            f"cannot find out which statistics {type(inner).__name__} keeps: a step with zero gradients failed ({error})"
+            f"cannot find out which statistics {type(inner).__name__} keeps: "
+            f"a step with zero gradients failed ({error})"
         ) from error
     return [dict(second.state.get(copies[p], {})) for p in parameters]
 

@@ -164,7 +164,9 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 def memory_of(flat: torch.Tensor) -> memoryview | None:
     """Return the memory of a tensor of `flat_bytes`, or None when it is on a device."""
-    return memoryview(flat.numpy()) if flat.device.type == "cpu" else None  # type: ignore[arg-type, unused-ignore]
+    if flat.device.type != "cpu":
+        return None
+    return memoryview(flat.numpy())  # type: ignore[arg-type, unused-ignore]
 
 
 def digests_of(blob: Blob) -> tuple[bytes, ...]:

@@ -264,7 +264,8 @@ class TrainingState:
         missing = known.keys() - tensors.keys()
         if missing:
             raise PeerError(
-                f"the state lacks {len(missing)} tensors of ours, {min(missing)} among them: another model or optimizer"
+                f"the state lacks {len(missing)} tensors of ours, {min(missing)} among them: "
+                "another model or optimizer"
             )
         known |= {
             f"s.{i}.{key}": t
@@ -276,11 +277,13 @@ class TrainingState:
             own = known.get(name)
             if own is None:
                 raise PeerError(
-                    f"the state has a tensor {name[:40]!r} that this optimizer has not: another model or optimizer"
+                    f"the state has a tensor {name[:40]!r} that this optimizer has not: "
+                    "another model or optimizer"
                 )
             if own.dtype != tensor.dtype or own.shape != tensor.shape:
                 raise PeerError(
-                    f"the state's {name[:40]!r} is {tensor.dtype} {tuple(tensor.shape)}, ours is {own.dtype} {tuple(own.shape)}"
+                    f"the state's {name[:40]!r} is {tensor.dtype} {tuple(tensor.shape)}, "
+                    f"ours is {own.dtype} {tuple(own.shape)}"
                 )
             if not is_finite(tensor):
                 raise PeerError(f"the state's {name[:40]!r} is not finite")
@@ -297,7 +300,8 @@ class TrainingState:
             for key, value in sorted(self.inner.state.get(p, {}).items()):
                 if isinstance(value, (list, dict)):
                     raise UsageError(
-                        f"{type(self.inner).__name__} keeps {key!r} as a {type(value).__name__}; only tensors and numbers can be shared"
+                        f"{type(self.inner).__name__} keeps {key!r} as a {type(value).__name__}; "
+                        "only tensors and numbers can be shared"
                     )
                 if is_statistic(p, key, value):
                     named.append((f"s.{index}.{key}", value))

@@ -60,7 +60,8 @@ class ProgressConfig:
             or not 0 < self.refresh_s_min <= self.refresh_s_max
         ):
             raise UsageError(
-                "a ProgressConfig needs rate_ratio_max >= 1, begin_fraction within 0..1 and 0 < refresh_s_min <= refresh_s_max"
+                "a ProgressConfig needs rate_ratio_max >= 1, begin_fraction within 0..1 and "
+                "0 < refresh_s_min <= refresh_s_max"
             )
         if self.claim_ttl_s <= self.refresh_s_max:
             raise UsageError(
