@@ -22,13 +22,13 @@ from averaging.optim.finite import (
     NO_GRADIENT,
     DeviceCheck,
     LateChecks,
-    Refused,
+    RejectedSamples,
     add_where_,
     all_finite,
-    flaw_of_gradients,
-    numbered,
+    defect_of_gradients,
+    placeholder_names,
 )
-from averaging.optim.memory import Fragment, gradient_for, room_beside
+from averaging.optim.memory import Fragment, gradient_for, zeros_beside
 from averaging.optim.offload import HostLink, HostStaging, Links, link_of
 from swarm.core.errors import UsageError
 
@@ -46,13 +46,13 @@ class GradientAccumulator:
         parameters: Sequence[torch.Tensor],
         *,
         names: Sequence[str] = (),
-        home: torch.device | None = None,
+        storage: torch.device | None = None,
         make_link: Callable[[torch.device], HostLink | None] = link_of,
     ) -> None:
         """Allocate the buffers.
 
         `parameters` are the floating-point leaf tensors to be trained, of any shape, dtype and device,
-        without repetition. `names` are used in messages. `home` is the device of the sums; None puts each
+        without repetition. `names` are used in messages. `storage` is the device of the sums; None puts each
         beside its parameter. `make_link` returns the link to a device; tests replace it. Raises UsageError
         when there are no parameters.
         """
@@ -61,17 +61,17 @@ class GradientAccumulator:
                 "there is nothing to train: no parameter of the optimizer is a floating-point tensor that "
                 "requires a gradient"
             )
-        self.parameters, self.home = tuple(parameters), home
-        self.names = tuple(names) or tuple(numbered(len(self.parameters)))
-        self.buffers = [room_beside(p, home) for p in self.parameters]
+        self.parameters, self.storage = tuple(parameters), storage
+        self.names = tuple(names) or tuple(placeholder_names(len(self.parameters)))
+        self.buffers = [zeros_beside(p, storage) for p in self.parameters]
         self.samples = 0  # includes micro-steps that may still be refused
         self._touched = [False] * len(self.parameters)
         self._is_mean = False
-        self._is_blank = True  # all zeros, and not handed out to be written into
+        self._is_zero = True  # all zeros, and not handed out to be written into
         self._links = Links(self.parameters, make_link)
-        self._late = LateChecks(self.names)
+        self._late_checks = LateChecks(self.names)
         self._staging = (
-            HostStaging(self.parameters, self._links) if self._links and home is not None else None
+            HostStaging(self.parameters, self._links) if self._links and storage is not None else None
         )
 
     @property
@@ -79,7 +79,7 @@ class GradientAccumulator:
         """Return, for each parameter, whether it had a gradient since the reset. The inner optimizer steps
         no other parameter, weight decay included.
         """
-        late = self._late.places
+        late = self._late_checks.places
         return [touched or place in late for place, touched in enumerate(self._touched)]
 
     def add(self, samples: int) -> str | None:
@@ -91,14 +91,14 @@ class GradientAccumulator:
         """
         gradients = {place: p.grad.detach() for place, p in enumerate(self.parameters) if p.grad is not None}
         if self._links and gradients and not any(gradient.is_sparse for gradient in gradients.values()):
-            self._add_unseen(gradients, samples)
+            self._add_unchecked(gradients, samples)
             return None
-        flaw = flaw_of_gradients(self.parameters, self.names) if gradients else NO_GRADIENT
-        if flaw is not None:
-            return flaw
-        self.settle(wait=self._staging is not None)
+        defect = defect_of_gradients(self.parameters, self.names) if gradients else NO_GRADIENT
+        if defect is not None:
+            return defect
+        self.resolve_checks(wait=self._staging is not None)
         self._to_sums()
-        self._is_blank = False
+        self._is_zero = False
         with torch.no_grad():
             pairs = [
                 (self.buffers[place], gradient.to(self.buffers[place].device))
@@ -115,9 +115,11 @@ class GradientAccumulator:
         self._count(samples, gradients)
         return None
 
-    def _add_unseen(self, gradients: dict[int, torch.Tensor], samples: int) -> None:
+    def _add_unchecked(self, gradients: dict[int, torch.Tensor], samples: int) -> None:
         """Add gradients on devices before the host knows whether they are finite."""
-        self.settle(wait=self._staging is not None)  # the staging buffer is in use until its values are added
+        self.resolve_checks(
+            wait=self._staging is not None
+        )  # the staging buffer is in use until its values are added
         check = DeviceCheck(gradients, self._links)
         if self._staging is not None:
             self._staging.fetch(
@@ -125,7 +127,7 @@ class GradientAccumulator:
             )
         else:
             self._to_sums()
-            self._is_blank = False
+            self._is_zero = False
             with torch.no_grad():
                 for device in dict.fromkeys(gradient.device for gradient in gradients.values()):
                     places = [place for place, gradient in gradients.items() if gradient.device == device]
@@ -135,26 +137,26 @@ class GradientAccumulator:
                         [gradients[place] for place in places],
                         samples,
                     )
-        self._late.took(samples, tuple(gradients), check)
+        self._late_checks.add(samples, tuple(gradients), check)
         self.samples += samples
 
-    def settle(self, *, wait: bool = True) -> None:
+    def resolve_checks(self, *, wait: bool = True) -> None:
         """Evaluate the checks of earlier micro-steps and subtract the samples of those that were not
         finite.
 
         `wait`: evaluate all of them, which may wait for the device; else only those whose flags have
         reached the host.
         """
-        for samples, places, useful in self._late.known(wait=wait):
+        for samples, places, useful in self._late_checks.resolved(wait=wait):
             self.samples -= samples
             if useful and self._staging is not None:
                 self._staging.wait()
                 self._to_sums()
-                self._is_blank = False
+                self._is_zero = False
                 pairs = [
                     (self.buffers[place].view(-1)[low:high], values)
                     for place in places
-                    for low, high, values in self._staging.held(
+                    for low, high, values in self._staging.fetched_values(
                         Fragment(place, 0, self.buffers[place].numel())
                     )
                 ]
@@ -164,9 +166,9 @@ class GradientAccumulator:
             if useful:
                 self._count(samples, places)
 
-    def refused(self) -> Refused:
+    def refused(self) -> RejectedSamples:
         """Return the samples that were accepted first and found not finite since the last call."""
-        return self._late.refused()
+        return self._late_checks.refused()
 
     def gradients_for(
         self, averages: Sequence[torch.Tensor], touched: Sequence[bool]
@@ -177,12 +179,12 @@ class GradientAccumulator:
         if self._staging is None:
             pairs = zip(self.parameters, averages, touched, strict=True)
             return [gradient_for(p, average) if has_gradient else None for p, average, has_gradient in pairs]
-        self.settle()  # add the contents of the staging buffer before other values go through it
+        self.resolve_checks()  # add the contents of the staging buffer before other values go through it
         found = [
             torch.empty(p.shape, dtype=p.dtype, device=p.device) if has_gradient else None
             for p, has_gradient in zip(self.parameters, touched, strict=True)
         ]
-        self._staging.bring(
+        self._staging.upload(
             (Fragment(place, 0, average.numel()), average.view(-1), there.view(-1))
             for place, (average, there) in enumerate(zip(averages, found, strict=True))
             if there is not None
@@ -201,33 +203,33 @@ class GradientAccumulator:
         """Turn sums into means over this peer's samples, in place, and return the buffers. Without samples
         they are zeros.
         """
-        self.settle()
-        self._is_blank = False  # the round writes its average into these buffers
+        self.resolve_checks()
+        self._is_zero = False  # the round writes its average into these buffers
         if not self._is_mean and self.samples:
             torch._foreach_div_(self.buffers, float(self.samples))
             self._is_mean = True
         return self.buffers
 
-    def put_back(self, means: Sequence[torch.Tensor], samples: int, touched: Sequence[bool]) -> None:
+    def restore_means(self, means: Sequence[torch.Tensor], samples: int, touched: Sequence[bool]) -> None:
         """Add means over `samples` samples that were taken out for a round which failed."""
-        self.settle(wait=self._staging is not None)
+        self.resolve_checks(wait=self._staging is not None)
         self._to_sums()
-        self._is_blank = False
+        self._is_zero = False
         torch._foreach_add_(self.buffers, list(means), alpha=samples)
         self.samples += samples
         self._touched = [one or other for one, other in zip(self._touched, touched, strict=True)]
 
     def finite(self) -> bool:
         """Return False when sums of finite gradients overflowed: such a contribution must not be sent."""
-        self.settle()
+        self.resolve_checks()
         return all_finite(self.buffers)
 
     def reset(self) -> None:
         """Drop everything that was accumulated."""
-        self.settle()
-        if not self._is_blank:
+        self.resolve_checks()
+        if not self._is_zero:
             torch._foreach_zero_(self.buffers)
-        self._is_blank = True
+        self._is_zero = True
         self.samples, self._is_mean = 0, False
         self._touched = [False] * len(self.parameters)
 
@@ -250,9 +252,9 @@ class GradientAccumulator:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state needed to resume in the middle of an epoch. Tensors are references, as in torch."""
-        self.settle()
+        self.resolve_checks()
         self._to_sums()
-        self._is_blank = False
+        self._is_zero = False
         return {"samples": self.samples, "touched": list(self.touched), "sums": list(self.buffers)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -260,8 +262,8 @@ class GradientAccumulator:
         sums = state["sums"]
         if [tuple(t.shape) for t in sums] != [tuple(t.shape) for t in self.buffers]:
             raise UsageError("the saved gradients have other shapes than this optimizer's parameters")
-        self.settle()  # discard earlier micro-steps
-        self._is_blank = False
+        self.resolve_checks()  # discard earlier micro-steps
+        self._is_zero = False
         for buffer, saved in zip(self.buffers, sums, strict=True):
             buffer.copy_(saved)
         self.samples, self._is_mean = int(state["samples"]), False
@@ -278,9 +280,9 @@ def names_of(parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimize
     `named_parameters()`, else their numbers in it.
     """
     every = dict.fromkeys(id(p) for group in optimizer.param_groups for p in group["params"])
-    known = {one: f"parameter {place}" for place, one in enumerate(every)}
+    names = {one: f"parameter {place}" for place, one in enumerate(every)}
     for group in optimizer.param_groups:
-        known |= {
+        names |= {
             id(p): str(name) for p, name in zip(group["params"], group.get("param_names", ()), strict=False)
         }
-    return [known[id(p)] for p in parameters]
+    return [names[id(p)] for p in parameters]

@@ -39,22 +39,23 @@ class OptimizerConfig:
     load_timeout_s: float = 600.0  # of a download of the state within step
     load_retry_s: float = 0.5  # between two attempts at downloading the state
     # while all peers are in epoch 0: how long to look for a state before concluding that there is none
-    no_donor_s: float = 3.0
+    no_donor_wait_s: float = 3.0
     # epochs captured while the state is downloaded, one copy of the gradients each; beyond it the download
     # restarts
     replay_rounds_max: int = 64
     # a round is cancelled this long after the others went on to the next epoch. Too small: slow links lose
     # rounds that were about to end
-    give_up_s: float = 5.0
+    obsolete_round_grace_s: float = 5.0
     state_rounds_max: int = 3  # attempts at averaging the state in its epoch
     # a download that ends sooner takes no part in rounds; this is the longest that others wait for this peer
     capture_after_s: float = 0.5
     # how long to wait for a round in progress when the download has ended. Too small: the round fails for the
     # others, too
     capture_grace_s: float = 3.0
-    first_look_s: float = 5.0  # longest wait in the first step for the first read of the others' progress
+    # longest wait in the first step for the first read of the others' progress
+    first_refresh_timeout_s: float = 5.0
     # a peer steps alone only if its latest read of the others' progress is not older than this
-    lonely_look_s: float = 4.0
+    alone_check_age_s_max: float = 4.0
     progress: ProgressConfig = field(default_factory=ProgressConfig)
     donor: DonorConfig = field(default_factory=DonorConfig)
     download: DownloadConfig = field(default_factory=DownloadConfig)
@@ -70,10 +71,10 @@ class OptimizerConfig:
             self.state_timeout_s,
             self.load_timeout_s,
             self.load_retry_s,
-            self.first_look_s,
-            self.lonely_look_s,
+            self.first_refresh_timeout_s,
+            self.alone_check_age_s_max,
         )
-        if min(times) <= 0 or self.no_donor_s < 0:
+        if min(times) <= 0 or self.no_donor_wait_s < 0:
             raise UsageError("times are positive numbers of seconds")
 
     def of_run(self, run_id: str) -> AveragerConfig:

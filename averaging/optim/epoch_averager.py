@@ -34,19 +34,20 @@ if TYPE_CHECKING:
     from swarm.node import Node
 
 _POLL_S = 0.002
-_LOOK_S = 0.04
+_CHECK_INTERVAL_S = 0.04
 _CANCEL_S_MAX = 2.0
 _DISTANCE_ELEMENTS = 1 << 22  # compared at a time: bounds the float32 copies, unless one row is longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Synchronised:
+class StateRound:
     """Result of a round over the state."""
 
     result: RoundResult
     # relative norm of the difference between this peer's parameters and the average
     drift: float | None = None
-    in_step: bool = True  # False: most others have other step counters or another schedule than this peer
+    # False: most others have other step counters or another schedule than this peer
+    counters_agree: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,19 +79,19 @@ class BackgroundRound:
     true.
     """
 
-    def __init__(self, pending: PendingRound, enough: Callable[[], bool], grace_s: float) -> None:
-        self._pending, self._enough, self._grace_s = pending, enough, grace_s
-        self._since_s, self._looked_s = math.inf, -math.inf
+    def __init__(self, pending: PendingRound, is_obsolete: Callable[[], bool], grace_s: float) -> None:
+        self._pending, self._is_obsolete, self._grace_s = pending, is_obsolete, grace_s
+        self._obsolete_s, self._checked_s = math.inf, -math.inf
 
     def done(self) -> bool:
         """Return whether `result` would not wait. Call it regularly: an obsolete round is cancelled here."""
         now_s = time.monotonic()
         if self._pending.done:
             return True
-        if now_s - self._looked_s >= _LOOK_S:
-            self._looked_s = now_s
-            self._since_s = min(self._since_s, now_s) if self._enough() else math.inf
-        if now_s - self._since_s < self._grace_s:
+        if now_s - self._checked_s >= _CHECK_INTERVAL_S:
+            self._checked_s = now_s
+            self._obsolete_s = min(self._obsolete_s, now_s) if self._is_obsolete() else math.inf
+        if now_s - self._obsolete_s < self._grace_s:
             return False
         self._pending.cancel()
         return True
@@ -125,34 +126,34 @@ class EpochAverager:
         run_id: str,
         mode: Mode,
         state: TrainingState,
-        manner: AveragingOptions,
+        options: AveragingOptions,
         config: OptimizerConfig,
     ) -> None:
-        self._node, self._run_id, self._mode, self._state, self._manner, self._config = (
+        self._node, self._run_id, self._mode, self._state, self._options, self._config = (
             node,
             run_id,
             mode,
             state,
-            manner,
+            options,
             config,
         )
-        self._epochs: Averager | None = None
-        self._states: Averager | None = None
+        self._epoch_averager: Averager | None = None
+        self._state_averager: Averager | None = None
         # one for each of the mode's slots; empty without error feedback
         self._feedbacks: list[Feedback | LowRank] = []
         self._feedback: Any = None  # loaded before there is an averager to take it
-        # addresses of the tensors that `_states` averages: loading a state may replace them
-        self._states_over: list[int] = []
+        # addresses of the tensors that `_state_averager` averages: loading a state may replace them
+        self._state_addresses: list[int] = []
 
     def open(self) -> None:
         """Open the epochs' averager: from now on the others expect this peer in their rounds."""
-        if self._epochs is not None:
+        if self._epoch_averager is not None:
             return
-        self._epochs = self._averager(self._mode.tensors(), "epochs", self._manner)
-        first = self._epochs.feedback
+        self._epoch_averager = self._make_averager(self._mode.tensors(), "epochs", self._options)
+        first = self._epoch_averager.feedback
         if first is not None:
             others = range(1, self._mode.traits.slots)
-            self._feedbacks = [first, *(self._epochs.new_feedback() for _ in others)]
+            self._feedbacks = [first, *(self._epoch_averager.new_feedback() for _ in others)]
             self.load_feedback(self._feedback)
 
     def ban(self, peers: frozenset[PeerId]) -> None:
@@ -174,7 +175,7 @@ class EpochAverager:
         """Restore the result of `feedback_state`. Raise UsageError when it belongs to another model or
         mode, or a round is running.
         """
-        if self._epochs is None:
+        if self._epoch_averager is None:
             self._feedback = state
         elif self._feedbacks and state is not None:
             states = state if isinstance(state, list) else [state]
@@ -186,7 +187,7 @@ class EpochAverager:
             for feedback, one in zip(self._feedbacks, states, strict=True):
                 feedback.load_state_dict(one)
 
-    def begin(self, epoch: int, enough: Callable[[], bool], grace_s: float) -> BackgroundRound:
+    def begin(self, epoch: int, is_obsolete: Callable[[], bool], grace_s: float) -> BackgroundRound:
         """Begin the round of `epoch` in the background. If it succeeds, the mode's tensors hold the average
         once its result is taken.
 
@@ -194,39 +195,39 @@ class EpochAverager:
         before that, one without partners does not.
         """
         self.open()
-        assert self._epochs is not None
+        assert self._epoch_averager is not None
         if self._feedbacks:
-            self._epochs.feedback = self._feedbacks[epoch % len(self._feedbacks)]
-        weight, told = self._mode.prepare(epoch)
-        pending = self._epochs.step(
+            self._epoch_averager.feedback = self._feedbacks[epoch % len(self._feedbacks)]
+        weight, metadata = self._mode.prepare(epoch)
+        pending = self._epoch_averager.step(
             weight=weight,
             timeout_s=self._config.round_timeout_s,
-            gather=told,
+            gather=metadata,
             round_key=epoch,
             wait=False,
             lend=True,
         )
-        return BackgroundRound(pending, enough, grace_s)
+        return BackgroundRound(pending, is_obsolete, grace_s)
 
-    def average(self, epoch: int, enough: Callable[[], bool], grace_s: float) -> RoundResult:
+    def average(self, epoch: int, is_obsolete: Callable[[], bool], grace_s: float) -> RoundResult:
         """Begin the round of `epoch` and wait for its end; parameters as in `begin`."""
-        return self.begin(epoch, enough, grace_s).result()
+        return self.begin(epoch, is_obsolete, grace_s).result()
 
     def open_state(self) -> None:
         """Open the averager of the state. Call it after the inner optimizer has created its statistics, so
         that the layouts of all peers agree.
         """
-        tensors = self._state.averaged()
-        over = [tensor.data_ptr() for tensor in tensors]
-        if self._states is not None and over == self._states_over:
+        tensors = self._state.averaged_tensors()
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if self._state_averager is not None and addresses == self._state_addresses:
             return
-        if self._states is not None:
-            self._states.close()
-        manner = replace(self._manner, codec=self._config.state_codec, error_feedback=False, strategy=None)
-        self._states = self._averager(tensors, "state", manner)
-        self._states_over = over
+        if self._state_averager is not None:
+            self._state_averager.close()
+        options = replace(self._options, codec=self._config.state_codec, error_feedback=False, strategy=None)
+        self._state_averager = self._make_averager(tensors, "state", options)
+        self._state_addresses = addresses
 
-    def synchronise(self, enough: Callable[[], bool], grace_s: float) -> Synchronised:
+    def average_state(self, is_obsolete: Callable[[], bool], grace_s: float) -> StateRound:
         """Average the state with the others, all with the same weight. The round is cancelled as in
         `begin`.
 
@@ -234,67 +235,71 @@ class EpochAverager:
         snapshot must not wait for a round.
         """
         self.open_state()
-        assert self._states is not None
+        assert self._state_averager is not None
         state = self._state
         # the round overwrites the parameters; the mode and the drift need their previous values
         before = [p.detach().clone() for p in state.parameters if p.requires_grad]
         counters = state.counters_digest()
-        told = {"counters": counters, "extras": state.extra_counts()}
-        pending = self._states.step(
+        metadata = {"counters": counters, "extras": state.extra_counts()}
+        pending = self._state_averager.step(
             weight=1.0,
             timeout_s=self._config.state_timeout_s,
-            gather=told,
+            gather=metadata,
             round_key=state.epoch,
             wait=False,
             lend=True,
         )
-        flight, pause = BackgroundRound(pending, enough, grace_s), threading.Event()
+        background_round, pause = BackgroundRound(pending, is_obsolete, grace_s), threading.Event()
         try:
-            while not flight.done():
+            while not background_round.done():
                 pause.wait(_POLL_S)
             with state.lock:
                 result = pending.result()
                 if result.failed:
-                    return Synchronised(result=result)
-                heard = [told for told in result.gathered.values() if isinstance(told, dict)]
-                state.agree_extras([told["extras"] for told in heard if _are_counts(told.get("extras"))])
+                    return StateRound(result=result)
+                received = [metadata for metadata in result.gathered.values() if isinstance(metadata, dict)]
+                state.agree_extras(
+                    [metadata["extras"] for metadata in received if _are_counts(metadata.get("extras"))]
+                )
                 drift = relative_distance(before, [p.detach() for p in state.parameters if p.requires_grad])
-                self._mode.settled(before)
-                state.moved(state.epoch, canonical=True)
+                self._mode.on_state_averaged(before)
+                state.mark_changed(state.epoch, canonical=True)
         except BaseException:  # Ctrl-C, as in `BackgroundRound.result`
-            flight.cancel()
+            background_round.cancel()
             raise
         most = Counter(
-            told.get("counters") for told in heard if isinstance(told.get("counters"), bytes)
+            metadata.get("counters") for metadata in received if isinstance(metadata.get("counters"), bytes)
         ).most_common(1)
-        in_step = not most or most[0][0] == counters or most[0][1] * 2 <= len(heard)
-        return Synchronised(result=result, drift=drift, in_step=in_step)
+        counters_agree = not most or most[0][0] == counters or most[0][1] * 2 <= len(received)
+        return StateRound(result=result, drift=drift, counters_agree=counters_agree)
 
     def close(self) -> None:
         """Close both averagers."""
-        for averager in (self._epochs, self._states):
+        for averager in (self._epoch_averager, self._state_averager):
             if averager is not None:
                 averager.close()
 
-    def _averager(self, tensors: Sequence[torch.Tensor], name: str, manner: AveragingOptions) -> Averager:
+    def _make_averager(
+        self, tensors: Sequence[torch.Tensor], name: str, options: AveragingOptions
+    ) -> Averager:
         traits, config = self._mode.traits, self._config.of_run(self._run_id)
         role = traits.role if name == "epochs" else "statistic"
         # clipping needs a common origin, which parameters do not have
-        clip_to_median = manner.aggregation.clip_to_median if role.endswith("gradient") else None
+        clip_to_median = options.aggregation.clip_to_median if role.endswith("gradient") else None
         # with the adaptive codec, factors take 16 bits
-        role = role if manner.strategy is None else "parameter"
+        role = role if options.strategy is None else "parameter"
         return Averager(
             self._node,
             tensors,
             name=name,
             target_group_size=traits.group_size or self._config.group_size_max,
-            codec=resolve(manner.codec, role, sum(tensor.numel() for tensor in tensors)).name,
-            aggregation=manner.aggregation.rule,
+            codec=resolve(options.codec, role, sum(tensor.numel() for tensor in tensors)).name,
+            aggregation=options.aggregation.rule,
             clip_to_median=clip_to_median,
-            audit=manner.audit,
-            error_feedback=manner.error_feedback,
-            strategy=manner.strategy,
-            config=replace(config, terms=traits.terms),
+            audit=options.audit,
+            error_feedback=options.error_feedback,
+            strategy=options.strategy,
+            config=replace(config, terms=traits.compatibility_tag),
         )
 
 
@@ -316,30 +321,30 @@ def relative_distance(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]
             found = torch.linalg.vector_norm(left.to(torch.float32) - wide), torch.linalg.vector_norm(wide)
             norms.setdefault(a.device, []).append(found)
     found_here = [torch.stack([torch.stack(pair) for pair in pairs]).tolist() for pairs in norms.values()]
-    apart = math.hypot(*(pair[0] for pairs in found_here for pair in pairs))
+    distance = math.hypot(*(pair[0] for pairs in found_here for pair in pairs))
     size = math.hypot(*(pair[1] for pairs in found_here for pair in pairs))
-    return apart / size if size else apart
+    return distance / size if size else distance
 
 
-def check_codec(manner: AveragingOptions, traits: ModeTraits) -> None:
+def check_codec(options: AveragingOptions, traits: ModeTraits) -> None:
     """Raise UsageError for a codec or a strategy that would damage what this mode averages."""
-    codec = manner.codec
-    if manner.strategy is not None and (traits.role == "parameter" or traits.slots > 1):
+    codec = options.codec
+    if options.strategy is not None and (traits.role == "parameter" or traits.slots > 1):
         why = (
             "averages parameters themselves"
             if traits.role == "parameter"
             else "averages parts of the model, not matrices"
         )
-        raise UsageError(f"mode {traits.terms.partition(' ')[0]} {why}: PowerSGD is not for it")
+        raise UsageError(f"mode {traits.compatibility_tag.partition(' ')[0]} {why}: PowerSGD is not for it")
     chosen = resolve(codec, traits.role, 0)
     if traits.role == "parameter" and chosen.bits_per_element < 16:
         raise UsageError(
-            f"mode {traits.terms.partition(' ')[0]} averages parameters themselves: {codec} would ruin them; "
+            f"mode {traits.compatibility_tag.partition(' ')[0]} averages parameters themselves: {codec} would ruin them; "
             "use float16 or finer"
         )
 
 
-def check_extras(state: TrainingState, counts_max: int = 1024) -> None:
+def check_extra_tensors(state: TrainingState, counts_max: int = 1024) -> None:
     """Raise UsageError when the integer extra tensors are too large to be sent in a round's metadata."""
     if len(state.extra_counts()) > counts_max:
         raise UsageError(

@@ -24,7 +24,7 @@ NO_GRADIENT = "no parameter has a gradient"
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RejectedSamples:
     """Samples that were accepted first and found not finite later, with the reason."""
 
     samples: int = 0
@@ -100,7 +100,7 @@ class LateChecks:
         """Store the parameters' `names` for messages."""
         self._names = names
         self._open: deque[_Checked] = deque()
-        self._refused: list[Refused] = []
+        self._refused: list[RejectedSamples] = []
 
     def __bool__(self) -> bool:
         return bool(self._open)
@@ -110,11 +110,11 @@ class LateChecks:
         """Return the indices of the parameters that had a gradient in a micro-step whose check is pending."""
         return {place for one in self._open for place in one.places}
 
-    def took(self, samples: int, places: Sequence[int], check: DeviceCheck) -> None:
+    def add(self, samples: int, places: Sequence[int], check: DeviceCheck) -> None:
         """Add a micro-step whose check is pending."""
         self._open.append(_Checked(samples, tuple(places), check))
 
-    def known(self, *, wait: bool) -> Iterator[tuple[int, tuple[int, ...], bool]]:
+    def resolved(self, *, wait: bool) -> Iterator[tuple[int, tuple[int, ...], bool]]:
         """Yield each micro-step whose check has reached the host: samples, parameter indices, and whether
         its gradients were finite. `wait`: yield all, waiting for the device.
         """
@@ -122,13 +122,15 @@ class LateChecks:
             one = self._open.popleft()
             bad = one.check.bad_places()
             if bad:
-                self._refused.append(Refused(one.samples, not_finite([self._names[place] for place in bad])))
+                self._refused.append(
+                    RejectedSamples(one.samples, not_finite([self._names[place] for place in bad]))
+                )
             yield one.samples, one.places, not bad
 
-    def refused(self) -> Refused:
+    def refused(self) -> RejectedSamples:
         """Return the samples found not finite since the last call, all together."""
         found, self._refused = self._refused, []
-        return Refused(
+        return RejectedSamples(
             sum(one.samples for one in found), "; ".join(dict.fromkeys(one.reason for one in found))
         )
 
@@ -159,7 +161,7 @@ def add_where_(
         torch._foreach_add_(targets, chosen, alpha=factor)
 
 
-def flaw_of_gradients(parameters: Sequence[torch.Tensor], names: Sequence[str] = ()) -> str | None:
+def defect_of_gradients(parameters: Sequence[torch.Tensor], names: Sequence[str] = ()) -> str | None:
     """Return why the gradients in `.grad` cannot be used, or None when they can. `names` are the
     parameters' names for messages.
     """
@@ -171,7 +173,7 @@ def flaw_of_gradients(parameters: Sequence[torch.Tensor], names: Sequence[str] =
         return NO_GRADIENT
     if all_finite(there):
         return None
-    names = names or numbered(len(parameters))
+    names = names or placeholder_names(len(parameters))
     return not_finite(
         [
             name
@@ -181,7 +183,7 @@ def flaw_of_gradients(parameters: Sequence[torch.Tensor], names: Sequence[str] =
     )
 
 
-def numbered(count: int) -> list[str]:
+def placeholder_names(count: int) -> list[str]:
     """Return names for parameters that have none."""
     return [f"parameter {place}" for place in range(count)]
 

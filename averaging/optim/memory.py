@@ -22,7 +22,7 @@ class Fragment:
         return self.stop - self.start
 
 
-def pieces_between(numels: Sequence[int], edges: Sequence[int]) -> list[list[Fragment]]:
+def fragments_between(numels: Sequence[int], edges: Sequence[int]) -> list[list[Fragment]]:
     """Lay parameters of these sizes end to end, and return the fragments between each two neighbouring
     edges.
     """
@@ -52,12 +52,12 @@ def rows_of(tensor: torch.Tensor, elements_max: int) -> Iterator[torch.Tensor]:
         yield tensor[start : start + step]
 
 
-def home_of(parameters: Sequence[torch.Tensor], offload: bool) -> torch.device | None:
+def storage_for(parameters: Sequence[torch.Tensor], offload: bool) -> torch.device | None:
     """Return the device of everything that a mode keeps: the host, or None for each parameter's own device."""
     return torch.device("cpu") if offload and parameters else None
 
 
-def room_for(shape: Sequence[int], device: torch.device) -> torch.Tensor:
+def zeros_for(shape: Sequence[int], device: torch.device) -> torch.Tensor:
     """Return zeros in float32, contiguous.
 
     On the host this memory is not pinned: copies to and from a device go through pinned blocks
@@ -66,19 +66,19 @@ def room_for(shape: Sequence[int], device: torch.device) -> torch.Tensor:
     return torch.zeros(tuple(shape), dtype=torch.float32, device=device)
 
 
-def room_beside(p: torch.Tensor, home: torch.device | None) -> torch.Tensor:
-    """Return float32 zeros in the shape of a parameter, on its device or on `home`.
+def zeros_beside(p: torch.Tensor, storage: torch.device | None) -> torch.Tensor:
+    """Return float32 zeros in the shape of a parameter, on its device or on `storage`.
 
     The result is contiguous for any strides of the parameter: rounds average contiguous float32 tensors in
     place, and would keep a copy of others for the life of the averager. `gradient_for` restores the strides
     for the one step that needs them.
     """
-    return room_for(p.shape, home or p.device)
+    return zeros_for(p.shape, storage or p.device)
 
 
-def room_like(tensor: torch.Tensor) -> torch.Tensor:
+def zeros_like(tensor: torch.Tensor) -> torch.Tensor:
     """Return float32 zeros in the shape and on the device of `tensor`."""
-    return room_for(tensor.shape, tensor.device)
+    return zeros_for(tensor.shape, tensor.device)
 
 
 def gradient_for(p: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

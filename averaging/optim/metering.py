@@ -21,7 +21,7 @@ _FAILED_S = 60.0  # for this long a failed round is published before newer succe
 _IDLE_S = 20.0  # a trainer is idle when it has been outside of `step` for this long and …
 # … for this many times the usual time between two steps
 _IDLE_STEPS = 5.0
-_USUAL_SHARE = 0.2  # weight of the newest interval in the usual time between two steps
+_INTERVAL_GAIN = 0.2  # weight of the newest interval in the usual time between two steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,15 +39,15 @@ class Meter:
         self._since_s = since_s
         self._texts = {"name": name, "device": device, "agent": agent}
         self._lock = threading.Lock()
-        self._own: dict[str, float] = {}
+        self._user_metrics: dict[str, float] = {}
         self._losses: dict[str, float] = {}
-        self._broken: set[str] = set()
+        self._non_finite: set[str] = set()
         self._rounds: list[RoundTold] = []
-        self._samples = self._up = self._down = self._done = self._failed = 0
-        self._given: tuple[int, float] | None = None
+        self._samples = self._bytes_up = self._bytes_down = self._rounds_done = self._rounds_failed = 0
+        self._last_contribution: tuple[int, float] | None = None
         self._stepping = False
         self._stepped_s: float | None = None  # when the last step returned
-        self._usual_s = 0.0  # usual time between the end of a step and the next one
+        self._usual_interval_s = 0.0  # usual time between the end of a step and the next one
         self._drift: float | None = None
 
     @contextlib.contextmanager
@@ -59,7 +59,9 @@ class Meter:
             self._stepping = True
             if self._stepped_s is not None:
                 since_s = max(clock() - self._stepped_s, 0.0)
-                self._usual_s += _USUAL_SHARE * (since_s - self._usual_s) if self._usual_s else since_s
+                self._usual_interval_s += (
+                    _INTERVAL_GAIN * (since_s - self._usual_interval_s) if self._usual_interval_s else since_s
+                )
         try:
             yield
         finally:
@@ -81,11 +83,11 @@ class Meter:
                 self._round("epoch", epoch, report.round, now_s)
             if report.state_round is not None:
                 self._round("state", report.epoch, report.state_round, now_s)
-            self._failed += report.rounds_failed
-            self._done += report.round is not None and not report.round.failed
+            self._rounds_failed += report.rounds_failed
+            self._rounds_done += report.round is not None and not report.round.failed
             if report.stepped and report.contributed:
                 self._samples += report.contributed
-                self._given = report.epoch, now_s
+                self._last_contribution = report.epoch, now_s
             if report.drift is not None:
                 self._drift = report.drift
         if report.resynchronised is not None:
@@ -94,27 +96,27 @@ class Meter:
     def on_load(self, result: LoadResult) -> None:
         """Account for a download of the state, complete or not."""
         with self._lock:
-            self._down += result.bytes_received
+            self._bytes_down += result.bytes_received
 
-    def tell(self, values: Mapping[str, Any]) -> None:
+    def set_user_metrics(self, values: Mapping[str, Any]) -> None:
         """Store the user's own metrics, and `loss` and `validation_loss`. Raise UsageError for an invalid
         one; nothing is stored then.
         """
         with self._lock:
-            known = list(self._own)
+            known = list(self._user_metrics)
             checked: dict[str, float | None] = {}
             for name, value in values.items():
                 checked[name] = check_own(name, value, () if name in _LOSSES else known)
                 if name not in _LOSSES and name not in known:
                     known.append(name)
             for name, number in checked.items():
-                home = self._losses if name in _LOSSES else self._own
+                target = self._losses if name in _LOSSES else self._user_metrics
                 if number is None:
-                    self._broken.add(name)
-                    home.pop(name, None)
+                    self._non_finite.add(name)
+                    target.pop(name, None)
                 else:
-                    self._broken.discard(name)
-                    home[name] = number
+                    self._non_finite.discard(name)
+                    target[name] = number
 
     def metrics(self, pace: Pace, now_s: float, *, reach: str = "") -> Metrics:
         """Return the metrics record of this moment."""
@@ -131,16 +133,16 @@ class Meter:
                 samples=self._samples,
                 loss=self._losses.get("loss"),
                 validation_loss=self._losses.get("validation_loss"),
-                given_epoch=self._given[0] if self._given else None,
-                given_at_s=self._given[1] if self._given else None,
-                bytes_up=self._up,
-                bytes_down=self._down,
+                given_epoch=self._last_contribution[0] if self._last_contribution else None,
+                given_at_s=self._last_contribution[1] if self._last_contribution else None,
+                bytes_up=self._bytes_up,
+                bytes_down=self._bytes_down,
                 drift=self._drift,
-                rounds_done=self._done,
-                rounds_failed=self._failed,
-                own=dict(self._own),
-                broken=tuple(sorted(self._broken)),
-                rounds=_told(self._rounds, now_s),
+                rounds_done=self._rounds_done,
+                rounds_failed=self._rounds_failed,
+                own=dict(self._user_metrics),
+                broken=tuple(sorted(self._non_finite)),
+                rounds=_rounds_to_publish(self._rounds, now_s),
                 **self._texts,
             )
 
@@ -148,11 +150,11 @@ class Meter:
         if self._stepping or self._stepped_s is None:
             return None
         idle_s = now_s - self._stepped_s
-        return round(idle_s, 1) if idle_s > max(_IDLE_S, _IDLE_STEPS * self._usual_s) else None
+        return round(idle_s, 1) if idle_s > max(_IDLE_S, _IDLE_STEPS * self._usual_interval_s) else None
 
     def _round(self, kind: str, epoch: int, result: RoundResult, now_s: float) -> None:
-        self._up += result.bytes_sent
-        self._down += result.bytes_received
+        self._bytes_up += result.bytes_sent
+        self._bytes_down += result.bytes_received
         if result.failed and result.reason == "alone":
             return
         del self._rounds[: -4 * ROUNDS_MAX]
@@ -174,14 +176,14 @@ class Meter:
         )
 
 
-def _told(rounds: Sequence[RoundTold], now_s: float) -> tuple[RoundTold, ...]:
+def _rounds_to_publish(rounds: Sequence[RoundTold], now_s: float) -> tuple[RoundTold, ...]:
     """Return the latest rounds, oldest first. Recent failed rounds are kept where newer successes would
     push them out before anybody has read them.
     """
-    failed = [told for told in rounds if told.reason and now_s - told.at_s < _FAILED_S][-_FAILED_MAX:]
-    good = [told for told in rounds if not any(told is one for one in failed)]
-    return tuple(sorted([*failed, *good[len(failed) - ROUNDS_MAX :]], key=lambda told: told.at_s))
+    failed = [entry for entry in rounds if entry.reason and now_s - entry.at_s < _FAILED_S][-_FAILED_MAX:]
+    good = [entry for entry in rounds if not any(entry is one for one in failed)]
+    return tuple(sorted([*failed, *good[len(failed) - ROUNDS_MAX :]], key=lambda entry: entry.at_s))
 
 
-def _blame(told: Mapping[PeerId, str]) -> Blame:
-    return tuple((str(peer), why) for peer, why in list(told.items())[:BLAME_MAX])
+def _blame(reasons: Mapping[PeerId, str]) -> Blame:
+    return tuple((str(peer), why) for peer, why in list(reasons.items())[:BLAME_MAX])

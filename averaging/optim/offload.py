@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from averaging.optim.memory import Fragment, pieces_between
+from averaging.optim.memory import Fragment, fragments_between
 
 _BLOCK_ELEMENTS_MIN = 1 << 18
 
@@ -52,7 +52,7 @@ class HostLink(Protocol):
         """
         ...
 
-    def bring(self, copies: Sequence[Copy]) -> Arrival:
+    def upload(self, copies: Sequence[Copy]) -> Arrival:
         """Copy host memory to the device: after the work queued so far on the current stream, and before
         what is queued on it from now on.
 
@@ -91,7 +91,7 @@ class CudaLink:
     def release(self) -> None:
         self._cuda.current_stream(self._device).wait_event(self._mark(self._copies))
 
-    def bring(self, copies: Sequence[Copy]) -> Arrival:
+    def upload(self, copies: Sequence[Copy]) -> Arrival:
         arrival = self.fetch(copies)
         self.release()
         return arrival
@@ -148,7 +148,7 @@ class _Group:
         self.blocks = [link.host_memory(size, dtype) for size in sizes]
         # of each tensor: its fragments with their memory
         self._pieces: dict[int, list[tuple[Fragment, torch.Tensor]]] = {}
-        for edge, block, pieces in zip(edges, self.blocks, pieces_between(numels, edges), strict=False):
+        for edge, block, pieces in zip(edges, self.blocks, fragments_between(numels, edges), strict=False):
             for piece in pieces:
                 at = self._starts[piece.place] + piece.start - edge
                 self._pieces.setdefault(piece.place, []).append((piece, block[at : at + piece.numel]))
@@ -182,11 +182,11 @@ class HostStaging:
         for place, tensor in enumerate(tensors):
             by_kind.setdefault((tensor.device, tensor.dtype), []).append(place)
         self._groups: list[_Group] = []
-        self._homes: dict[int, tuple[_Group, int]] = {}
+        self._groups_of: dict[int, tuple[_Group, int]] = {}
         for (device, dtype), places in by_kind.items():
             group = _Group([tensors[place].numel() for place in places], dtype, links.of(device))
             self._groups.append(group)
-            self._homes |= {place: (group, nth) for nth, place in enumerate(places)}
+            self._groups_of |= {place: (group, nth) for nth, place in enumerate(places)}
 
     @property
     def pinned_bytes(self) -> int:
@@ -204,7 +204,7 @@ class HostStaging:
         self.wait()
         copies: dict[int, list[Copy]] = {}
         for piece, source in sources:
-            group, nth = self._homes[piece.place]
+            group, nth = self._groups_of[piece.place]
             found = copies.setdefault(self._groups.index(group), [])
             for low, high, memory in group.memory(nth, piece.start, piece.stop):
                 found.append((source[low - piece.start : high - piece.start], memory))
@@ -218,12 +218,12 @@ class HostStaging:
         for group in self._groups:
             group.idle()
 
-    def held(self, piece: Fragment) -> Iterator[tuple[int, int, torch.Tensor]]:
+    def fetched_values(self, piece: Fragment) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Yield the fetched values of a fragment, after `wait`: first element, end, and the flat values."""
-        group, nth = self._homes[piece.place]
+        group, nth = self._groups_of[piece.place]
         return group.memory(nth, piece.start, piece.stop)
 
-    def bring(self, values: Iterable[tuple[Fragment, torch.Tensor, torch.Tensor]]) -> None:
+    def upload(self, values: Iterable[tuple[Fragment, torch.Tensor, torch.Tensor]]) -> None:
         """Copy values on the host (flat, any dtype) to flat tensors on the devices, through this memory.
         The host does not wait for the end.
 
@@ -231,12 +231,12 @@ class HostStaging:
         """
         self.wait()
         for piece, source, target in values:
-            group, nth = self._homes[piece.place]
+            group, nth = self._groups_of[piece.place]
             for low, high, memory in group.memory(nth, piece.start, piece.stop):
                 inside = slice(low - piece.start, high - piece.start)
                 memory.copy_(source[inside])
                 # overlaps with the conversion of the next values
-                group.last = group.link.bring([(memory, target[inside])])
+                group.last = group.link.upload([(memory, target[inside])])
 
 
 def block_sizes(numel: int) -> list[int]:

@@ -14,7 +14,7 @@ import torch
 from averaging.optim.admission import Blocklist
 from averaging.optim.catchup import CatchUp
 from averaging.optim.config import OptimizerConfig
-from averaging.optim.epoch_averager import AveragingOptions, EpochAverager, check_codec, check_extras
+from averaging.optim.epoch_averager import AveragingOptions, EpochAverager, check_codec, check_extra_tensors
 from averaging.optim.epochs import EpochLoop
 from averaging.optim.exchange import RunExchange
 from averaging.optim.metering import Meter, Pace
@@ -108,7 +108,7 @@ class Optimizer(torch.optim.Optimizer):
         settings = self._check(inner, mode, batch_size_per_step, state_sync_epochs)
         resolve(codec, "gradient", 0)  # raises UsageError for an unknown codec before anything is opened
         aggregate = Aggregation(rule=aggregation, clip_to_median=clip_to_median)
-        manner = AveragingOptions(
+        options = AveragingOptions(
             codec=codec, aggregation=aggregate, audit=audit, error_feedback=error_feedback, strategy=strategy
         )
         config = config or OptimizerConfig()
@@ -117,14 +117,14 @@ class Optimizer(torch.optim.Optimizer):
         self.mode = settings.name
         self._closed = False
         schedule = scheduler(inner) if scheduler is not None else None
-        self._training = settings.build(
+        self._mode = settings.build(
             ModeParts(inner=inner, extras=tuple(extra_tensors), scheduler=schedule, offload=offload)
         )
-        self._state, traits = self._training.state, self._training.traits
-        check_extras(self._state)
-        check_codec(manner, traits)
+        self._state, traits = self._mode.state, self._mode.traits
+        check_extra_tensors(self._state)
+        check_codec(options, traits)
         sync_epochs = traits.state_sync_epochs if state_sync_epochs is None else state_sync_epochs
-        node.network.run(self._open(manner, sync_epochs, config), _START_S_MAX)
+        node.network.run(self._open(options, sync_epochs, config), _START_S_MAX)
 
     @staticmethod
     def _check(
@@ -148,7 +148,7 @@ class Optimizer(torch.optim.Optimizer):
             )
         return settings_of(mode)
 
-    async def _open(self, manner: AveragingOptions, state_sync_epochs: int, config: OptimizerConfig) -> None:
+    async def _open(self, options: AveragingOptions, state_sync_epochs: int, config: OptimizerConfig) -> None:
         node = self.node
         network = node.network
         services = TrackerServices(
@@ -158,8 +158,10 @@ class Optimizer(torch.optim.Optimizer):
             clock=node.clock,
             loop=network.loop,
         )
-        self._banned = Blocklist()
-        self._tracker = Tracker(services, self.run_id, self.target_batch_size, config.progress, self._banned)
+        self._blocklist = Blocklist()
+        self._tracker = Tracker(
+            services, self.run_id, self.target_batch_size, config.progress, self._blocklist
+        )
         giving = DonorServices(
             own=lambda: node.contact,
             dht=node.dht.service,
@@ -167,14 +169,14 @@ class Optimizer(torch.optim.Optimizer):
             loop=network.loop,
             pool=network.pool,
         )
-        self._donor = Donor(giving, self.run_id, self._state, config.donor, self._banned)
-        self._tracker.on_full = self._donor.round_begins
-        self._rounds = EpochAverager(node, self.run_id, self._training, self._state, manner, config)
+        self._donor = Donor(giving, self.run_id, self._state, config.donor, self._blocklist)
+        self._tracker.on_full = self._donor.on_round_begin
+        self._averager = EpochAverager(node, self.run_id, self._mode, self._state, options, config)
         self._catch_up = CatchUp(
-            node, self.run_id, self._state, self._training, self._tracker, self._rounds, config
+            node, self.run_id, self._state, self._mode, self._tracker, self._averager, config
         )
-        parts = (self._state, self._training, self._tracker, self._donor, self._rounds, self._catch_up)
-        self._catch_up.banned = self._banned
+        parts = (self._state, self._mode, self._tracker, self._donor, self._averager, self._catch_up)
+        self._catch_up.banned = self._blocklist
         self._loop = EpochLoop(node, parts, state_sync_epochs, config)
         node.service(RunExchange.from_node).add(self.run_id, self._tracker, self._donor)
         self._meter = Meter(
@@ -250,7 +252,7 @@ class Optimizer(torch.optim.Optimizer):
         values that are not finite are marked as such. Raises UsageError for a value that is not a number.
         """
         self._check_open()
-        self._meter.tell(metrics)
+        self._meter.set_user_metrics(metrics)
 
     def _pace(self) -> Pace:
         mine = self._tracker.view().peers[self.node.peer_id]
@@ -266,9 +268,9 @@ class Optimizer(torch.optim.Optimizer):
         return self._state.epoch
 
     @property
-    def in_flight(self) -> bool:
+    def has_background_round(self) -> bool:
         """Return whether a round runs in the background, in a mode that continues training meanwhile."""
-        return self._loop.in_flight
+        return self._loop.has_background_round
 
     @property
     def progress(self) -> ProgressView:
@@ -299,7 +301,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         self._state.load(blob)
         with self._state.lock:
-            self._training.learner.loaded()
+            self._mode.learner.loaded()
         self._loop.resumed()
 
     # --- settings that the run's owner may change during the run
@@ -311,21 +313,21 @@ class Optimizer(torch.optim.Optimizer):
 
     def ban(self, peers: Iterable[PeerId]) -> None:
         """Refuse these peers, and no others, from now on: in groups, in progress, as donors and as joiners."""
-        self._banned.own = self.node.peer_id in (banned := frozenset(peers))
-        self._banned.peers = banned - {self.node.peer_id}
-        self._rounds.ban(self._banned.peers)
-        self._tracker.forget(self._banned.peers)
+        self._blocklist.own = self.node.peer_id in (banned := frozenset(peers))
+        self._blocklist.peers = banned - {self.node.peer_id}
+        self._averager.ban(self._blocklist.peers)
+        self._tracker.forget(self._blocklist.peers)
 
-    def rest(self, resting: bool) -> None:
+    def pause(self, paused: bool) -> None:
         """Stop training but stay in the run and serve the state; with False, continue."""
-        self._tracker.rest(self._training.learner.samples, resting)
+        self._tracker.pause(self._mode.learner.samples, paused)
 
-    def attend(self, timeout_s: float) -> StepReport | None:
+    def join_started_round(self, timeout_s: float) -> StepReport | None:
         """Take part in the round of this epoch while paused, if others begin it within `timeout_s`, so that
         they need not wait. Return None when there was none.
         """
         self._check_open()
-        return self._loop.attend(timeout_s)
+        return self._loop.join_started_round(timeout_s)
 
     def contacts(self) -> list[Contact]:
         """Return the peers in this run that can be called."""
@@ -358,9 +360,9 @@ class Optimizer(torch.optim.Optimizer):
         swarm: dict[str, Any] = {
             "epoch": self._state.epoch,
             "scheduler": None,
-            "accumulated": self._training.state_dict(),
+            "accumulated": self._mode.state_dict(),
         }
-        swarm["feedback"] = self._rounds.feedback_state()
+        swarm["feedback"] = self._averager.feedback_state()
         if self._state.scheduler is not None:
             swarm["scheduler"] = self._state.scheduler.state_dict()
         return {**self.inner.state_dict(), "swarm": swarm}
@@ -375,13 +377,13 @@ class Optimizer(torch.optim.Optimizer):
         with self._state.lock:
             self.inner.load_state_dict(plain)
             if swarm is None:
-                self._training.learner.restart()
+                self._mode.learner.restart()
             else:
-                self._training.load_state_dict(swarm["accumulated"])
-                self._rounds.load_feedback(swarm.get("feedback"))
+                self._mode.load_state_dict(swarm["accumulated"])
+                self._averager.load_feedback(swarm.get("feedback"))
                 if self._state.scheduler is not None and swarm["scheduler"] is not None:
                     self._state.scheduler.load_state_dict(swarm["scheduler"])
-            self._state.moved(int(swarm["epoch"]) if swarm is not None else self._state.epoch)
+            self._state.mark_changed(int(swarm["epoch"]) if swarm is not None else self._state.epoch)
         self._loop.resumed()
 
     def register_step_pre_hook(self, hook: Any) -> Any:
@@ -422,7 +424,7 @@ class Optimizer(torch.optim.Optimizer):
         self._loop.close()
         with contextlib.suppress(NetworkError):  # records expire by themselves
             self.node.network.run(self._close_on_loop(), _CLOSE_S_MAX)
-        self._rounds.close()
+        self._averager.close()
         self._forget()
 
     async def _close_on_loop(self) -> None:

@@ -75,7 +75,7 @@ class Saver:
         """The run starts from its first parameters: checkpoints of an earlier course are not mixed with its
         own.
         """
-        aside = self._kept.set_aside()
+        aside = self._kept.archive()
         if aside is not None:
             self._emit(
                 Notice(

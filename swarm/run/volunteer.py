@@ -321,13 +321,13 @@ class Volunteer:
         self._emit(Paused(reason=why, member=member))
         kept = None
         if member:
-            training.optimizer.rest(True)
+            training.optimizer.pause(True)
         else:
             kept = training.optimizer.state_dict()
             training.optimizer.close()
         over = training.over()
         while not over and not self._stop.wait(0.0 if member else _LOOK_S):
-            report = training.optimizer.attend(_LOOK_S) if member else None
+            report = training.optimizer.join_started_round(_LOOK_S) if member else None
             if report is not None:  # others were at the end of an epoch when the pause reached them
                 training.after(report)
             now, _ = self._decide()
@@ -342,7 +342,7 @@ class Volunteer:
         if over or self._stop.is_set():
             return over
         if kept is None:
-            training.optimizer.rest(False)
+            training.optimizer.pause(False)
         else:
             training.optimizer = self._open(training.optimizer.inner)
             training.optimizer.load_state_dict(kept)

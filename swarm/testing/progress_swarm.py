@@ -130,7 +130,7 @@ class Trainer:
             owed -= whole
             self.samples += whole
             claimed = self.samples if self.lie is None else self.lie(self.samples)
-            full = self.tracker.report(claimed, self.rate if self.lie is None else claimed / 1.0)
+            full = self.tracker.update_own(claimed, self.rate if self.lie is None else claimed / 1.0)
             ahead = self.tracker.swarm_epoch()
             if full or ahead > self.epoch:
                 self.run.ended(self)

@@ -21,7 +21,7 @@ def test_a_long_download_is_served_from_a_copy_made_beside_it(
         download = joining(
             joiner,
             state_of(2),
-            on_progress=lambda *_: settled.extend(lease.view.settled for lease in giving._leases.values()),
+            on_progress=lambda *_: settled.extend(lease.view.is_copied for lease in giving._leases.values()),
         )
         fetched = await download.fetch([peers[0].contact], 60)
         assert not settled[0]

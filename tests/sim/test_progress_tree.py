@@ -56,7 +56,7 @@ def test_lying_members_and_one_lying_aggregator_a_shard_do_not_advance_the_epoch
     makes its sums up.
     """
     liars: set[Any] = set()
-    climb = Tree._climb
+    climb = Tree._publish_sums
 
     async def lying(self: Tree, own: ProgressTotal, now_s: float) -> ProgressTotal | None:
         if self._own not in liars:
@@ -70,7 +70,7 @@ def test_lying_members_and_one_lying_aggregator_a_shard_do_not_advance_the_epoch
             None if told is None else replace(told, samples=1e11, epoch=told.epoch + 3, peers=10**6, bits=9)
         )
 
-    monkeypatch.setattr(Tree, "_climb", lying)
+    monkeypatch.setattr(Tree, "_publish_sums", lying)
 
     async def scenario(run: ProgressRun, group: asyncio.TaskGroup) -> None:
         trainers = [

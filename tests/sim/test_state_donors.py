@@ -24,7 +24,7 @@ def test_a_donor_that_trains_keeps_the_leased_state_and_limits_its_copies() -> N
             await asyncio.sleep(0.8)
             with state.lock, torch.no_grad():
                 state.parameters[0].add_(1.0)
-                state.moved(6)
+                state.mark_changed(6)
             request = state_pb2.OpenRequest(run=RUN)
             with pytest.raises(PeerError, match="earlier epochs"):
                 await made.on_open(joiner.peer_id, request)

@@ -11,7 +11,7 @@ import torch
 
 from averaging.optim.exchange import chunk_head, parse_chunks_request
 from averaging.optim.state.donor import Donor
-from averaging.optim.state.download import Download, DownloadConfig, Fetched
+from averaging.optim.state.download import Download, DownloadConfig, DownloadedState
 from averaging.optim.state.snapshot import CHUNK_BYTES
 from averaging.optim.state.training_state import TrainingState
 from averaging.optim.state.view import StateView
@@ -35,7 +35,7 @@ def test_chunks_come_from_all_who_hold_the_same() -> None:
         assert not fetched.failures
         assert told[-1] == (len(fetched.blob), len(fetched.blob))
         assert not any(one._leases for one in donors), "leases are closed when the download is over"
-        assert not any(one._fresh for one in donors), "and the copies are let go"
+        assert not any(one._latest for one in donors), "and the copies are let go"
 
     play(scenario)
 
@@ -130,7 +130,7 @@ def test_a_donor_that_dies_half_way_costs_only_its_unsent_chunks() -> None:
             task = group.create_task(
                 joining(joiner, state_of(2)).fetch([peer.contact for peer in peers[:2]], 60)
             )
-        fetched: Fetched = task.result()
+        fetched: DownloadedState = task.result()
         assert gone.peer_id in fetched.failures
         assert sum(fetched.donors.values()) == len(fetched.blob), "no chunk was downloaded twice"
         assert fetched.donors[gone.peer_id] > 0
@@ -202,9 +202,9 @@ def test_after_a_break_nothing_is_fetched_again() -> None:
             for state in states:
                 with state.lock, torch.no_grad():
                     state.parameters[0].add_(1.0)
-                    state.moved(6)
+                    state.mark_changed(6)
             await asyncio.sleep(10.0)
-            assert 0 < len(download.part.have) < CHUNKS if download.part else False
+            assert 0 < len(download.partial.have) < CHUNKS if download.partial else False
             network.heal()
 
         async with asyncio.TaskGroup() as group:
@@ -213,7 +213,7 @@ def test_after_a_break_nothing_is_fetched_again() -> None:
         fetched = task.result()
         assert fetched.digest == digest
         assert download.received_bytes == len(fetched.blob), "every chunk once"
-        assert not any(one._leases for one in donors if one._drop_idle() is None), (
+        assert not any(one._leases for one in donors if one._end_idle_leases() is None), (
             "the leases of before the break are closed, too"
         )
         mine = state_of(2)
@@ -239,7 +239,7 @@ def test_what_a_download_in_vain_received_serves_the_next() -> None:
         before = download.received_bytes
         assert before > 0
         donor(peers[1], state_of(1))
-        again = joining(joiner, state_of(2), part=download.part)
+        again = joining(joiner, state_of(2), partial=download.partial)
         fetched = await again.fetch([peers[1].contact], 60)
         assert again.received_bytes == len(fetched.blob) - before
         state_of(2).load(fetched.blob)

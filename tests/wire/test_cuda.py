@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
     reason="no CUDA device at hand: averagers and optimizers over GPU tensors cannot be run",
 )
 
-QUICK = OptimizerConfig(round_timeout_s=30.0, no_donor_s=0.2, progress=ProgressConfig(refresh_s_max=0.5))
+QUICK = OptimizerConfig(round_timeout_s=30.0, no_donor_wait_s=0.2, progress=ProgressConfig(refresh_s_max=0.5))
 
 
 @pytest.fixture

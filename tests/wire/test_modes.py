@@ -110,7 +110,7 @@ def test_streaming_overlaps_rounds_with_training_and_states_stay_equal(codec: st
 
     def train(peer: Peer) -> None:
         while peer.opt.epoch < 7:
-            seen.append(peer.opt.in_flight)
+            seen.append(peer.opt.has_background_round)
             peer.train_once()
 
     with trained(
@@ -122,7 +122,7 @@ def test_streaming_overlaps_rounds_with_training_and_states_stay_equal(codec: st
             done = [report for report in peer.reports if report.stepped]
             assert [report.epoch for report in done] == list(range(1, 8))
             assert all(report.dropped == 0 for report in peer.reports)
-            launched = peer.opt._loop._launched
+            launched = peer.opt._loop._background
             rest = peer.reports[-1].accumulated + (launched.contributed if launched is not None else 0)
             assert sum(report.contributed for report in done) + rest == BATCH * len(peer.reports), (
                 "every sample counts once"
@@ -154,7 +154,7 @@ def test_delayed_gradients_train_as_in_sequence() -> None:
         noted[peer.number] = []
         while peer.opt.epoch < 5:
             seed, epoch = 1000 * peer.number + peer.steps, peer.opt.epoch
-            noted[peer.number].append((epoch, epoch + peer.opt.in_flight, seed))
+            noted[peer.number].append((epoch, epoch + peer.opt.has_background_round, seed))
             peer.train_once()
 
     with trained(2, "delayed", train, mode=Gradients(delayed=True)) as peers:
@@ -236,8 +236,8 @@ def test_a_late_joiner_takes_base_and_momentum_and_counts_from_its_second_round_
         everybody = [*peers, late]
         assert len({peer.opt.state_digest() for peer in everybody}) == 1
         weights: list[float] = []
-        prepare = late.opt._training.prepare
-        late.opt._training.prepare = lambda epoch: (weights.append(prepare(epoch)[0]), prepare(epoch))[1]  # type: ignore[method-assign,func-returns-value]
+        prepare = late.opt._mode.prepare
+        late.opt._mode.prepare = lambda epoch: (weights.append(prepare(epoch)[0]), prepare(epoch))[1]  # type: ignore[method-assign,func-returns-value]
         together([lambda peer=peer: peer.train_to(6) for peer in everybody])  # type: ignore[misc]
         assert len({peer.opt.state_digest() for peer in everybody}) == 1
         assert weights[0] == 0.0
@@ -252,7 +252,7 @@ def test_a_frozen_peer_adds_what_it_had_learned_to_the_base_that_it_missed() -> 
         together([lambda peer=peer: peer.train_to(2) for peer in peers])  # type: ignore[misc]
         late, others = peers[2], peers[:2]
         late.train_once()
-        learner = late.opt._training.learner
+        learner = late.opt._mode.learner
         progress = learner.progress()  # type: ignore[attr-defined]
         thaw = threading.Event()
         late.node.network.loop.call_soon_threadsafe(thaw.wait, 60)
@@ -302,7 +302,7 @@ def test_a_round_that_fails_for_everybody_is_made_up_for_by_the_next() -> None:
     with swarm_of(2, "failing", mode="diloco") as peers:
         originals = {}
         for peer in peers:
-            averager_rounds = peer.opt._rounds
+            averager_rounds = peer.opt._averager
             originals[peer.number] = begin = averager_rounds.begin
 
             def broken(*args: object, begin: object = begin) -> object:
@@ -352,10 +352,10 @@ def test_peers_with_other_settings_do_not_meet() -> None:
 def test_modes_by_name_and_by_settings() -> None:
     with swarm_of(1, "named", mode=Local()) as [peer]:
         assert peer.opt.mode == "local"
-        assert isinstance(peer.opt._training, DilocoMode)
+        assert isinstance(peer.opt._mode, DilocoMode)
         assert "mode local" in repr(peer.opt)
     with swarm_of(1, "named", mode="gradients") as [peer]:
-        assert isinstance(peer.opt._training, GradientsMode)
+        assert isinstance(peer.opt._mode, GradientsMode)
 
 
 @pytest.mark.parametrize("name", ["gradients", "diloco-streaming"])

@@ -23,7 +23,7 @@ from swarm.core.errors import UsageError
 from swarm.node import Node
 
 FEATURES, TARGET, BATCH = 6, 48, 4
-QUICK = OptimizerConfig(round_timeout_s=30.0, no_donor_s=0.2, progress=ProgressConfig(refresh_s_max=0.5))
+QUICK = OptimizerConfig(round_timeout_s=30.0, no_donor_wait_s=0.2, progress=ProgressConfig(refresh_s_max=0.5))
 
 
 def build(seed: int = 0) -> torch.nn.Module:
@@ -259,7 +259,9 @@ def test_who_has_loaded_the_state_is_known_to_all_at_once() -> None:
     """Seen: the founder, who looked at the DHT seldom, closed the epoch alone in the second after a newcomer
     had joined it.
     """
-    seldom = OptimizerConfig(no_donor_s=0.2, progress=ProgressConfig(refresh_s_min=9.0, refresh_s_max=9.0))
+    seldom = OptimizerConfig(
+        no_donor_wait_s=0.2, progress=ProgressConfig(refresh_s_min=9.0, refresh_s_max=9.0)
+    )
     with swarm_of(1, "known", config=seldom) as peers, ExitStack() as stack:
         peers[0].train_to(1)
         late = stack.enter_context(one_more(peers, "known", 3, seed=4, config=seldom))

@@ -327,7 +327,7 @@ def test_a_fused_optimizer(node: Node, mode: str) -> None:
 def test_offloading_changes_nothing_but_the_place(node: Node, mode: str) -> None:
     with Both(node, mode, offload=True) as both:
         both.train()
-        assert all(tensor.device.type == "cpu" for tensor in both.opt._training.tensors())
+        assert all(tensor.device.type == "cpu" for tensor in both.opt._mode.tensors())
 
 
 def test_joining_never_changes_weights_by_itself(node: Node, mode: str) -> None:

@@ -14,18 +14,18 @@ from typing import Any, Protocol
 
 import torch
 
-from averaging.optim.finite import Refused
+from averaging.optim.finite import RejectedSamples
 from averaging.optim.offload import HostLink, link_of
 from averaging.optim.state.training_state import Scheduler, TrainingState
 
-Captured = Any  # result of a round, kept by a mode to be replayed
+CapturedRound = Any  # result of a round, kept by a mode to be replayed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModeTraits:
     """Properties of a mode that the epoch loop must know. They are the same on all peers."""
 
-    terms: str  # the mode with its settings, in words: only peers with equal tags meet in a round
+    compatibility_tag: str  # the mode with its settings, in words: only peers with equal tags meet in a round
     # kind of tensor that rounds average, for codec="adaptive": see swarm.compression.adaptive.ROLES
     role: str
     # local steps change this peer's own parameters: its progress outlives a failed round
@@ -36,7 +36,7 @@ class ModeTraits:
     # rounds alternate between this many parts of the model, each with its own error feedback
     slots: int = 1
     group_size: int | None = None  # peers in a round; None: all
-    lone: bool = False  # a peer without a partner steps alone, even if other peers are live
+    proceeds_alone: bool = False  # a peer without a partner steps alone, even if other peers are live
     # all peers hold the same state after a round, and average it at intervals; False: there is no common
     # state
     canonical: bool = True
@@ -75,7 +75,7 @@ class Learner(Protocol):
         """
         ...
 
-    def refused(self, *, wait: bool) -> Refused:
+    def refused(self, *, wait: bool) -> RejectedSamples:
         """Return the samples that were accepted and have turned out not to be finite since the last call.
         `wait`: evaluate all pending checks, so that `samples` is exact; this may wait for the device.
         """
@@ -91,7 +91,7 @@ class Learner(Protocol):
         """
         ...
 
-    def set_aside(self) -> int:
+    def suspend(self) -> int:
         """Suspend this peer's own progress, because the swarm's state is about to be loaded: until `resume`
         this peer has weight 0. A second call has no effect. Return the number of samples that are
         dropped for good.
@@ -136,7 +136,7 @@ class Mode(Protocol):
         """
         ...
 
-    def apply(self, told: Sequence[Any]) -> None:
+    def apply(self, metadata: Sequence[Any]) -> None:
         """Move the state one epoch forward with the average in `tensors()`, or with what `prepare` left
         there if this peer is alone.
 
@@ -151,19 +151,19 @@ class Mode(Protocol):
         """
         ...
 
-    def capture(self, epoch: int, told: Sequence[Any]) -> Captured:
+    def capture(self, epoch: int, metadata: Sequence[Any]) -> CapturedRound:
         """Copy the result of the committed round of `epoch`, for `replay`, without changing the state.
         `tensors()` are free again afterwards.
         """
         ...
 
-    def replay(self, captured: Captured) -> None:
+    def replay(self, captured: CapturedRound) -> None:
         """Do what `apply` does, with a captured round, on a state that was loaded. Called before
         `Learner.resume`.
         """
         ...
 
-    def settled(self, before: Sequence[torch.Tensor]) -> None:
+    def on_state_averaged(self, before: Sequence[torch.Tensor]) -> None:
         """Update what depends on the state after it was averaged. The state's lock is held.
 
         `before`: the previous values of the state's trained parameters, in their order. They may be

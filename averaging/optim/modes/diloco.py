@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from averaging.optim.finite import all_finite
-from averaging.optim.memory import Fragment, room_for
+from averaging.optim.memory import Fragment, zeros_for
 from averaging.optim.modes import ModeParts, ModeTraits
 from averaging.optim.modes.local_steps import LocalSteps
 from averaging.optim.modes.outer import OuterSGD, fragments_of
@@ -61,72 +61,77 @@ class DilocoMode:
         base = self.learner.base
         self._fragments = fragments_of([one.numel() for one in base], settings.fragments)
         # per fragment: how many of this peer's samples were counted up to its last committed round
-        self._sent_at = [0] * settings.fragments
+        self._counted_at = [0] * settings.fragments
         if settings.fragments == 1:
-            self._tensors = [room_for(one.shape, one.device) for one in base]
+            self._tensors = [zeros_for(one.shape, one.device) for one in base]
             self._views = [[tensor.view(-1) for tensor in self._tensors if tensor.numel()]]
-            self._own: torch.Tensor | None = None
+            self._weights_at_start: torch.Tensor | None = None
         else:
             size = max(sum(piece.numel for piece in pieces) for pieces in self._fragments)
-            whole = room_for((size,), base[0].device)
-            self._tensors, self._views = [whole], [_laid(whole, pieces) for pieces in self._fragments]
-            self._own = torch.empty_like(whole)  # θ's elements when the round began
+            whole = zeros_for((size,), base[0].device)
+            self._tensors, self._views = (
+                [whole],
+                [_consecutive_views(whole, pieces) for pieces in self._fragments],
+            )
+            self._weights_at_start = torch.empty_like(whole)  # θ's elements when the round began
 
     def tensors(self) -> list[torch.Tensor]:
         return self._tensors
 
     def prepare(self, epoch: int) -> tuple[float, Any]:
         learner, number = self.learner, epoch % len(self._fragments)
-        learner.launch()
-        if learner.away:
+        learner.begin_round()
+        if learner.is_suspended:
             return 0.0, None
         pieces, views = self._fragments[number], self._views[number]
         learner.read(pieces, views)
-        if self._own is not None:
-            for own, view in zip(_laid(self._own, pieces), views, strict=True):
+        if self._weights_at_start is not None:
+            for own, view in zip(_consecutive_views(self._weights_at_start, pieces), views, strict=True):
                 own.copy_(view)
         learner.pseudo_gradient_(pieces, views)
         if not all_finite(self._views[number]):
-            learner.discard()
+            learner.reset_to_base()
             for view in self._views[number]:
                 view.zero_()
-        return learner.weight(max(self._sent_at[number], learner.dropped)), None
+        return learner.weight(max(self._counted_at[number], learner.dropped)), None
 
-    def apply(self, told: Sequence[Any]) -> None:
+    def apply(self, metadata: Sequence[Any]) -> None:
         learner, number = self.learner, self.state.epoch % len(self._fragments)
-        still = learner.still
+        has_no_new_steps = learner.has_no_new_steps
         pieces, views = self._fragments[number], self._views[number]
         self._outer_step(number, views)
         bases = [learner.base[piece.place].detach().view(-1)[piece.start : piece.stop] for piece in pieces]
-        if self._own is None or still:
+        if self._weights_at_start is None or has_no_new_steps:
             learner.write(pieces, bases)
         else:
             learner.read(pieces, views)  # the outer step has overwritten the views
-            for view, base, own in zip(views, bases, _laid(self._own, pieces), strict=True):
+            for view, base, own in zip(
+                views, bases, _consecutive_views(self._weights_at_start, pieces), strict=True
+            ):
                 view.add_(base - own)
             learner.write(pieces, views)
-        self._sent_at[number] = learner.landed()
+        self._counted_at[number] = learner.commit_round()
 
     def failed(self, reason: str) -> None:
         self.learner.failed(reason)
 
-    def capture(self, epoch: int, told: Sequence[Any]) -> CapturedDeltas:
+    def capture(self, epoch: int, metadata: Sequence[Any]) -> CapturedDeltas:
         self.learner.failed("")
         return CapturedDeltas(epoch, [view.clone() for view in self._views[epoch % len(self._fragments)]])
 
     def replay(self, captured: CapturedDeltas) -> None:
         self._outer_step(captured.epoch % len(self._fragments), captured.deltas)
 
-    def settled(self, before: Sequence[torch.Tensor]) -> None:
+    def on_state_averaged(self, before: Sequence[torch.Tensor]) -> None:
         self.learner.progress_(before)
-        self.learner.follow(before)
+        self.learner.set_weights(before)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.learner.state_dict(), "sent_at": list(self._sent_at)}
+        return {**self.learner.state_dict(), "sent_at": list(self._counted_at)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.learner.load_state_dict(state)
-        self._sent_at = [int(samples) for samples in state["sent_at"]]
+        self._counted_at = [int(samples) for samples in state["sent_at"]]
 
     def _outer_step(self, number: int, deltas: Sequence[torch.Tensor]) -> None:
         with torch.no_grad():
@@ -134,7 +139,7 @@ class DilocoMode:
                 self.learner.outer.step_part(self.learner.base[piece.place], delta, piece.start, piece.stop)
 
 
-def _laid(whole: torch.Tensor, pieces: Sequence[Fragment]) -> list[torch.Tensor]:
+def _consecutive_views(whole: torch.Tensor, pieces: Sequence[Fragment]) -> list[torch.Tensor]:
     """Return views of a flat tensor for fragments that lie in it end to end."""
     views, at = [], 0
     for piece in pieces:

@@ -24,11 +24,11 @@ from averaging.optim.finite import (
     NO_GRADIENT,
     DeviceCheck,
     LateChecks,
-    Refused,
-    flaw_of_gradients,
+    RejectedSamples,
+    defect_of_gradients,
     not_finite,
 )
-from averaging.optim.memory import Fragment, home_of, room_beside
+from averaging.optim.memory import Fragment, storage_for, zeros_beside
 from averaging.optim.modes import ModeParts
 from averaging.optim.modes.outer import OuterSGD
 from averaging.optim.offload import HostStaging, Links
@@ -72,11 +72,13 @@ class LocalSteps:
                 "requires a gradient"
             )
         self._names = names_of(self.weights, parts.inner)
-        home = home_of(self.weights, parts.offload)
+        storage = storage_for(self.weights, parts.offload)
         self._links = Links(self.weights, parts.make_link)
-        self._late = LateChecks(self._names)
-        self._staging = HostStaging(self.weights, self._links) if self._links and home is not None else None
-        self.base = [torch.nn.Parameter(room_beside(p, home).copy_(p.detach())) for p in self.weights]
+        self._late_checks = LateChecks(self._names)
+        self._staging = (
+            HostStaging(self.weights, self._links) if self._links and storage is not None else None
+        )
+        self.base = [torch.nn.Parameter(zeros_beside(p, storage).copy_(p.detach())) for p in self.weights]
         bases = iter(self.base)
         self.outer = outer([next(bases) if _is_trained(p) else p for p in parameters], self.base)
         self.state = TrainingState(self.outer, parts.extras, parts.scheduler)
@@ -85,16 +87,16 @@ class LocalSteps:
         self.counted = 0  # of `total`: samples in committed rounds, or dropped
         self.dropped = 0  # value of `total` when something was dropped last
         # value of `total` when the running round began
-        self._launched: int | None = None
-        self._aside: _SuspendedProgress | None = None
+        self._round_began_at: int | None = None
+        self._suspended: _SuspendedProgress | None = None
         # no step was made yet: the first one sets the base to the parameters as they are then
-        self._fresh = True
+        self._has_no_steps = True
 
     # --- the interface of `Learner`
 
     @property
     def samples(self) -> int:
-        return self.total - (self.counted if self._launched is None else self._launched)
+        return self.total - (self.counted if self._round_began_at is None else self._round_began_at)
 
     def accumulate(self, samples: int) -> str | None:
         """Make one local step with the gradients in `.grad`. Return the reason when they were refused, else
@@ -108,16 +110,16 @@ class LocalSteps:
             check = DeviceCheck(gradients, self._links)
             skips = self._skips_by_itself(gradients)
             bad = [] if skips else check.bad_places()
-            flaw = not_finite([self._names[place] for place in bad]) if bad else None
+            defect = not_finite([self._names[place] for place in bad]) if bad else None
         else:
-            skips, flaw = False, flaw_of_gradients(self.weights, self._names)
-        if flaw is not None:
-            return flaw
-        if self._fresh:
-            self._begin()
+            skips, defect = False, defect_of_gradients(self.weights, self._names)
+        if defect is not None:
+            return defect
+        if self._has_no_steps:
+            self._start_from_weights()
         if check is not None and skips:
             self._step_if_finite(check, next(iter(gradients.values())).device)
-            self._late.took(samples, tuple(gradients), check)
+            self._late_checks.add(samples, tuple(gradients), check)
         else:
             self.inner.step()
         self.total += samples
@@ -144,61 +146,61 @@ class LocalSteps:
         finally:
             del inner.grad_scale, inner.found_inf
 
-    def settle(self, *, wait: bool = True) -> None:
+    def resolve_checks(self, *, wait: bool = True) -> None:
         """Subtract the samples of steps that turned out not to be made. `wait`: evaluate all pending
         checks, else only those known by now.
         """
-        for samples, _, useful in self._late.known(wait=wait):
+        for samples, _, useful in self._late_checks.resolved(wait=wait):
             self.total -= 0 if useful else samples
 
-    def refused(self, *, wait: bool) -> Refused:
-        self.settle(wait=wait)
-        return self._late.refused()
+    def refused(self, *, wait: bool) -> RejectedSamples:
+        self.resolve_checks(wait=wait)
+        return self._late_checks.refused()
 
     def restart(self) -> None:
-        self._fresh = True
+        self._has_no_steps = True
 
-    def _begin(self) -> None:
-        self._fresh = False
+    def _start_from_weights(self) -> None:
+        self._has_no_steps = False
         with self.state.lock:
-            self.read(self._all(), [base.detach().view(-1) for base in self.base])
+            self.read(self._whole_parameters(), [base.detach().view(-1) for base in self.base])
 
     def loaded(self) -> None:
-        self.settle()
+        self.resolve_checks()
         self.failed("")
-        self._aside, self._fresh, self.newcomer = None, False, False
-        self._take_learning_rates()
-        self.follow(None)
+        self._suspended, self._has_no_steps, self.newcomer = None, False, False
+        self._apply_loaded_learning_rates()
+        self.set_weights(None)
         self.counted = self.dropped = self.total
 
-    def set_aside(self) -> int:
-        if self._aside is None:
-            self.settle()
+    def suspend(self) -> int:
+        if self._suspended is None:
+            self.resolve_checks()
             self.failed("")
             progress = self.progress() if self.total > 0 else None
-            self._aside = _SuspendedProgress(self.state.epoch, self.state.version, progress)
+            self._suspended = _SuspendedProgress(self.state.epoch, self.state.version, progress)
         return 0
 
     def resume(self) -> int:
-        aside, self._aside = self._aside, None
-        if aside is None or self.state.version == aside.version:
+        suspended, self._suspended = self._suspended, None
+        if suspended is None or self.state.version == suspended.version:
             return 0
-        self._fresh = False
-        self._take_learning_rates()
+        self._has_no_steps = False
+        self._apply_loaded_learning_rates()
         if (
-            aside.progress is not None
-            and aside.epoch > 0
-            and self.state.epoch - aside.epoch <= self._carried_epochs_max
+            suspended.progress is not None
+            and suspended.epoch > 0
+            and self.state.epoch - suspended.epoch <= self._carried_epochs_max
         ):
-            self.follow(aside.progress)
+            self.set_weights(suspended.progress)
             return 0
-        self.follow(None)
+        self.set_weights(None)
         lost, self.newcomer = self.samples, True
         self.counted = self.dropped = self.total
         return lost
 
     def state_dict(self) -> dict[str, Any]:
-        self.settle()
+        self.resolve_checks()
         counts = {
             "total": self.total,
             "counted": self.counted,
@@ -216,7 +218,7 @@ class LocalSteps:
             raise UsageError("this was not saved in a mode with local steps")
         if [tuple(t.shape) for t in saved] != [tuple(t.shape) for t in self.base]:
             raise UsageError("the saved base has other shapes than this optimizer's parameters")
-        self.settle()
+        self.resolve_checks()
         with torch.no_grad():
             for base, one in zip(self.base, saved, strict=True):
                 base.copy_(one)
@@ -230,50 +232,50 @@ class LocalSteps:
             int(state["dropped"]),
         )
         self.newcomer = bool(state["newcomer"])
-        self._launched = self._aside = None
-        self._fresh = False
+        self._round_began_at = self._suspended = None
+        self._has_no_steps = False
 
     # --- for the modes
 
     @property
-    def away(self) -> bool:
+    def is_suspended(self) -> bool:
         """Return whether progress is suspended: this peer has weight 0."""
-        return self._aside is not None
+        return self._suspended is not None
 
     def weight(self, since: int) -> float:
         """Return this peer's weight in a round that counts all samples after the first `since`."""
-        return 0.0 if self.newcomer or self.away else float(self.total - max(since, 0))
+        return 0.0 if self.newcomer or self.is_suspended else float(self.total - max(since, 0))
 
-    def launch(self) -> int:
+    def begin_round(self) -> int:
         """Mark the beginning of a round. Return the number of samples so far."""
-        self.settle()
-        self._launched = self.total
+        self.resolve_checks()
+        self._round_began_at = self.total
         return self.total
 
     @property
-    def still(self) -> bool:
+    def has_no_new_steps(self) -> bool:
         """Return whether no step was made since the round began."""
-        return self._launched == self.total
+        return self._round_began_at == self.total
 
-    def landed(self) -> int:
+    def commit_round(self) -> int:
         """Mark the round as committed. Return how many samples were counted by it and all before it."""
-        launched, self._launched = self._launched, None
-        self.counted = self.total if launched is None else launched
+        began_at, self._round_began_at = self._round_began_at, None
+        self.counted = self.total if began_at is None else began_at
         self.newcomer = False
         return self.counted
 
     def failed(self, reason: str) -> None:
         """Mark the round as failed."""
-        self._launched = None
+        self._round_began_at = None
         # all members are newcomers: their progress must count, or none ever would
         if reason == "nobody contributes":
             self.newcomer = False
 
-    def discard(self) -> None:
+    def reset_to_base(self) -> None:
         """Return to the base, because local steps ended in NaN or infinity."""
         _log.warning("%d samples are dropped: local steps resulted in NaN or infinity", self.samples)
-        self.follow(None)
-        self.counted = self.dropped = self._launched = self.total
+        self.set_weights(None)
+        self.counted = self.dropped = self._round_began_at = self.total
 
     def progress(self) -> list[torch.Tensor]:
         """Return θ - base: float32, on the base's device."""
@@ -287,7 +289,7 @@ class LocalSteps:
         """
         flat = [one.detach().view(-1) for one in bases]
         with torch.no_grad():
-            for nth, inside, values in self._values(self._all()):
+            for nth, inside, values in self._values(self._whole_parameters()):
                 one = flat[nth][inside]
                 one.copy_(one.to(values.dtype)).neg_().add_(values)
 
@@ -298,13 +300,16 @@ class LocalSteps:
                 base = self.base[piece.place].detach().view(-1)[piece.start : piece.stop]
                 values.neg_().add_(base.to(self.weights[piece.place].dtype))
 
-    def follow(self, progress: Sequence[torch.Tensor] | None) -> None:
+    def set_weights(self, progress: Sequence[torch.Tensor] | None) -> None:
         """Set θ to base + progress; with None, to the base exactly."""
         bases = (base.detach().view(-1) for base in self.base)
         if progress is None:
-            self.write(self._all(), bases)
+            self.write(self._whole_parameters(), bases)
         else:
-            self.write(self._all(), (base + one.view(-1) for base, one in zip(bases, progress, strict=True)))
+            self.write(
+                self._whole_parameters(),
+                (base + one.view(-1) for base, one in zip(bases, progress, strict=True)),
+            )
 
     def read(self, pieces: Sequence[Fragment], targets: Sequence[torch.Tensor]) -> None:
         """Copy θ's elements to `targets`: flat float32, on the base's device."""
@@ -326,7 +331,7 @@ class LocalSteps:
         self._staging.fetch(list(zip(pieces, sources, strict=True)))
         self._staging.wait()
         for nth, piece in enumerate(pieces):
-            for low, high, values in self._staging.held(piece):
+            for low, high, values in self._staging.fetched_values(piece):
                 yield nth, slice(low - piece.start, high - piece.start), values
 
     def write(self, pieces: Sequence[Fragment], values: Iterable[torch.Tensor]) -> None:
@@ -334,7 +339,7 @@ class LocalSteps:
         with torch.no_grad():
             if self._staging is None:
                 for piece, one in zip(pieces, values, strict=True):
-                    self._put(piece, one)
+                    self._copy_to_weight(piece, one)
                 return
             # a non-contiguous parameter gets its values from a contiguous copy
             targets = [
@@ -343,12 +348,12 @@ class LocalSteps:
                 else torch.empty(piece.numel, dtype=p.dtype, device=p.device)
                 for piece, p in ((piece, self.weights[piece.place].detach()) for piece in pieces)
             ]
-            self._staging.bring(zip(pieces, values, targets, strict=True))
+            self._staging.upload(zip(pieces, values, targets, strict=True))
             for piece, target in zip(pieces, targets, strict=True):
                 if not self.weights[piece.place].is_contiguous():
-                    self._put(piece, target)
+                    self._copy_to_weight(piece, target)
 
-    def _put(self, piece: Fragment, values: torch.Tensor) -> None:
+    def _copy_to_weight(self, piece: Fragment, values: torch.Tensor) -> None:
         p = self.weights[piece.place].detach()
         if p.is_contiguous():
             p.view(-1)[piece.start : piece.stop].copy_(values)
@@ -359,10 +364,10 @@ class LocalSteps:
             whole[piece.start : piece.stop].copy_(values)
             p.copy_(whole.view(p.shape))
 
-    def _all(self) -> list[Fragment]:
+    def _whole_parameters(self) -> list[Fragment]:
         return [Fragment(place, 0, base.numel()) for place, base in enumerate(self.base)]
 
-    def _take_learning_rates(self) -> None:
+    def _apply_loaded_learning_rates(self) -> None:
         """Copy the learning rates of a loaded schedule: it writes them to the inner optimizer only when it
         steps.
         """

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from averaging.optim.memory import Fragment, pieces_between, room_like
+from averaging.optim.memory import Fragment, fragments_between, zeros_like
 
 MOMENTUM = "momentum_buffer"
 
@@ -62,7 +62,7 @@ class OuterSGD(torch.optim.Optimizer):
         super().__init__(list(parameters), {"lr": lr, "momentum": momentum, "nesterov": nesterov})
         if momentum:
             for base in trained:
-                self.state[base][MOMENTUM] = room_like(base)
+                self.state[base][MOMENTUM] = zeros_like(base)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Make the whole step at once, with the averaged pseudo-gradients in `.grad`."""
@@ -91,4 +91,4 @@ class OuterSGD(torch.optim.Optimizer):
 def fragments_of(numels: Sequence[int], count: int) -> list[list[Fragment]]:
     """Cut the parameters, end to end, into `count` fragments whose sizes differ by one element at most."""
     total = sum(numels)
-    return pieces_between(numels, [total * number // count for number in range(count + 1)])
+    return fragments_between(numels, [total * number // count for number in range(count + 1)])

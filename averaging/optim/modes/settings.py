@@ -14,7 +14,7 @@ from averaging.optim.modes.gradients import GradientsMode
 from swarm.core.errors import UsageError
 
 _CARRIED_EPOCHS_MAX = 3
-_SELDOM = 100  # epochs: outer states are equal bit for bit on every processor
+_STATE_SYNC_EPOCHS_OF_LOCAL_STEPS = 100  # epochs: outer states are equal bit for bit on every processor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,10 @@ class Local:
         outer step with a learning rate of 1.
         """
         traits = ModeTraits(
-            terms="local", role="pseudo_gradient", keeps_progress=True, state_sync_epochs=_SELDOM
+            compatibility_tag="local",
+            role="pseudo_gradient",
+            keeps_progress=True,
+            state_sync_epochs=_STATE_SYNC_EPOCHS_OF_LOCAL_STEPS,
         )
         return DilocoMode(
             parts,
@@ -100,14 +103,14 @@ class Diloco:
     def build(self, parts: ModeParts) -> DilocoMode:
         nesterov = self.nesterov and self.momentum > 0
         traits = ModeTraits(
-            terms=f"diloco outer_lr={self.outer_lr:g} momentum={self.momentum:g} "
+            compatibility_tag=f"diloco outer_lr={self.outer_lr:g} momentum={self.momentum:g} "
             f"nesterov={nesterov:d} streaming={self.streaming}",
             role="pseudo_gradient",
             keeps_progress=True,
             overlapped=self.streaming > 1,
             delay_steps=self.delay_steps,
             slots=self.streaming,
-            state_sync_epochs=_SELDOM,
+            state_sync_epochs=_STATE_SYNC_EPOCHS_OF_LOCAL_STEPS,
         )
         outer = OuterSettings(
             lr=self.outer_lr,
@@ -143,12 +146,12 @@ class Gossip:
 
     def build(self, parts: ModeParts) -> GossipMode:
         traits = ModeTraits(
-            terms=f"gossip outer_lr={self.outer_lr:g} momentum={self.momentum:g} "
+            compatibility_tag=f"gossip outer_lr={self.outer_lr:g} momentum={self.momentum:g} "
             f"consensus={self.consensus:g}",
             role="parameter",
             keeps_progress=True,
             group_size=2,
-            lone=True,
+            proceeds_alone=True,
             canonical=False,
         )
         rates = GossipRates(momentum=self.momentum, lr=self.outer_lr, consensus=self.consensus)

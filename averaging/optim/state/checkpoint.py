@@ -82,7 +82,7 @@ def write(
     """
     named = public_names(view.names, parameters)
     try:
-        view.hash()
+        view.compute_digests()
         tensors = {name: view.tensor(place) for place, name in enumerate(named)}
     except (MemoryError, PeerError) as error:  # a view that could not be copied is closed
         raise SwarmError(
@@ -208,7 +208,7 @@ class Checkpoints:
                 wrong.append(str(error))
         return None, wrong
 
-    def set_aside(self) -> Path | None:
+    def archive(self) -> Path | None:
         """Move the present files to a folder of their own, because the run starts from another state.
         Return that folder, or None when there were no files.
         """

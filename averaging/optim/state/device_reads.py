@@ -3,7 +3,7 @@ work, each byte copied once.
 
 A GPU executes one stream's work in order, and only events order two streams. The trainer writes the state
 on its current stream, while threads of the pool read it. So every device has a stream for reads. It waits
-for an event that is recorded on the trainer's stream when a write ends (`written`), and a write waits, on
+for an event that is recorded on the trainer's stream when a write ends (`after_write`), and a write waits, on
 the device and not on the host, for the reads queued before it (`before_write`). Reads are queued only by a
 thread that holds the state's lock; their arrival is waited for without it.
 
@@ -39,7 +39,7 @@ class Transfer(Protocol):
 class DeviceReader(Protocol):
     """Reads tensors on one device. Any thread may use it."""
 
-    def written(self) -> None:
+    def after_write(self) -> None:
         """Make all reads queued from now on wait for the work queued so far on this thread's current
         stream.
         """
@@ -88,7 +88,7 @@ class CudaReader:
         self._reads = cuda.Stream(device=device)
         cuda.synchronize(device)
 
-    def written(self) -> None:
+    def after_write(self) -> None:
         self._reads.wait_event(self._mark(self._cuda.current_stream(self._device)))
 
     def before_write(self) -> None:
@@ -126,7 +126,7 @@ class PlainReader:
     which it is queued.
     """
 
-    def written(self) -> None:
+    def after_write(self) -> None:
         return
 
     def before_write(self) -> None:
@@ -178,11 +178,11 @@ class DeviceReads:
             self._readers.setdefault(device, self._make(device))
         return self._readers[device]
 
-    def written(self) -> None:
-        """Call `DeviceReader.written` on all devices."""
+    def after_write(self) -> None:
+        """Call `DeviceReader.after_write` on all devices."""
         for reader in list(self._readers.values()):
             if reader is not None:
-                reader.written()
+                reader.after_write()
 
     def before_write(self) -> None:
         """Call `DeviceReader.before_write` on all devices."""
@@ -239,15 +239,15 @@ class HostCopy:
         on any devices, the host included.
         """
         self.blob = blob
-        self.asked_bytes = 0  # from the beginning: copied or in transit
+        self.queued_bytes = 0  # from the beginning: copied or in transit
         self.copied_bytes = 0  # from the beginning: in the blob
         self._layout, self._tensors, self._reads = layout, list(tensors), reads
         # of the tensor that was read last: a window may end within it
         self._flat: tuple[int, torch.Tensor] | None = None
         self._free: list[torch.Tensor] = []
         self._buffers = 0
-        self._under_way: deque[_Window] = deque()
-        self._arriving = threading.Lock()
+        self._in_transit: deque[_Window] = deque()
+        self._finish_lock = threading.Lock()
 
     @property
     def copied_chunks(self) -> int:
@@ -258,20 +258,20 @@ class HostCopy:
         return -(-copied // CHUNK_BYTES) if copied == self._layout.total_bytes else copied // CHUNK_BYTES
 
     @property
-    def all_asked(self) -> bool:
+    def all_queued(self) -> bool:
         """Return whether all reads of the tensors are queued."""
-        return self.asked_bytes == self._layout.total_bytes
+        return self.queued_bytes == self._layout.total_bytes
 
-    def ask(self) -> bool:
+    def queue_next(self) -> bool:
         """Queue the copy of the next window, without waiting for a device. The state's lock is held. Return
         False when nothing is left, or no buffer is free.
 
         Raises MemoryError, or torch's error, when the host or the device has no memory for it; nothing is
         queued then.
         """
-        if self.all_asked or not (self._free or self._buffers < _WINDOWS):
+        if self.all_queued or not (self._free or self._buffers < _WINDOWS):
             return False
-        begin, end = self.asked_bytes, min(self.asked_bytes + WINDOW_BYTES, self._layout.total_bytes)
+        begin, end = self.queued_bytes, min(self.queued_bytes + WINDOW_BYTES, self._layout.total_bytes)
         buffer = self._buffer()
         pairs: dict[DeviceReader, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         memory = memoryview(buffer.numpy())  # type: ignore[arg-type, unused-ignore]
@@ -292,25 +292,27 @@ class HostCopy:
                 pairs.setdefault(reader, []).append((source, target))
             at = high
         memory[at - begin : end - begin] = bytes(end - at)
-        self._under_way.append(_Window(end, buffer, [reader.fetch(those) for reader, those in pairs.items()]))
-        self.asked_bytes = end
+        self._in_transit.append(
+            _Window(end, buffer, [reader.fetch(those) for reader, those in pairs.items()])
+        )
+        self.queued_bytes = end
         return True
 
-    def arrive(self) -> None:
+    def finish_oldest(self) -> None:
         """Wait for the oldest window in transit, if there is one, and move it to the blob. Needs no lock of
         the state.
         """
-        with self._arriving:
-            if not self._under_way:
+        with self._finish_lock:
+            if not self._in_transit:
                 return
-            window = self._under_way[0]
+            window = self._in_transit[0]
             for transfer in window.transfers:
                 transfer.wait()
             begin, end = self.copied_bytes, window.end
             arrived = memoryview(window.buffer.numpy())  # type: ignore[arg-type, unused-ignore]
             copy_bytes(arrived[: end - begin], memoryview(self.blob)[begin:end])
             self.copied_bytes = end
-            self._under_way.popleft()
+            self._in_transit.popleft()
             self._free.append(window.buffer)
             if end == self._layout.total_bytes:
                 self._tensors, self._free, self._flat = [], [], None

@@ -102,10 +102,10 @@ class Donor:
         self._services, self.run_id, self._state, self._config = services, run, state, config
         self._key = Key(f"run.{run}", "donors")
         self._leases: dict[bytes, _Lease] = {}
-        self._fresh: StateView | None = None  # the latest view
+        self._latest: StateView | None = None  # the latest view
         self._copying = asyncio.Lock()
         self._wake = asyncio.Event()
-        self._serving = self._stored = False
+        self._serving = self._is_published = False
 
     # --- any thread
 
@@ -113,7 +113,7 @@ class Donor:
         """Begin to serve: this peer's state is valid from now on."""
         if self._config.serve and not self._serving:
             self._serving = True
-            self._state.written()  # a model's first values may have been set without the state's lock
+            self._state.after_write()  # a model's first values may have been set without the state's lock
             self.changed()
 
     def changed(self) -> None:
@@ -121,29 +121,29 @@ class Donor:
         if self._serving:
             self._services.loop.call_soon_threadsafe(self._wake.set)
 
-    def round_begins(self) -> None:
+    def on_round_begin(self) -> None:
         """Complete the copies of leased views while the network is busy: the state is about to change. May
         be called with locks held.
         """
         if self._leases:
-            self._services.loop.call_soon_threadsafe(self._settle)
+            self._services.loop.call_soon_threadsafe(self._copy_leased)
 
     # --- the network thread
 
-    def _settle(self) -> None:
+    def _copy_leased(self) -> None:
         for view in {
-            id(lease.view): lease.view for lease in self._leases.values() if not lease.view.settled
+            id(lease.view): lease.view for lease in self._leases.values() if not lease.view.is_copied
         }.values():
             self._copy(view)
 
     def _copy(self, view: StateView) -> None:
-        self._services.loop.run_in_executor(self._services.pool, view.settle)
+        self._services.loop.run_in_executor(self._services.pool, view.complete_copy)
 
     async def run(self) -> None:
         """Keep the record fresh and drop idle leases, until cancelled."""
         while True:
-            await self._wait(self._config.record_renew_s if self._serving else None)
-            self._drop_idle()
+            await self._wait_for_change(self._config.record_renew_s if self._serving else None)
+            self._end_idle_leases()
             if self._serving:
                 await self._declare()
             await asyncio.sleep(self._config.record_gap_s)
@@ -152,9 +152,9 @@ class Donor:
         """Withdraw the record and end all leases."""
         self._serving = False
         for name in list(self._leases):
-            self._end(name)
-        self._let_go()
-        if self._stored:
+            self._end_lease(name)
+        self._release_latest()
+        if self._is_published:
             try:
                 await self._services.dht.delete(
                     self._key, subkey=str(self._services.own().peer_id), timeout_s=0.5
@@ -167,15 +167,15 @@ class Donor:
         refused.
         """
         self._banned.check(peer)
-        self._drop_idle()
+        self._end_idle_leases()
         if not self._serving:
             raise PeerError("this peer has no state to give yet")
-        view = self._held(request.digest)
+        view = self._leased_view(request.digest)
         if view is None and self._state.epoch < request.epoch_min:
             raise PeerError(f"this peer is in epoch {self._state.epoch} only")
         if len(self._leases) >= self._config.leases_max:
             raise PeerError(f"busy: {self._config.leases_max} peers are downloading from this one already")
-        view = view or await self._view()
+        view = view or await self._latest_view()
         lease = secrets.token_bytes(16)
         now_s = self._services.clock.monotonic_s()
         self._leases[lease] = _Lease(peer, view, now_s, now_s)
@@ -191,8 +191,8 @@ class Donor:
         """End a lease of the calling peer."""
         lease = self._leases.get(request.lease)
         if lease is not None and lease.peer == peer:
-            self._end(request.lease)
-        self._drop_idle()
+            self._end_lease(request.lease)
+        self._end_idle_leases()
         return state_pb2.CloseReply()
 
     async def on_chunks(self, first: state_pb2.ChunksRequest, stream: Stream) -> None:
@@ -210,7 +210,7 @@ class Donor:
             for index in request.indices:
                 if index >= lease.view.chunks:
                     raise PeerError(f"the state has {lease.view.chunks} chunks; there is no number {index}")
-                await stream.send(await self._message(lease.view, index))
+                await stream.send(await self._chunk_message(lease.view, index))
                 lease.sent += 1
                 lease.used_s = self._services.clock.monotonic_s()
                 if not lease.copying and self._takes_long(lease):
@@ -231,34 +231,36 @@ class Donor:
             and took_s * (lease.view.chunks - lease.sent) > self._config.copy_worth_s * lease.sent
         )
 
-    async def _message(self, view: StateView, index: int) -> bytes:
+    async def _chunk_message(self, view: StateView, index: int) -> bytes:
         """Return the message for a chunk, assembled in one copy."""
         head = chunk_head(index)
-        message = view.chunk_at_once(index, head)
+        message = view.chunk_without_waiting(index, head)
         if message is None:  # from live tensors: in the pool, since it waits while they are being changed
             message = await asyncio.get_running_loop().run_in_executor(
                 self._services.pool, view.chunk, index, head
             )
         return message
 
-    def _held(self, digest: bytes) -> StateView | None:
+    def _leased_view(self, digest: bytes) -> StateView | None:
         """Return a view that is leased already, by its digest."""
         held = [lease.view for lease in self._leases.values() if digest and not lease.view.closed]
         return next((view for view in held if view.digest == digest), None)
 
-    async def _view(self) -> StateView:
+    async def _latest_view(self) -> StateView:
         async with self._copying:  # one at a time; callers that waited share the result
-            fresh = self._fresh
-            if fresh is not None and fresh.version == self._state.version and not fresh.closed:
-                return fresh
+            latest = self._latest
+            if latest is not None and latest.version == self._state.version and not latest.closed:
+                return latest
             held = {id(lease.view) for lease in self._leases.values()}
             if len(held) >= self._config.snapshots_max:
                 raise PeerError("busy: other peers are downloading states of earlier epochs from this one")
-            self._let_go()
-            self._fresh = await asyncio.get_running_loop().run_in_executor(self._services.pool, self._hashed)
-            return self._fresh
+            self._release_latest()
+            self._latest = await asyncio.get_running_loop().run_in_executor(
+                self._services.pool, self._open_view
+            )
+            return self._latest
 
-    def _hashed(self) -> StateView:
+    def _open_view(self) -> StateView:
         try:
             view = self._state.view()
         except (MemoryError, RuntimeError) as error:
@@ -266,29 +268,29 @@ class Donor:
                 raise PeerError("this peer has no memory to read its state with: ask another") from error
             raise
         try:
-            view.hash()
+            view.compute_digests()
         except BaseException:  # this view has no reader, so no writer must copy it
             view.close()
             raise
         return view
 
-    def _drop_idle(self) -> None:
+    def _end_idle_leases(self) -> None:
         oldest_s = self._services.clock.monotonic_s() - self._config.lease_idle_s
         gone = [name for name, lease in self._leases.items() if lease.used_s < oldest_s]
         for name in gone:
-            self._end(name)
+            self._end_lease(name)
         if not self._leases and not self._copying.locked():
-            self._let_go()
+            self._release_latest()
 
-    def _end(self, name: bytes) -> None:
+    def _end_lease(self, name: bytes) -> None:
         """End a lease, and close its view if it was the last one on it."""
         view = self._leases.pop(name).view
-        if view is not self._fresh and all(lease.view is not view for lease in self._leases.values()):
+        if view is not self._latest and all(lease.view is not view for lease in self._leases.values()):
             view.close()
 
-    def _let_go(self) -> None:
+    def _release_latest(self) -> None:
         """Stop handing out the latest view, and close it if it is not leased."""
-        view, self._fresh = self._fresh, None
+        view, self._latest = self._latest, None
         if view is not None and all(lease.view is not view for lease in self._leases.values()):
             view.close()
 
@@ -299,7 +301,7 @@ class Donor:
         value = {
             "epoch": self._state.epoch,
             "canonical": self._state.canonical,
-            "digest": self._fresh.digest if self._fresh is not None and self._fresh.chunk_digests else b"",
+            "digest": self._latest.digest if self._latest is not None and self._latest.chunk_digests else b"",
             "bytes": self._state.bytes_about,
             "addresses": [address.multiaddr for address in contact.addresses[:ADDRESSES_MAX]],
         }
@@ -311,11 +313,11 @@ class Donor:
                 subkey=str(contact.peer_id),
                 timeout_s=_STORE_TIMEOUT_S,
             )
-            self._stored = True
+            self._is_published = True
         except NetworkError as error:
             _log.info("the donor record of run %s was not stored: %s", self.run_id, error)
 
-    async def _wait(self, timeout_s: float | None) -> None:
+    async def _wait_for_change(self, timeout_s: float | None) -> None:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._wake.wait()

@@ -62,7 +62,7 @@ class DownloadConfig:
 
 
 @dataclass(slots=True)
-class Fetched:
+class DownloadedState:
     """A complete, verified snapshot. `failures`: the donors that failed, with the reason."""
 
     epoch: int
@@ -101,7 +101,7 @@ class Download:
     pool: Executor | None = None  # threads that check chunks; None: the event loop's own
     majority: bool = False  # accept only a state that most of the answering donors hold, of any epoch
     epoch: int | None = None  # of the state that is being downloaded, once it is known
-    part: PartialState | None = None  # what has arrived of it; at first that of an earlier download
+    partial: PartialState | None = None  # what has arrived of it; at first that of an earlier download
     _received_bytes: int = 0
 
     @property
@@ -109,7 +109,7 @@ class Download:
         """Return the bytes of valid chunks that were not there before."""
         return self._received_bytes
 
-    async def fetch(self, donors: Sequence[Contact], timeout_s: float) -> Fetched:
+    async def fetch(self, donors: Sequence[Contact], timeout_s: float) -> DownloadedState:
         """Download the state. Raise NotEnoughPeers when no donor could serve, and DeadlineExceeded after
         `timeout_s`; both messages list the donors and their failures.
         """
@@ -188,7 +188,7 @@ class Download:
 
     async def _fetch_from(
         self, candidates: list[_Offer], donors: Sequence[Contact], offers: list[_Offer]
-    ) -> Fetched | None:
+    ) -> DownloadedState | None:
         """Download one state from all donors that hold it. Return None when they failed before it was
         complete, and retries failed for some time.
 
@@ -196,32 +196,32 @@ class Download:
         """
         first = candidates[0]
         self.epoch = first.epoch
-        part = self.part = PartialState.begin(first.chunk_digests, first.total_bytes, self.part)
+        partial = self.partial = PartialState.begin(first.chunk_digests, first.total_bytes, self.partial)
         known = {offer.contact.peer_id for offer in offers} | self.failures.keys()
         spares = deque(contact for contact in donors if contact.peer_id not in known)
         live = [offer for offer in candidates if offer.contact.peer_id not in self.liars]
-        while not part.complete and live:
+        while not partial.complete and live:
             async with asyncio.TaskGroup() as group:
                 # no donor takes chunks that others could deliver
-                ahead = max(1, min(self.config.batch, len(part.missing) // (2 * len(live))))
+                ahead = max(1, min(self.config.batch, len(partial.missing) // (2 * len(live))))
                 for offer in live:
-                    task = group.create_task(self._serve(offer, part, spares, offers, ahead))
-                    part.tasks.add(task)
-            part.tasks.clear()
-            live = [] if part.complete else await self._again(first, donors, offers)
-        if not part.complete:
+                    task = group.create_task(self._fetch_with_spares(offer, partial, spares, offers, ahead))
+                    partial.tasks.add(task)
+            partial.tasks.clear()
+            live = [] if partial.complete else await self._reopen(first, donors, offers)
+        if not partial.complete:
             return None
-        return Fetched(
+        return DownloadedState(
             first.epoch,
             any(o.canonical for o in candidates),
             first.digest,
-            part.blob,
-            part.given,
+            partial.blob,
+            partial.given,
             dict(self.failures),
             len(candidates),
         )
 
-    async def _again(self, wanted: _Offer, donors: Sequence[Contact], offers: list[_Offer]) -> list[_Offer]:
+    async def _reopen(self, wanted: _Offer, donors: Sequence[Contact], offers: list[_Offer]) -> list[_Offer]:
         """Ask again for the same state after all donors failed, except those that lied: donors keep leases
         for a while.
         """
@@ -241,20 +241,20 @@ class Download:
                 return [offer for offer in opened if offer.digest == wanted.digest]
         return []
 
-    async def _serve(
-        self, offer: _Offer, part: PartialState, spares: deque[Contact], offers: list[_Offer], ahead: int
+    async def _fetch_with_spares(
+        self, offer: _Offer, partial: PartialState, spares: deque[Contact], offers: list[_Offer], ahead: int
     ) -> None:
         """Fetch chunks from one donor, and when it fails from one that was not asked yet."""
         serving: _Offer | None = offer
-        while serving is not None and not await self._take(serving, part, ahead):
+        while serving is not None and not await self._fetch_chunks_from(serving, partial, ahead):
             serving = None
-            while spares and serving is None and not part.complete:
+            while spares and serving is None and not partial.complete:
                 opened = await self._open(spares.popleft(), offer.digest)
                 if opened is not None:
                     offers.append(opened)
                     serving = opened if opened.digest == offer.digest else None
 
-    async def _take(self, offer: _Offer, part: PartialState, ahead: int) -> bool:
+    async def _fetch_chunks_from(self, offer: _Offer, partial: PartialState, ahead: int) -> bool:
         """Fetch chunks from one donor until none are left, including those that others are late with.
         Return False when it failed.
         """
@@ -262,14 +262,22 @@ class Download:
         intake: Intake | None = None
         try:
             async with AsyncExitStack() as stack:
-                stream = await self._opened(stack, offer)
+                stream = await self._open_stream(stack, offer)
                 intake = Intake(
-                    part, peer, stream, offer.chunk_digests, self.pool, self.config.chunk_timeout_s, self._got
+                    partial,
+                    peer,
+                    stream,
+                    offer.chunk_digests,
+                    self.pool,
+                    self.config.chunk_timeout_s,
+                    self._on_new_bytes,
                 )
                 try:
-                    await self._take_in(intake, offer, ahead)
+                    await self._request_and_receive(intake, offer, ahead)
                 except (PeerError, NetworkError):
-                    await intake.settle()  # account for the chunks received before, above all a false one
+                    await (
+                        intake.wait_checked()
+                    )  # account for the chunks received before, above all a false one
                     raise
                 await stream.finish()
         except (PeerError, NetworkError) as error:
@@ -279,24 +287,24 @@ class Download:
             _log.warning("peer %s failed as a donor of run %s: %s", peer, self.run, error)
             return False
         finally:
-            part.give_back(intake.close() if intake is not None else ())
+            partial.return_undelivered(intake.close() if intake is not None else ())
         return True
 
-    async def _take_in(self, intake: Intake, offer: _Offer, ahead: int) -> None:
-        part, asked, loop = intake.part, intake.asked, asyncio.get_running_loop()
+    async def _request_and_receive(self, intake: Intake, offer: _Offer, ahead: int) -> None:
+        partial, asked, loop = intake.partial, intake.requested, asyncio.get_running_loop()
         took_s, before_s = 0.0, loop.time()
-        while not part.complete:
+        while not partial.complete:
             # request several with one message
-            batch = part.take(ahead - len(asked)) if 2 * len(asked) <= ahead else []
+            batch = partial.take(ahead - len(asked)) if 2 * len(asked) <= ahead else []
             if not batch and not asked:
                 if intake.checking:
-                    await intake.settle()
+                    await intake.wait_checked()
                     continue
                 # as long as a chunk takes from this donor: then another donor counts as late with it
                 await asyncio.sleep(max(took_s, _LATE_S_MIN))
-                late = part.late(asked)
-                batch = part.take(1) if late is None else [late]
-                part.asked.update(batch if late is not None else ())
+                late = partial.find_late(asked)
+                batch = partial.take(1) if late is None else [late]
+                partial.requested.update(batch if late is not None else ())
                 before_s = loop.time()
             if batch:
                 asked.extend(batch)
@@ -306,13 +314,15 @@ class Download:
                 await intake.receive()
                 took_s, before_s = loop.time() - before_s, loop.time()
 
-    def _got(self, new_bytes: int) -> None:
+    def _on_new_bytes(self, new_bytes: int) -> None:
         """Account for a valid chunk with `new_bytes` bytes that were not there before."""
         self._received_bytes += new_bytes
-        if self.on_progress is not None and self.part is not None:
-            self.on_progress(min(len(self.part.have) * CHUNK_BYTES, len(self.part.blob)), len(self.part.blob))
+        if self.on_progress is not None and self.partial is not None:
+            self.on_progress(
+                min(len(self.partial.have) * CHUNK_BYTES, len(self.partial.blob)), len(self.partial.blob)
+            )
 
-    async def _opened(self, stack: AsyncExitStack, offer: _Offer) -> Stream:
+    async def _open_stream(self, stack: AsyncExitStack, offer: _Offer) -> Stream:
         try:
             async with asyncio.timeout(self.config.chunk_timeout_s):
                 return await stack.enter_async_context(

@@ -136,7 +136,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def room(total_bytes: int) -> Blob:
+def allocate_zeros(total_bytes: int) -> Blob:
     """Allocate zeros to be overwritten. Raise MemoryError when there is no memory.
 
     Memory pages are not touched here: they are allocated when they are written, large ones where the system

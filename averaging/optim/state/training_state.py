@@ -81,24 +81,24 @@ class TrainingState:
         # Buffers change with every forward pass, on the trainer's thread, differently on each peer: the
         # values served are those that all agreed on last.
         self._agreed_extras = [tensor.detach().clone() for tensor in self.extras]
-        self.written()
+        self.after_write()
 
-    def moved(self, epoch: int, *, canonical: bool = False) -> None:
+    def mark_changed(self, epoch: int, *, canonical: bool = False) -> None:
         """Record that the state has changed and is in `epoch`. The lock is still held."""
         self.epoch, self.canonical = epoch, canonical
         self.version += 1
         self._probed = None  # the probed statistics may be part of the state now
-        self.written()
+        self.after_write()
 
-    def written(self) -> None:
+    def after_write(self) -> None:
         """Make this thread's queued device work part of the state, before any reader sees it. Releasing
         `lock` implies this.
         """
-        self._reads.written()
+        self._reads.after_write()
 
     # --- averaging
 
-    def averaged(self) -> list[torch.Tensor]:
+    def averaged_tensors(self) -> list[torch.Tensor]:
         """Return the tensors that peers average to become equal, in one order on all: trained parameters,
         their statistics, floating-point extra tensors.
         """
@@ -161,7 +161,7 @@ class TrainingState:
     def snapshot(self) -> Snapshot:
         """Return a copy of the state, with digests. Callable from any thread."""
         view = self.view()
-        view.settle()
+        view.complete_copy()
         view.close()
         return Snapshot(view.epoch, view.version, view.canonical, view.blob, digests_of(view.blob))
 
@@ -208,11 +208,11 @@ class TrainingState:
         ):
             structure = self._completed(probe(self.inner, self.parameters))
         with self.lock, torch.no_grad():
-            rooms = self._rooms(structure, tensors)  # first, because there may be no memory for them
+            targets = self._targets(structure, tensors)  # first, because there may be no memory for them
             for index, p in enumerate(self.parameters):
                 p.copy_(tensors[f"p.{index}"])
                 self._load_statistics(
-                    index, p, structure[index], tensors, mapping(counters.get(str(index))), rooms[index]
+                    index, p, structure[index], tensors, mapping(counters.get(str(index))), targets[index]
                 )
             for index, (extra, agreed) in enumerate(zip(self.extras, self._agreed_extras, strict=True)):
                 extra.copy_(tensors[f"x.{index}"])
@@ -223,20 +223,22 @@ class TrainingState:
                 )
             if self.scheduler is not None:
                 self.scheduler.load_state_dict(merge(self.scheduler.state_dict(), header.get("schedule"), 0))
-            self.moved(header["epoch"])
+            self.mark_changed(header["epoch"])
 
-    def _rooms(
+    def _targets(
         self, structure: Sequence[dict[str, Any]], tensors: Mapping[str, torch.Tensor]
     ) -> list[dict[str, torch.Tensor]]:
         """Return, per parameter, the tensor that receives each statistic of a snapshot: the present one,
         else that of the probe.
         """
-        rooms = []
+        targets = []
         for index, (p, statistics) in enumerate(zip(self.parameters, structure, strict=True)):
             own = self.inner.state.get(p, {})
             held = [key for key in statistics if f"s.{index}.{key}" in tensors]
-            rooms.append({key: own[key] if key in own else _made(statistics[key], p) for key in held})
-        return rooms
+            targets.append(
+                {key: own[key] if key in own else _materialized(statistics[key], p) for key in held}
+            )
+        return targets
 
     def _load_statistics(
         self,
@@ -245,16 +247,16 @@ class TrainingState:
         structure: dict[str, Any],
         tensors: Mapping[str, torch.Tensor],
         counters: Mapping[str, Any],
-        rooms: Mapping[str, torch.Tensor],
+        targets: Mapping[str, torch.Tensor],
     ) -> None:
-        """Load the statistics of one parameter: tensors into `rooms`, counters merged with ours."""
+        """Load the statistics of one parameter: tensors into `targets`, counters merged with ours."""
         if not any(f"s.{index}.{key}" in tensors or key in counters for key in structure):
             self.inner.state.pop(p, None)
             return
         own = self.inner.state[p]
         for key, value in structure.items():
-            if key in rooms:
-                own[key] = rooms[key].copy_(tensors[f"s.{index}.{key}"])
+            if key in targets:
+                own[key] = targets[key].copy_(tensors[f"s.{index}.{key}"])
             else:
                 own[key] = merge(value, counters.get(key), 0)
 
@@ -385,7 +387,7 @@ def _lacks_values(
     return bool(lacking) and any(key in counters for key in structure)
 
 
-def _made(value: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+def _materialized(value: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """Return a statistic to be written: that of the probe, or a new one beside its parameter where the
     probe's has no memory.
     """

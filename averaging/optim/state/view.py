@@ -7,7 +7,7 @@ to the host when it is first read, each byte once, and hashed and served from th
 memory for the whole state until it is closed, and 16 MiB of pinned memory while it is made.
 
 A thread that is about to write takes `WriteLock`, which completes the copy of every open view first. A copy
-that began earlier, beside a round (`settle`), leaves the writer little to do.
+that began earlier, beside a round (`complete_copy`), leaves the writer little to do.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from averaging.optim.state.device_reads import DeviceReads, HostCopy
 from averaging.optim.state.snapshot import (
     CHUNK_BYTES,
     Blob,
+    allocate_zeros,
     chunk_digest,
     flat_bytes,
     memory_of,
     pieces_digest,
     plan_snapshot,
-    room,
     snapshot_digest,
 )
 from swarm.core.device import is_out_of_memory
@@ -37,7 +37,7 @@ from swarm.core.errors import PeerError
 
 _log = logging.getLogger(__name__)
 
-_GONE = "this copy of the state is gone: open the state again"
+_LOST_COPY = "this copy of the state is gone: open the state again"
 _SETTLE_CHUNKS = 8  # copied while the lock is held once: a writer waits for at most this many
 
 
@@ -68,9 +68,9 @@ class StateView:
         self._live = [tensor.detach() if self._on_device else flat_bytes(tensor) for _, tensor in named]
         # host memory is read directly, without tensors
         self._memory = [] if self._on_device else [memory_of(live) for live in self._live]
-        self._fetched: HostCopy | None = None  # copies `_live` from devices, from the first read on
+        self._host_copy: HostCopy | None = None  # copies `_live` from devices, from the first read on
         self._blob: Blob | None = None
-        self._gathered = 0  # chunks copied from host memory to the blob, from the first on
+        self._copied_from_host = 0  # chunks copied from host memory to the blob, from the first on
         self._digests: tuple[bytes, ...] = ()
         self.closed = False
 
@@ -82,10 +82,10 @@ class StateView:
     @property
     def _copied(self) -> int:
         """Return how many chunks are in the blob, from the first on."""
-        return self._gathered if self._fetched is None else self._fetched.copied_chunks
+        return self._copied_from_host if self._host_copy is None else self._host_copy.copied_chunks
 
     @property
-    def settled(self) -> bool:
+    def is_copied(self) -> bool:
         """Return whether everything is copied: the live tensors are not read any more."""
         return self._copied == self.chunks
 
@@ -97,13 +97,13 @@ class StateView:
     @property
     def blob(self) -> Blob:
         """Return the complete copy. Raise PeerError when it is not complete."""
-        if self._blob is None or not self.settled:
-            raise PeerError(_GONE)
+        if self._blob is None or not self.is_copied:
+            raise PeerError(_LOST_COPY)
         return self._blob
 
     @property
     def chunk_digests(self) -> tuple[bytes, ...]:
-        """Return the digests that `hash` computed; empty before that."""
+        """Return the digests that `compute_digests` computed; empty before that."""
         return self._digests
 
     @property
@@ -111,7 +111,7 @@ class StateView:
         """Return the digest of the whole state."""
         return snapshot_digest(self.total_bytes, self._digests)
 
-    def hash(self) -> None:
+    def compute_digests(self) -> None:
         """Compute the digests, from live memory or from the copy: a second for a gigabyte. Raise PeerError
         when there is no memory for the copy.
         """
@@ -123,9 +123,9 @@ class StateView:
         if self._on_device:
             return chunk_digest(self._read(begin, end))
         with self._lock:
-            if self.settled or self.closed:
+            if self.is_copied or self.closed:
                 return chunk_digest(self._read(begin, end))
-            return pieces_digest(self._pieces(begin, end))
+            return pieces_digest(self._live_bytes(begin, end))
 
     def chunk(self, index: int, before: bytes = b"") -> bytes:
         """Return one chunk with `before` prepended. Raise PeerError when there was no memory for the copy."""
@@ -133,10 +133,10 @@ class StateView:
         if index >= self._copied and not self._on_device:
             with self._lock:
                 if self._is_live(index):
-                    return b"".join((before, *self._pieces(begin, end)))
+                    return b"".join((before, *self._live_bytes(begin, end)))
         return b"".join((before, self._read(begin, end)))
 
-    def chunk_at_once(self, index: int, before: bytes = b"") -> bytes | None:
+    def chunk_without_waiting(self, index: int, before: bytes = b"") -> bytes | None:
         """Return the result of `chunk` without waiting; None when the chunk is not copied yet and either a
         writer has the lock or the tensors are on a device.
         """
@@ -171,35 +171,35 @@ class StateView:
             .reshape(shape)
         )
 
-    def settle(self) -> None:
+    def complete_copy(self) -> None:
         """Complete the copy, a few chunks at a time, so that a writer that comes meanwhile can finish it."""
         if self._on_device:
-            self._fetch(self.chunks)
-        while not (self.settled or self.closed):
+            self._copy_from_devices(self.chunks)
+        while not (self.is_copied or self.closed):
             with self._lock:
-                self.settle_now(self._copied + _SETTLE_CHUNKS)
+                self.complete_copy_locked(self._copied + _SETTLE_CHUNKS)
 
-    def settle_now(self, until: int | None = None) -> None:
+    def complete_copy_locked(self, until: int | None = None) -> None:
         """Complete the copy in one go, up to chunk `until`. The lock is held. If there is no memory for it
         the view is closed, and readers get an error.
 
-        Afterwards this thread may write the tensors. Bytes may still be in transit from a device: `settled`
+        Afterwards this thread may write the tensors. Bytes may still be in transit from a device: `is_copied`
         is false until a reader has waited for them.
         """
-        if self.closed or self.settled:
+        if self.closed or self.is_copied:
             return
         until = self.chunks if until is None else min(until, self.chunks)
         if until <= self._copied:
             return
         try:
             if self._on_device:
-                self._ask_for(until * CHUNK_BYTES)
+                self._queue_reads(until * CHUNK_BYTES)
             else:
                 if self._blob is None:
-                    self._blob = room(self.total_bytes)
+                    self._blob = allocate_zeros(self.total_bytes)
                 begin, end = self._copied * CHUNK_BYTES, min(until * CHUNK_BYTES, self.total_bytes)
-                self._gather(begin, end, memoryview(self._blob)[begin:end])
-                self._gathered = until
+                self._copy_live(begin, end, memoryview(self._blob)[begin:end])
+                self._copied_from_host = until
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -209,7 +209,7 @@ class StateView:
             )
             self.close()
             return
-        if self._gathered == self.chunks:
+        if self._copied_from_host == self.chunks:
             self._live, self._memory = [], []
 
     def close(self) -> None:
@@ -219,17 +219,17 @@ class StateView:
     def _read(self, begin: int, end: int) -> memoryview:
         """Return the blob's bytes [begin, end): a part of the copy, or copied from host memory."""
         if self._on_device:
-            self._fetch(-(-end // CHUNK_BYTES))
-        if not self._has(end):
+            self._copy_from_devices(-(-end // CHUNK_BYTES))
+        if not self._is_copied_until(end):
             with self._lock:
-                if not self._has(end):  # not copied by another thread meanwhile
+                if not self._is_copied_until(end):  # not copied by another thread meanwhile
                     if self.closed or self._on_device:
-                        raise PeerError(_GONE)
-                    return memoryview(b"".join(self._pieces(begin, end)))
+                        raise PeerError(_LOST_COPY)
+                    return memoryview(b"".join(self._live_bytes(begin, end)))
         assert self._blob is not None
         return memoryview(self._blob)[begin:end]
 
-    def _pieces(self, begin: int, end: int) -> Iterator[bytes | memoryview]:
+    def _live_bytes(self, begin: int, end: int) -> Iterator[bytes | memoryview]:
         """Yield the blob's bytes [begin, end) from live host memory. The lock is held."""
         prefix = self._layout.prefix[begin:end]
         yield prefix
@@ -242,11 +242,11 @@ class StateView:
             at = high
         yield bytes(end - at)
 
-    def _has(self, end: int) -> bool:
+    def _is_copied_until(self, end: int) -> bool:
         """Return whether the blob's bytes before `end` are copied."""
-        return self.settled or end <= self._copied * CHUNK_BYTES
+        return self.is_copied or end <= self._copied * CHUNK_BYTES
 
-    def _gather(self, begin: int, end: int, out: memoryview) -> None:
+    def _copy_live(self, begin: int, end: int, out: memoryview) -> None:
         """Copy the blob's bytes [begin, end) from live host memory; gaps between tensors stay zero."""
         prefix = self._layout.prefix[begin:end]
         out[: len(prefix)] = prefix
@@ -257,28 +257,28 @@ class StateView:
 
     # --- tensors on devices
 
-    def _fetch(self, until: int) -> None:
+    def _copy_from_devices(self, until: int) -> None:
         """Copy chunks to the host, up to chunk `until`. The lock is held while reads are queued, and not
         while they are waited for.
         """
         while self._copied < until and not self.closed:
             with self._lock:
-                self.settle_now(self._copied + 1)
-            if self._fetched is not None:
-                self._fetched.arrive()
+                self.complete_copy_locked(self._copied + 1)
+            if self._host_copy is not None:
+                self._host_copy.finish_oldest()
 
-    def _ask_for(self, until_bytes: int) -> None:
+    def _queue_reads(self, until_bytes: int) -> None:
         """Queue reads up to these bytes, and as many beyond them as there is room for. The lock is held.
 
         Waits for a device only when those bytes are more than the windows of a copy take.
         """
-        if self._fetched is None:
-            self._blob = room(self.total_bytes)
-            self._fetched, self._live = HostCopy(self._layout, self._live, self._reads, self._blob), []
-        while self._fetched.asked_bytes < min(until_bytes, self.total_bytes):
-            if not self._fetched.ask():
-                self._fetched.arrive()
-        while self._fetched.ask():
+        if self._host_copy is None:
+            self._blob = allocate_zeros(self.total_bytes)
+            self._host_copy, self._live = HostCopy(self._layout, self._live, self._reads, self._blob), []
+        while self._host_copy.queued_bytes < min(until_bytes, self.total_bytes):
+            if not self._host_copy.queue_next():
+                self._host_copy.finish_oldest()
+        while self._host_copy.queue_next():
             pass
 
 
@@ -298,7 +298,7 @@ class WriteLock:
         try:
             with torch.no_grad():
                 for view in self._views:
-                    view.settle_now()
+                    view.complete_copy_locked()
             self._views.clear()  # none of their reads are left to queue
             self._reads.before_write()
         except BaseException:
@@ -309,6 +309,6 @@ class WriteLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._reads.written()
+            self._reads.after_write()
         finally:
             self._lock.release()

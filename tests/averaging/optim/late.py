@@ -78,7 +78,7 @@ class LateLink:
             arrival.wait()
         self.fetched.clear()
 
-    def bring(self, copies: Sequence[Copy]) -> BroughtArrival:
+    def upload(self, copies: Sequence[Copy]) -> BroughtArrival:
         self._brought.append(BroughtArrival(copies))
         return self._brought[-1]
 

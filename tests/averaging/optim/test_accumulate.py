@@ -153,10 +153,10 @@ def test_a_reset_forgets_whatever_was_written_into_the_buffers() -> None:
         for buffer in accumulator.state_dict()["sums"]:
             buffer.fill_(7.0)
 
-    def put_back() -> None:
-        accumulator.put_back([torch.ones(p.shape) for p in ps], 2, [True, True])
+    def restore_means() -> None:
+        accumulator.restore_means([torch.ones(p.shape) for p in ps], 2, [True, True])
 
-    for written in (gradients, average_of_a_round_without_own_samples, saved, given_out, put_back):
+    for written in (gradients, average_of_a_round_without_own_samples, saved, given_out, restore_means):
         written()
         assert any(bool(buffer.any()) for buffer in accumulator.buffers), written
         for _ in range(2):

@@ -43,7 +43,7 @@ def fill(ps: list[torch.nn.Parameter], seed: int, bad: float | None = None) -> N
 
 def accumulator(ps: list[torch.nn.Parameter], offload: bool) -> tuple[GradientAccumulator, LateLink]:
     link = LateLink(HOST)
-    return GradientAccumulator(ps, home=HOST if offload else None, make_link=lambda _: link), link
+    return GradientAccumulator(ps, storage=HOST if offload else None, make_link=lambda _: link), link
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -67,8 +67,8 @@ def test_sums_counts_and_reports_are_those_of_the_host(offload: bool, seed: int)
                     p.grad.fill_(1e9)  # the trainer may do so at once
             if rng.random() < 0.5:
                 link.arrive()
-                late.settle(wait=False)
-        late.settle()
+                late.resolve_checks(wait=False)
+        late.resolve_checks()
         refused = late.refused()
         assert (refused.samples, set(filter(None, refused.reason.split("; ")))) == (dropped, reasons)
         assert late.samples == plain.samples
@@ -92,7 +92,7 @@ def test_nothing_is_read_on_the_host_while_gradients_are_added() -> None:
         with no_host_reads():
             assert late.add(5) is None
     assert late.samples == 20, "nobody knows yet"
-    late.settle()
+    late.resolve_checks()
     assert late.samples == 15
     assert late.refused().reason == "non-finite gradients: parameter 1"
     assert late.refused().samples == 0, "told once"
@@ -223,7 +223,7 @@ def test_offloading_beside_a_device_changes_no_bit(settings: Any, kind: str) -> 
             if epoch == 3:
                 one.mode.failed("round")
                 before = [p.detach().clone() for p in one.mode.state.parameters if p.requires_grad]
-                one.mode.settled(before)
+                one.mode.on_state_averaged(before)
             else:
                 one.advance([prepared[1]] if isinstance(prepared[1], bytes) else [])
         assert torch.equal(seats[0].theta, seats[1].theta)
@@ -231,7 +231,7 @@ def test_offloading_beside_a_device_changes_no_bit(settings: Any, kind: str) -> 
         assert torch.equal(*(vector(one.mode.learner.base) for one in seats))
         aside = [one.mode.learner for one in seats]
         for learner in aside:
-            learner.set_aside()
-            learner.state.moved(learner.state.epoch)
+            learner.suspend()
+            learner.state.mark_changed(learner.state.epoch)
             learner.resume()
         assert torch.equal(seats[0].theta, seats[1].theta)

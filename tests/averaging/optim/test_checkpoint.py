@@ -36,7 +36,7 @@ def train(net: torch.nn.Module, state: TrainingState, steps: int) -> list[float]
             assert state.scheduler is not None
             state.scheduler.step()
             state.agree_extras()
-            state.moved(state.epoch + 1)
+            state.mark_changed(state.epoch + 1)
         losses.append(float(loss.detach()))
     return losses
 
@@ -135,10 +135,10 @@ def test_only_the_newest_few_are_kept_and_nothing_half_written(
 def test_another_course_leaves_the_earlier_one_where_it_can_be_found(tmp_path: Path) -> None:
     net, state, names = made(1)
     kept = Checkpoints(tmp_path / "run")
-    assert kept.set_aside() is None
+    assert kept.archive() is None
     train(net, state, 1)
     kept.save(state.view(), names)
-    aside = kept.set_aside()
+    aside = kept.archive()
     assert aside is not None
     assert len(Checkpoints(aside).newest_first()) == 1
     assert kept.newest_first() == []

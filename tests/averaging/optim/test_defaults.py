@@ -41,7 +41,7 @@ def trained(settings: Any, parts: dict[str, Any], *, odd: bool) -> torch.Tensor:
             assert one.mode.learner.accumulate(4) is None
             one.mode.prepare(epoch)
             one.advance()
-            one.mode.settled([p.detach().clone() for p in one.mode.state.parameters])
+            one.mode.on_state_averaged([p.detach().clone() for p in one.mode.state.parameters])
         one.mode.learner.refused(wait=True)
         assert relative_distance(list(net.parameters()), list(net.parameters())) == 0.0
     finally:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from averaging.optim.state.exchange import unpack_chunk
+from averaging.optim.exchange import unpack_chunk
 
 from averaging.optim.state import checkpoint, device_reads
 from averaging.optim.state.device_reads import CudaReader, PlainReader
@@ -75,10 +75,10 @@ def write(state: TrainingState, cuda: SimulatedCuda, *, moved_first: bool = Fals
     """As an optimizer's step on a device: asked now, done when the device comes to it."""
     with state.lock:
         if moved_first:
-            state.moved(state.epoch + 1)
+            state.mark_changed(state.epoch + 1)
         cuda.launch(lambda: add_one(state))
         if not moved_first:
-            state.moved(state.epoch + 1)
+            state.mark_changed(state.epoch + 1)
 
 
 def blob_of(view: StateView) -> bytes:
@@ -97,7 +97,7 @@ def test_a_view_shows_one_moment_in_whatever_order_streams_execute(seed: int) ->
     for _ in range(6):
         with twin.lock:
             add_one(twin)
-            twin.moved(twin.epoch + 1)
+            twin.mark_changed(twin.epoch + 1)
         expected = bytes(twin.snapshot().blob)
         if chance.random() < 0.7:
             view = state.view()
@@ -105,13 +105,13 @@ def test_a_view_shows_one_moment_in_whatever_order_streams_execute(seed: int) ->
             for index in range(chance.choice([0, 0, 1, 3, view.chunks])):
                 assert view.chunk(index) == expected[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
         if views and chance.random() < 0.5:
-            chance.choice(views)[0].hash()
+            chance.choice(views)[0].compute_digests()
         with cuda.stream(trainers):
             write(state, cuda, moved_first=chance.random() < 0.5)
     for view, expected in views:
         assert blob_of(view) == expected
-        assert view.settled
-        view.hash()
+        assert view.is_copied
+        view.compute_digests()
         assert view.digest == digest_of(expected)
 
 
@@ -135,9 +135,9 @@ def test_readers_in_threads_see_one_moment_beside_a_trainer(seed: int) -> None:
     try:
         for _ in range(8):
             view = state.view()
-            helper = threading.Thread(target=view.settle, daemon=True)
+            helper = threading.Thread(target=view.complete_copy, daemon=True)
             helper.start()
-            view.hash()
+            view.compute_digests()
             helper.join(20)
             assert not helper.is_alive()
             tensors = [view.tensor(place) for place in range(len(view.names))]
@@ -164,7 +164,7 @@ def test_each_byte_is_copied_once_for_hashes_two_downloads_a_file_and_a_write(tm
     cuda = SimulatedCuda(1)
     state = made(cuda.reader)
     view = state.view()
-    view.hash()
+    view.compute_digests()
     first, second = blob_of(view), blob_of(view)
     assert first == second == bytes(made().snapshot().blob)
     path = checkpoint.Checkpoints(tmp_path).save(view, [str(place) for place in range(len(view.names))])
@@ -185,7 +185,7 @@ def test_host_memory_under_way_is_two_windows(monkeypatch: pytest.MonkeyPatch) -
     view = state.view()
     asked.clear()  # of counters
     write(state, cuda)
-    view.hash()
+    view.compute_digests()
     assert asked == [2 * CHUNK_BYTES] * 2
 
 
@@ -206,7 +206,7 @@ def test_a_reader_waits_for_the_device_without_the_lock_and_a_writer_after_it_no
             free.append(other.submit(attempt).result())
 
     cuda.on_wait = another_thread_gets_the_lock
-    view.hash()
+    view.compute_digests()
     assert len(free) >= view.chunks // 2
     assert all(free)
     free.clear()
@@ -220,7 +220,7 @@ def test_a_reader_waits_for_the_device_without_the_lock_and_a_writer_after_it_no
         "three windows were not asked for, and one buffer was free; the last two arrive by themselves"
     )
     free.clear()
-    half.hash()
+    half.compute_digests()
     assert free == [True, True]
 
 
@@ -319,7 +319,7 @@ def test_without_memory_readers_are_told_and_the_trainer_goes_on(
 
     monkeypatch.setattr(CudaReader, place, full)
     with pytest.raises(PeerError, match="open the state again"):
-        views[0].hash()
+        views[0].compute_digests()
     with pytest.raises(SwarmError, match="could not be written: there is no memory"):
         checkpoint.write(views[1], tmp_path / "x", [str(number) for number in range(10)])
     write(state, cuda)

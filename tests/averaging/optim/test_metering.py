@@ -76,26 +76,26 @@ def test_a_failed_round_is_told_for_a_while_though_others_follow() -> None:
 
 def test_losses_and_own_metrics_are_the_last_ones() -> None:
     meter = Meter(1000.0)
-    meter.tell({"loss": 2.0, "accuracy": 0.5})
-    meter.tell({"loss": 1.5, "validation_loss": 1.75})
+    meter.set_user_metrics({"loss": 2.0, "accuracy": 0.5})
+    meter.set_user_metrics({"loss": 1.5, "validation_loss": 1.75})
     told = metrics(meter)
     assert (told.loss, told.validation_loss, told.own, told.broken) == (1.5, 1.75, {"accuracy": 0.5}, ())
-    meter.tell({"loss": math.nan, "accuracy": math.inf})
+    meter.set_user_metrics({"loss": math.nan, "accuracy": math.inf})
     told = metrics(meter)
     assert (told.loss, told.own, told.broken) == (None, {}, ("accuracy", "loss"))
-    meter.tell({"loss": 1.0})
+    meter.set_user_metrics({"loss": 1.0})
     assert metrics(meter).broken == ("accuracy",)
 
 
 def test_a_call_that_is_refused_changes_nothing() -> None:
     meter = Meter(1000.0)
     with pytest.raises(UsageError):
-        meter.tell({"loss": 1.0, "not a name": 2.0})
+        meter.set_user_metrics({"loss": 1.0, "not a name": 2.0})
     with pytest.raises(UsageError, match="at most 16"):
-        meter.tell({f"m{place}": 1.0 for place in range(17)})
+        meter.set_user_metrics({f"m{place}": 1.0 for place in range(17)})
     assert (metrics(meter).loss, metrics(meter).own) == (None, {})
-    meter.tell({"loss": 1.0, **{f"m{place}": 1.0 for place in range(16)}})
-    meter.tell({"m3": 2.0, "validation_loss": 1.0})
+    meter.set_user_metrics({"loss": 1.0, **{f"m{place}": 1.0 for place in range(16)}})
+    meter.set_user_metrics({"m3": 2.0, "validation_loss": 1.0})
     assert metrics(meter).own["m3"] == 2.0
 
 

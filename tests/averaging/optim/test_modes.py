@@ -130,8 +130,8 @@ def test_a_round_that_failed_for_all_leaves_everything_and_the_next_covers_both_
 
 def fetch(late: Seat, donor: Seat) -> int:
     """What a download does; returns the samples that are lost."""
-    lost = late.mode.learner.set_aside()
-    late.mode.learner.set_aside()
+    lost = late.mode.learner.suspend()
+    late.mode.learner.suspend()
     assert late.mode.prepare(late.mode.state.epoch)[0] == 0.0, "it takes part in rounds at weight 0 meanwhile"
     late.mode.failed("round")
     late.mode.state.load(donor.mode.state.snapshot().blob)

@@ -109,7 +109,7 @@ def test_resuming_goes_on_bit_for_bit(settings: ModeSettings) -> None:
     resumed.net.load_state_dict(saved[0])
     inner_of(resumed).load_state_dict(copy.deepcopy(inner_of(one).state_dict()))
     resumed.mode.load_state_dict(saved[1])
-    resumed.mode.state.moved(one.mode.state.epoch)
+    resumed.mode.state.mark_changed(one.mode.state.epoch)
     for table in (one, resumed):
         rng = random.Random(1)
         go(table, range(5, 9))

@@ -83,7 +83,7 @@ def test_a_link_orders_copies_and_the_trainers_stream_both_ways() -> None:
     link.release()
     assert "copy 1" in cuda.default.known
     cuda.call("step")
-    link.bring([(target, source)])
+    link.upload([(target, source)])
     assert "step" in copies.known, "the memory on the device may have been in use"
     assert "copy 2" in cuda.default.known
     assert cuda.entered == [copies, copies]
@@ -136,10 +136,10 @@ def test_a_staging_gives_back_what_was_put_in_whatever_blocks_it_has(
             source.zero_()  # the trainer's stream goes on after the copies
         staging.wait()
         for piece, values in zip(pieces, then, strict=True):
-            found = [memory for _, _, memory in staging.held(piece)]
+            found = [memory for _, _, memory in staging.fetched_values(piece)]
             assert torch.equal(torch.cat([values[:0], *found]), values)
         targets = [torch.zeros_like(source) for source in sources]
-        staging.bring(
+        staging.upload(
             (piece, values.double(), target)
             for piece, values, target in zip(pieces, then, targets, strict=True)
         )

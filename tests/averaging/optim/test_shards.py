@@ -24,7 +24,7 @@ from averaging.optim.progress.logic.shards import (
     place_of,
     shard_of,
     sum_of_children,
-    sum_of_claims,
+    sum_of_reports,
 )
 from swarm.core.errors import PeerError
 from swarm.core.identity import Identity
@@ -35,7 +35,7 @@ CONFIG = ProgressConfig()
 PEERS = [Identity.generate().peer_id for _ in range(300)]
 
 
-def claim(
+def report(
     samples: int = 100, rate: float = 10.0, epoch: int = 3, since_s: float = NOW_S - 10, at_s: float = NOW_S
 ) -> ProgressReport:
     return ProgressReport(epoch=epoch, samples=samples, rate=rate, at_s=at_s, since_s=since_s)
@@ -92,27 +92,27 @@ def test_three_of_those_who_write_add_up_others_in_the_next_period() -> None:
 @given(st.integers(1, 40), st.randoms(use_true_random=False))
 def test_a_shard_counts_as_a_small_run_does(count: int, rng: random.Random) -> None:
     """The same rule as `EpochProgress`, seen from a member that has nothing itself and began with the others."""
-    claims = {
-        peer: claim(rng.randint(0, 400), rng.choice([5.0, 10.0, 40.0]), at_s=NOW_S - rng.random())
+    reports = {
+        peer: report(rng.randint(0, 400), rng.choice([5.0, 10.0, 40.0]), at_s=NOW_S - rng.random())
         for peer in PEERS[:count]
     }
-    total = sum_of_claims(claims, NOW_S, CONFIG)
+    total = sum_of_reports(reports, NOW_S, CONFIG)
     own = PEERS[299]
     progress = EpochProgress(own, 10**9, CONFIG, NOW_S - 10)
     progress.begin_epoch(3, NOW_S - 10)
-    for peer, one in claims.items():
-        progress.on_claim(peer, one, NOW_S)
+    for peer, one in reports.items():
+        progress.on_report(peer, one, NOW_S)
     assert total.samples == pytest.approx(sum(progress.counted(NOW_S).values()), rel=1e-9)
     assert (total.epoch, total.peers, total.since_s) == (3, count, NOW_S - 10)
 
 
 def test_a_lying_member_counts_three_times_an_honest_one() -> None:
-    claims = {peer: claim() for peer in PEERS[:31]}
-    honest = sum_of_claims(claims, NOW_S, CONFIG)
-    for lie in (claim(samples=10**9, rate=1e9), claim(samples=10**9, rate=10.0, since_s=0.0)):
-        total = sum_of_claims({**claims, PEERS[31]: lie}, NOW_S, CONFIG)
+    reports = {peer: report() for peer in PEERS[:31]}
+    honest = sum_of_reports(reports, NOW_S, CONFIG)
+    for lie in (report(samples=10**9, rate=1e9), report(samples=10**9, rate=10.0, since_s=0.0)):
+        total = sum_of_reports({**reports, PEERS[31]: lie}, NOW_S, CONFIG)
         assert total.samples - honest.samples <= 3 * 10.0 * (10 + CONFIG.slack_s) + 1e-6
-    ahead = sum_of_claims({**claims, PEERS[31]: claim(epoch=10**6)}, NOW_S, CONFIG)
+    ahead = sum_of_reports({**reports, PEERS[31]: report(epoch=10**6)}, NOW_S, CONFIG)
     assert ahead.epoch == 3
 
 
@@ -195,14 +195,14 @@ def test_only_sums_of_those_below_a_child_count() -> None:
 @settings(deadline=None, max_examples=30)
 @given(st.integers(70, 300), st.randoms(use_true_random=False))
 def test_a_tree_adds_up_what_one_dictionary_would(count: int, rng: random.Random) -> None:
-    claims = {peer: claim(rng.randint(50, 150), rng.uniform(8, 12)) for peer in PEERS[:count]}
+    reports = {peer: report(rng.randint(50, 150), rng.uniform(8, 12)) for peer in PEERS[:count]}
     bits = bits_for(count, 0)
     shards: dict[int, dict[PeerId, ProgressReport]] = {}
-    for peer, one in claims.items():
+    for peer, one in reports.items():
         shards.setdefault(shard_of(RUN, peer, bits).prefix, {})[peer] = one
-    children = {prefix: [sum_of_claims(members, NOW_S, CONFIG)] * 3 for prefix, members in shards.items()}
+    children = {prefix: [sum_of_reports(members, NOW_S, CONFIG)] * 3 for prefix, members in shards.items()}
     added = sum_of_children(children, 1, NOW_S, CONFIG)
-    assert added.samples == pytest.approx(sum(one.samples for one in claims.values()))
+    assert added.samples == pytest.approx(sum(one.samples for one in reports.values()))
     assert added.peers == count
     assert FANOUT_BITS == 5
 
@@ -230,7 +230,7 @@ def test_a_sum_survives_the_wire_and_nonsense_is_refused() -> None:
 def test_the_machine_goes_by_the_total_when_there_is_one() -> None:
     progress = EpochProgress(PEERS[0], 100_000, CONFIG, NOW_S - 10)
     progress.begin_epoch(3, NOW_S - 10)
-    progress.report(100, 10.0, NOW_S)
+    progress.update_own(100, 10.0, NOW_S)
     assert not progress.is_full(NOW_S)
     progress.total = total(samples=100_000.0, peers=1000, rate=10_000.0)
     assert progress.is_full(NOW_S)

@@ -109,11 +109,11 @@ def test_what_is_averaged_has_the_same_layout_on_all() -> None:
     one, two = made(1), made(2)
     train(*one, 1)
     train(*two, 3)
-    shapes = [tuple(t.shape) for t in one[1].averaged()]
-    assert shapes == [tuple(t.shape) for t in two[1].averaged()]
+    shapes = [tuple(t.shape) for t in one[1].averaged_tensors()]
+    assert shapes == [tuple(t.shape) for t in two[1].averaged_tensors()]
     # 6 parameters, three statistics of each (amsgrad), two floating buffers; no step counters
     assert len(shapes) == 6 * 4 + 2
-    assert all(t.is_floating_point() and not t.requires_grad for t in one[1].averaged())
+    assert all(t.is_floating_point() and not t.requires_grad for t in one[1].averaged_tensors())
 
 
 def test_every_chunk_is_committed_to() -> None:
@@ -240,7 +240,7 @@ def test_bfloat16_frozen_and_scalar_parameters() -> None:
     for p in donor.parameters:
         p.grad = torch.ones_like(p) if p.requires_grad else None
     donor.inner.step()
-    assert [tuple(t.shape) for t in donor.averaged()] == [(3,), (), (3,), (3,), (), ()]
+    assert [tuple(t.shape) for t in donor.averaged_tensors()] == [(3,), (), (3,), (3,), (), ()]
     state.load(donor.snapshot().blob)
     assert state.snapshot().digest == donor.snapshot().digest
 
@@ -330,7 +330,7 @@ def test_loading_without_memory_for_statistics_changes_nothing(monkeypatch: pyte
     def full(*arguments: object, **options: object) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("averaging.optim.state.training_state._made", full)
+    monkeypatch.setattr("averaging.optim.state.training_state._materialized", full)
     with pytest.raises(torch.cuda.OutOfMemoryError):
         state.load(donor[1].snapshot().blob)
     assert same(before, weights(net))

@@ -32,15 +32,15 @@ def test_who_waits_for_a_round_or_its_own_affair_is_woken_by_the_latter() -> Non
         services = TrackerServices(own=lambda: own, dht=UNUSED, caller=UNUSED, clock=SystemClock(), loop=loop)
         tracker = Tracker(services, "run", 100, ProgressConfig())
         waiting = threading.Thread(
-            target=lambda: begun.append(tracker.wait_begun(0, 60.0, until)), daemon=True
+            target=lambda: begun.append(tracker.wait_full(0, 60.0, until)), daemon=True
         )
         waiting.start()
         assert asked.wait(20)
         asked.clear()
-        tracker.nudge()
+        tracker.wake_waiters()
         assert asked.wait(20), "it looks again"
         assert not begun
         done.set()
-        tracker.nudge()
+        tracker.wake_waiters()
         waiting.join(20)
         assert begun == [False], "the epoch has not begun"

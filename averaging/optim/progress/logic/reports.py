@@ -40,7 +40,7 @@ class ProgressConfig:
     extrapolation_s_max: float = 3.0
     # fraction of the target, in this peer's own view, from which an announcement of a full epoch is believed
     begin_fraction: float = 0.75
-    claim_ttl_s: float = 15.0  # a peer that is silent for this long is considered gone
+    report_ttl_s: float = 15.0  # a peer that is silent for this long is considered gone
     refresh_s_min: float = 0.25  # between two reads of the DHT when the epoch is about to be full
     refresh_s_max: float = 3.0  # between two reads when the epoch is far from full
     # reports kept; beyond it the oldest is dropped. Well above the size of one dictionary, so that an
@@ -63,7 +63,7 @@ class ProgressConfig:
                 "a ProgressConfig needs rate_ratio_max >= 1, begin_fraction within 0..1 and "
                 "0 < refresh_s_min <= refresh_s_max"
             )
-        if self.claim_ttl_s <= self.refresh_s_max:
+        if self.report_ttl_s <= self.refresh_s_max:
             raise UsageError(
                 "claim_ttl_s must exceed refresh_s_max, or live peers would expire between two reports"
             )
@@ -144,12 +144,12 @@ class ProgressView:
 
 @dataclass(slots=True)
 class _Entry:
-    claim: ProgressReport
+    report: ProgressReport
     issued_s: float  # only reports newer than this are accepted
     expires_s: float
-    moved_s: float  # when its epoch or samples changed last
+    changed_s: float  # when its epoch or samples changed last
     suspect: bool = False  # did not answer; counts again after a newer report
-    floor: int = 0  # epoch whose beginning it took part in, even if its reports do not say so yet
+    epoch_min: int = 0  # epoch whose beginning it took part in, even if its reports do not say so yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +223,7 @@ class EpochProgress:
         if not 1 <= target <= SAMPLES_MAX:
             raise UsageError(f"target_batch_size is a positive number of samples, not {target}")
         self.own, self.target, self.config = own, target, config
-        self._own = ProgressReport(epoch=0, samples=0, rate=0.0, at_s=now_s, since_s=now_s)
+        self._own_report = ProgressReport(epoch=0, samples=0, rate=0.0, at_s=now_s, since_s=now_s)
         self._others: dict[PeerId, _Entry] = {}
         # total of a run of several shards; the reports are then those of this peer's shard
         self.total: ProgressTotal | None = None
@@ -232,12 +232,12 @@ class EpochProgress:
 
     @property
     def epoch(self) -> int:
-        return self._own.epoch
+        return self._own_report.epoch
 
     @property
-    def claim(self) -> ProgressReport:
+    def own_report(self) -> ProgressReport:
         """Return this peer's own report."""
-        return self._own
+        return self._own_report
 
     def begin_epoch(
         self, epoch: int, now_s: float, *, joining: bool = False, began_ago_s: float = 0.0
@@ -248,47 +248,55 @@ class EpochProgress:
         their reports. `began_ago_s`: the time that it has trained in the epoch already, while the previous
         round was running.
         """
-        began_s = [claim.since_s for claim in self.others(now_s).values() if joining and claim.epoch == epoch]
+        began_s = [
+            report.since_s for report in self.others(now_s).values() if joining and report.epoch == epoch
+        ]
         since_s = min(now_s, statistics.median_low(began_s)) if began_s else now_s - began_ago_s
-        self._own = ProgressReport(epoch=epoch, samples=0, rate=self._own.rate, at_s=now_s, since_s=since_s)
+        self._own_report = ProgressReport(
+            epoch=epoch, samples=0, rate=self._own_report.rate, at_s=now_s, since_s=since_s
+        )
 
-    def report(self, samples: int, rate: float, now_s: float) -> None:
+    def update_own(self, samples: int, rate: float, now_s: float) -> None:
         """Update this peer's own report: `samples` accumulated in its epoch, at `rate` samples/s."""
-        now_s = max(now_s, self._own.since_s)  # a clock correction may move time backwards
-        self._own = ProgressReport(
-            epoch=self._own.epoch,
+        now_s = max(now_s, self._own_report.since_s)  # a clock correction may move time backwards
+        self._own_report = ProgressReport(
+            epoch=self._own_report.epoch,
             samples=samples,
             rate=min(rate, RATE_MAX),
             at_s=now_s,
-            since_s=self._own.since_s,
+            since_s=self._own_report.since_s,
         )
 
     # --- other peers
 
-    def on_claim(
-        self, peer: PeerId, claim: ProgressReport, now_s: float, expires_s: float | None = None
+    def on_report(
+        self, peer: PeerId, report: ProgressReport, now_s: float, expires_s: float | None = None
     ) -> bool:
         """Take a report, from a record or from the peer itself. Return False when it is not new: older than
         the known one, expired, or this peer's own.
         """
         expires_s = min(
-            expires_s if expires_s is not None else math.inf, claim.at_s + self.config.claim_ttl_s
+            expires_s if expires_s is not None else math.inf, report.at_s + self.config.report_ttl_s
         )
         known = self._others.get(peer)
-        if peer == self.own or expires_s <= now_s or (known is not None and known.issued_s >= claim.at_s):
+        if peer == self.own or expires_s <= now_s or (known is not None and known.issued_s >= report.at_s):
             return False
         if known is None and len(self._others) >= self.config.peers_max:
             oldest = min(self._others, key=lambda other: self._others[other].issued_s)
             del self._others[oldest]
-        floor = known.floor if known is not None else 0
+        epoch_min = known.epoch_min if known is not None else 0
         # sent before the end of that round: the peer must not appear to be in an earlier epoch
-        if claim.epoch < floor:
-            claim = ProgressReport(
-                epoch=floor, samples=0, rate=claim.rate, at_s=claim.at_s, since_s=claim.at_s
+        if report.epoch < epoch_min:
+            report = ProgressReport(
+                epoch=epoch_min, samples=0, rate=report.rate, at_s=report.at_s, since_s=report.at_s
             )
-        moved = known is None or (known.claim.epoch, known.claim.samples) != (claim.epoch, claim.samples)
+        moved = known is None or (known.report.epoch, known.report.samples) != (report.epoch, report.samples)
         self._others[peer] = _Entry(
-            claim, claim.at_s, expires_s, now_s if moved or known is None else known.moved_s, floor=floor
+            report,
+            report.at_s,
+            expires_s,
+            now_s if moved or known is None else known.changed_s,
+            epoch_min=epoch_min,
         )
         return True
 
@@ -299,13 +307,13 @@ class EpochProgress:
         for peer in peers:
             entry = self._others.get(peer)
             if entry is not None:
-                entry.floor = max(entry.floor, epoch)
-            if entry is not None and entry.claim.epoch < epoch:
-                entry.claim = ProgressReport(
-                    epoch=epoch, samples=0, rate=entry.claim.rate, at_s=now_s, since_s=now_s
+                entry.epoch_min = max(entry.epoch_min, epoch)
+            if entry is not None and entry.report.epoch < epoch:
+                entry.report = ProgressReport(
+                    epoch=epoch, samples=0, rate=entry.report.rate, at_s=now_s, since_s=now_s
                 )
-                entry.moved_s, entry.suspect = now_s, False
-                entry.expires_s = max(entry.expires_s, now_s + self.config.claim_ttl_s)
+                entry.changed_s, entry.suspect = now_s, False
+                entry.expires_s = max(entry.expires_s, now_s + self.config.report_ttl_s)
 
     def on_goodbye(self, peer: PeerId) -> None:
         """Remove a peer that withdrew its record."""
@@ -319,7 +327,7 @@ class EpochProgress:
     def on_resumed(self, now_s: float) -> None:
         """Clear the hang detection of all peers: the run's owner had paused them."""
         for entry in self._others.values():
-            entry.moved_s = now_s
+            entry.changed_s = now_s
 
     # --- results
 
@@ -328,77 +336,82 @@ class EpochProgress:
         self._others = {peer: entry for peer, entry in self._others.items() if entry.expires_s > now_s}
         oldest_s = now_s - self.config.stalled_s_max
         return {
-            peer: entry.claim
+            peer: entry.report
             for peer, entry in self._others.items()
-            if not entry.suspect and entry.moved_s > oldest_s
+            if not entry.suspect and entry.changed_s > oldest_s
         }
 
     def counted(self, now_s: float) -> dict[PeerId, float]:
         """Return how many samples of each live peer count towards this peer's epoch now."""
-        live = {self.own: self._own, **self.others(now_s)}
+        live = {self.own: self._own_report, **self.others(now_s)}
         # in any epoch: at the start of one no other peer has reported yet
-        rates = [claim.rate for claim in live.values() if claim.rate > 0]
+        rates = [report.rate for report in live.values() if report.rate > 0]
         rate_max = self.config.rate_ratio_max * statistics.median_low(rates) if len(rates) >= 3 else math.inf
         return {
-            peer: self._count(peer, claim, rate_max, now_s)
-            for peer, claim in live.items()
-            if claim.epoch == self._own.epoch
+            peer: self._count(peer, report, rate_max, now_s)
+            for peer, report in live.items()
+            if report.epoch == self._own_report.epoch
         }
 
-    def _count(self, peer: PeerId, claim: ProgressReport, rate_max: float, now_s: float) -> float:
-        training_s = max(0.0, claim.at_s - self._own.since_s) + self.config.slack_s
-        counted = min(float(claim.samples), rate_max * training_s, float(self.target))
+    def _count(self, peer: PeerId, report: ProgressReport, rate_max: float, now_s: float) -> float:
+        training_s = max(0.0, report.at_s - self._own_report.since_s) + self.config.slack_s
+        counted = min(float(report.samples), rate_max * training_s, float(self.target))
         if peer != self.own:  # this peer's own number is exact
-            silent_s = min(max(0.0, now_s - claim.at_s), self.config.extrapolation_s_max)
+            silent_s = min(max(0.0, now_s - report.at_s), self.config.extrapolation_s_max)
             # in short epochs rates do not show how long a round takes
-            counted += min(min(claim.rate, rate_max) * silent_s, counted)
+            counted += min(min(report.rate, rate_max) * silent_s, counted)
         return counted
 
     def is_full(self, now_s: float) -> bool:
         """Return whether the epoch's batch is complete in this peer's view."""
-        return self.gathered(now_s) >= self.target
+        return self.samples_counted(now_s) >= self.target
 
-    def gathered(self, now_s: float) -> float:
+    def samples_counted(self, now_s: float) -> float:
         """Return the samples of the whole swarm that count towards this peer's epoch."""
         if self.total is None:
             return sum(self.counted(now_s).values())
-        return self.total.samples_at(now_s, self.config) if self.total.epoch == self._own.epoch else 0.0
+        return (
+            self.total.samples_at(now_s, self.config) if self.total.epoch == self._own_report.epoch else 0.0
+        )
 
-    def believes(self, epoch: int, now_s: float) -> bool:
+    def is_plausibly_full(self, epoch: int, now_s: float) -> bool:
         """Return whether another peer's announcement that `epoch` is full is plausible in this peer's view.
         If not, ask again after a fresh read of the reports.
         """
-        return epoch == self._own.epoch and self.gathered(now_s) >= self.target * self.config.begin_fraction
+        return (
+            epoch == self._own_report.epoch
+            and self.samples_counted(now_s) >= self.target * self.config.begin_fraction
+        )
 
     def swarm_epoch(self, now_s: float) -> int:
         """Return the epoch that the swarm has reached: the highest reported by enough other peers that a
         single liar cannot move it, and never below this peer's own.
         """
         if self.total is not None:
-            return max(self._own.epoch, self.total.epoch)
-        epochs = sorted((claim.epoch for claim in self.others(now_s).values()), reverse=True)
+            return max(self._own_report.epoch, self.total.epoch)
+        epochs = sorted((report.epoch for report in self.others(now_s).values()), reverse=True)
         if not epochs:
-            return self._own.epoch
+            return self._own_report.epoch
         enough = 1 if len(epochs) <= 2 else max(2, math.ceil(len(epochs) / 3))
-        return max(self._own.epoch, epochs[enough - 1])
+        return max(self._own_report.epoch, epochs[enough - 1])
 
     def view(self, now_s: float) -> ProgressView:
         """Return a snapshot of the progress."""
         counted, others = self.counted(now_s), self.others(now_s)
         peers = {
             peer: PeerProgress(
-                epoch=claim.epoch,
-                samples=claim.samples,
-                samples_per_s=claim.rate,
+                epoch=report.epoch,
+                samples=report.samples,
+                samples_per_s=report.rate,
                 counted=counted.get(peer, 0.0),
-                age_s=max(0.0, now_s - claim.at_s),
+                age_s=max(0.0, now_s - report.at_s),
             )
-            for peer, claim in {self.own: self._own, **others}.items()
+            for peer, report in {self.own: self._own_report, **others}.items()
         }
         return ProgressView(
-            epoch=self._own.epoch,
+            epoch=self._own_report.epoch,
             swarm_epoch=self.swarm_epoch(now_s),
-            samples=self.gathered(now_s),
+            samples=self.samples_counted(now_s),
             target=self.target,
             samples_per_s=self.total.rate
             if self.total is not None

@@ -122,43 +122,43 @@ def enough_of(peers: int) -> int:
     return 1 if peers <= 2 else max(2, math.ceil(peers / 3))
 
 
-def epoch_of(claimed: Iterable[tuple[int, int]]) -> int:
-    """Return the highest epoch that enough peers report to have reached. `claimed` yields (epoch, number of
+def epoch_of(reported: Iterable[tuple[int, int]]) -> int:
+    """Return the highest epoch that enough peers report to have reached. `reported` yields (epoch, number of
     peers in it).
     """
-    ordered = sorted(claimed, reverse=True)
-    wanted, heard = enough_of(sum(count for _, count in ordered)), 0
+    ordered = sorted(reported, reverse=True)
+    wanted, count_so_far = enough_of(sum(count for _, count in ordered)), 0
     for epoch, count in ordered:
-        heard += count
-        if heard >= wanted:
+        count_so_far += count
+        if count_so_far >= wanted:
             return epoch
     return 0
 
 
-def sum_of_claims(
-    claims: Mapping[PeerId, ProgressReport], now_s: float, config: ProgressConfig
+def sum_of_reports(
+    reports: Mapping[PeerId, ProgressReport], now_s: float, config: ProgressConfig
 ) -> ProgressTotal:
     """Return the sum of a shard's reports. Each counts with at most `rate_ratio_max` times the median rate
     since the epoch began.
     """
-    epoch = epoch_of((claim.epoch, 1) for claim in claims.values())
-    there = [claim for claim in claims.values() if claim.epoch == epoch]
-    since_s = statistics.median_low([claim.since_s for claim in there]) if there else now_s
-    rates = [claim.rate for claim in claims.values() if claim.rate > 0]
+    epoch = epoch_of((report.epoch, 1) for report in reports.values())
+    there = [report for report in reports.values() if report.epoch == epoch]
+    since_s = statistics.median_low([report.since_s for report in there]) if there else now_s
+    rates = [report.rate for report in reports.values() if report.rate > 0]
     median_rate = statistics.median_low(rates) if rates else 0.0
     rate_max = config.rate_ratio_max * median_rate if len(rates) >= 3 else math.inf
     samples = 0.0
-    for claim in there:
-        training_s = max(0.0, claim.at_s - since_s) + config.slack_s
-        counted = min(float(claim.samples), rate_max * training_s)
-        silent_s = min(max(0.0, now_s - claim.at_s), config.extrapolation_s_max)
-        samples += counted + min(min(claim.rate, rate_max) * silent_s, counted)
-    rate = sum(min(claim.rate, rate_max) for claim in claims.values())
+    for report in there:
+        training_s = max(0.0, report.at_s - since_s) + config.slack_s
+        counted = min(float(report.samples), rate_max * training_s)
+        silent_s = min(max(0.0, now_s - report.at_s), config.extrapolation_s_max)
+        samples += counted + min(min(report.rate, rate_max) * silent_s, counted)
+    rate = sum(min(report.rate, rate_max) for report in reports.values())
     return ProgressTotal(
         epoch=epoch,
         samples=min(samples, float(SAMPLES_MAX)),
         rate=rate,
-        peers=len(claims),
+        peers=len(reports),
         median_rate=median_rate,
         at_s=now_s,
         since_s=min(since_s, now_s),
