@@ -260,7 +260,7 @@ def _rounds(node: Node, run: str, mode: Mode, way: Way) -> EpochAverager:
     manner = AveragingOptions(codec=way.codec, error_feedback=way.error_feedback, strategy=way.strategy)
     # where nobody need come, who waits long for a partner that has found another holds both up
     return EpochAverager(
-        node, run, mode, mode.state, manner, OptimizerConfig() if mode.traits.proceeds_alone else _unhurried()
+        node, run, mode, manner, OptimizerConfig() if mode.traits.proceeds_alone else _unhurried()
     )
 
 

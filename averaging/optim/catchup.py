@@ -27,7 +27,6 @@ from averaging.optim.progress.tracker import Tracker
 from averaging.optim.reports import LoadResult
 from averaging.optim.state.download import Download, DownloadedState
 from averaging.optim.state.intake import PartialState
-from averaging.optim.state.training_state import TrainingState
 from swarm.core.errors import NetworkError, NotEnoughPeers, PeerError, SwarmError
 from swarm.core.ids import Contact, Key, PeerId
 
@@ -65,21 +64,20 @@ class CatchUp:
     def __init__(
         self,
         node: Node,
-        run_id: str,
-        state: TrainingState,
         mode: Mode,
         tracker: Tracker,
         averager: EpochAverager,
+        blocklist: Blocklist,
         config: OptimizerConfig,
     ) -> None:
-        self._node, self._run_id, self._state, self._mode = node, run_id, state, mode
+        self._node, self._run_id, self._mode, self._state = node, tracker.run_id, mode, mode.state
         self._tracker, self._averager, self._config = tracker, averager, config
         # bytes so far and in total; called on the network thread
         self.on_progress: Callable[[int, int], None] | None = None
         # donors of a state that does not fit, or of chunks that do not match their digests, with the reason:
         # this optimizer does not ask them again
         self.distrusted: dict[PeerId, str] = {}
-        self.banned = Blocklist()
+        self._blocklist = blocklist
 
     def load(self, timeout_s: float) -> LoadResult:
         """Fetch the state until it is loaded, no other peer takes part in the run, or `timeout_s` is over.
@@ -91,7 +89,7 @@ class CatchUp:
         attempt = _Attempt(deadline_s=now_s + timeout_s, started_s=now_s)
         self._tracker.wait_refresh(min(self._config.first_refresh_timeout_s, timeout_s), first=True)
         while True:
-            if self.banned.own:
+            if self._blocklist.own:
                 return self._not_loaded(attempt, "the owner of this run has banned this peer")
             self._tracker.wait_refresh(min(self._config.first_refresh_timeout_s, max(attempt.left_s, 0.01)))
             donors = self._donors(attempt)
@@ -268,7 +266,7 @@ class CatchUp:
         """
         self._tracker.begin_epoch(epoch, joining=True)
         try:
-            self._node.network.run(self._tracker.probe(), _REGISTER_S)
+            self.probe(_REGISTER_S)
         except NetworkError as error:
             _log.info(
                 "not all peers know yet that this peer is in epoch %d of run %s: %s",
@@ -276,6 +274,10 @@ class CatchUp:
                 self._run_id,
                 error,
             )
+
+    def probe(self, timeout_s: float) -> None:
+        """Exchange reports with all peers directly. Raise NetworkError when that takes longer."""
+        self._node.network.run(self._tracker.probe(), timeout_s)
 
     def advance(self, apply: Callable[[], None]) -> None:
         """Move the state one epoch forward: apply the mode's step, then the scheduler's."""
@@ -305,7 +307,7 @@ class CatchUp:
             if (
                 entry.writer == self._node.peer_id
                 or entry.writer in self.distrusted
-                or entry.writer in self.banned
+                or entry.writer in self._blocklist
                 or not isinstance(value, dict)
             ):
                 continue

@@ -60,6 +60,7 @@ class AveragingOptions:
     audit: float = 0.0
     error_feedback: bool = False
     strategy: PowerSgd | None = None
+    state_sync_epochs: int = 0  # interval of rounds over the state; 0: never
 
     def __post_init__(self) -> None:
         if self.strategy is not None and not isinstance(self.strategy, PowerSgd):
@@ -125,18 +126,11 @@ class EpochAverager:
         node: Node,
         run_id: str,
         mode: Mode,
-        state: TrainingState,
         options: AveragingOptions,
         config: OptimizerConfig,
     ) -> None:
-        self._node, self._run_id, self._mode, self._state, self._options, self._config = (
-            node,
-            run_id,
-            mode,
-            state,
-            options,
-            config,
-        )
+        self._node, self._run_id, self._mode, self._state = node, run_id, mode, mode.state
+        self._options, self._config = options, config
         self._epoch_averager: Averager | None = None
         self._state_averager: Averager | None = None
         # one for each of the mode's slots; empty without error feedback
@@ -144,6 +138,11 @@ class EpochAverager:
         self._feedback: Any = None  # loaded before there is an averager to take it
         # addresses of the tensors that `_state_averager` averages: loading a state may replace them
         self._state_addresses: list[int] = []
+
+    @property
+    def state_sync_epochs(self) -> int:
+        """Return the interval of rounds over the state in epochs; 0 for never."""
+        return self._options.state_sync_epochs
 
     def open(self) -> None:
         """Open the epochs' averager: from now on the others expect this peer in their rounds."""

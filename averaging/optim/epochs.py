@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from averaging.optim.catchup import CatchUp
 from averaging.optim.config import OptimizerConfig
@@ -17,13 +16,9 @@ from averaging.optim.modes import Mode
 from averaging.optim.progress.tracker import Tracker
 from averaging.optim.reports import LoadResult, StepReport
 from averaging.optim.state.donor import Donor
-from averaging.optim.state.training_state import TrainingState
 from averaging.result import RoundResult
 from swarm.core.errors import NetworkError
 from swarm.core.ids import PeerId
-
-if TYPE_CHECKING:
-    from swarm.node import Node
 
 _log = logging.getLogger(__name__)
 
@@ -62,16 +57,16 @@ class EpochLoop:
 
     def __init__(
         self,
-        node: Node,
-        parts: tuple[TrainingState, Mode, Tracker, Donor, EpochAverager, CatchUp],
-        state_sync_epochs: int,
+        mode: Mode,
+        tracker: Tracker,
+        donor: Donor,
+        averager: EpochAverager,
+        catch_up: CatchUp,
         config: OptimizerConfig,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._node, self._config, self._clock = node, config, clock
-        self._state, self._mode, self._tracker, self._donor, self._averager, self._catch_up = parts
+        self._mode, self._state, self._tracker, self._donor = mode, mode.state, tracker, donor
+        self._averager, self._catch_up, self._config = averager, catch_up, config
         self._traits, self._learner = self._mode.traits, self._mode.learner
-        self._state_sync_epochs = state_sync_epochs
         self._rate = 0.0
         self._last_step_ended_s: float | None = None  # when the last step ended
         self._started = False
@@ -86,7 +81,7 @@ class EpochLoop:
         """Account for one local step of `samples` samples and close the epoch when it is full. Return a
         report of this call.
         """
-        began_s = self._clock()
+        began_s = time.monotonic()
         self._measure(samples, began_s)
         if not self._started:
             self._start()
@@ -111,7 +106,7 @@ class EpochLoop:
                 report = (
                     self._start_background_round(report) if self._traits.overlapped else self._close(report)
                 )
-        self._last_step_ended_s = self._clock()
+        self._last_step_ended_s = time.monotonic()
         return replace(
             report, progress=self._tracker.view().fraction, seconds=self._last_step_ended_s - began_s
         )
@@ -344,7 +339,7 @@ class EpochLoop:
         background_round = self._averager.begin(
             epoch, lambda: self._tracker.swarm_epoch() > epoch, self._config.obsolete_round_grace_s
         )
-        self._background = _BackgroundEpoch(background_round, epoch, contributed, self._clock())
+        self._background = _BackgroundEpoch(background_round, epoch, contributed, time.monotonic())
         return replace(report, accumulated=self._learner.samples)
 
     def _poll_background_round(self, report: StepReport) -> StepReport:
@@ -365,7 +360,7 @@ class EpochLoop:
             raise
         self._background = None
         if not result.failed:
-            outcome = self._committed(result, 0, self._clock() - background.began_s)
+            outcome = self._committed(result, 0, time.monotonic() - background.began_s)
         else:
             behind = self._failed(result, 1)
             reason = f"round failed: {result.detail or result.reason}"
@@ -427,18 +422,18 @@ class EpochLoop:
     def _probe(self) -> None:
         """Contact the other peers directly, so that dead ones are known at once."""
         try:
-            self._node.network.run(self._tracker.probe(), _PROBE_TIMEOUT_S)
+            self._catch_up.probe(_PROBE_TIMEOUT_S)
         except NetworkError as error:
             _log.info("not all peers could be asked: %s", error)
 
     def _average_state_if_due(self, *, alone: bool) -> StateRound | None:
         """Average the state when this epoch is one for that. Return None when no round was made."""
         epoch = self._state.epoch
-        if not self._state_sync_epochs or not self._traits.canonical:
+        if not self._averager.state_sync_epochs or not self._traits.canonical:
             return None
         # even alone: newcomers must be able to find this peer when the round comes
         self._averager.open_state()
-        if epoch % self._state_sync_epochs and epoch != min(2, self._state_sync_epochs):
+        if epoch % self._averager.state_sync_epochs and epoch != min(2, self._averager.state_sync_epochs):
             return None
         if alone:
             with self._state.lock:

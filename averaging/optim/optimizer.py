@@ -21,9 +21,9 @@ from averaging.optim.metering import Meter, Pace
 from averaging.optim.modes import ModeParts, ModeSettings
 from averaging.optim.modes.settings import MODES, Diloco, Gossip, Gradients, Local, settings_of
 from averaging.optim.progress.logic.reports import SAMPLES_MAX, ProgressView
-from averaging.optim.progress.tracker import Tracker, TrackerServices
+from averaging.optim.progress.tracker import Tracker
 from averaging.optim.reports import LoadResult, StepReport
-from averaging.optim.state.donor import Donor, DonorServices
+from averaging.optim.state.donor import Donor
 from averaging.optim.state.training_state import Scheduler
 from averaging.optim.state.view import StateView
 from averaging.reduction.lowrank import PowerSgd
@@ -124,7 +124,7 @@ class Optimizer(torch.optim.Optimizer):
         check_extra_tensors(self._state)
         check_codec(options, traits)
         sync_epochs = traits.state_sync_epochs if state_sync_epochs is None else state_sync_epochs
-        node.network.run(self._open(options, sync_epochs, config), _START_S_MAX)
+        node.network.run(self._open(replace(options, state_sync_epochs=sync_epochs), config), _START_S_MAX)
 
     @staticmethod
     def _check(
@@ -148,36 +148,21 @@ class Optimizer(torch.optim.Optimizer):
             )
         return settings_of(mode)
 
-    async def _open(self, options: AveragingOptions, state_sync_epochs: int, config: OptimizerConfig) -> None:
-        node = self.node
-        network = node.network
-        services = TrackerServices(
-            own=lambda: node.contact,
-            dht=node.dht.service,
-            caller=node.channels,
-            clock=node.clock,
-            loop=network.loop,
-        )
+    async def _open(self, options: AveragingOptions, config: OptimizerConfig) -> None:
+        node, mode = self.node, self._mode
         self._blocklist = Blocklist()
+        self._donor = Donor(node, self.run_id, self._state, config.donor, self._blocklist)
         self._tracker = Tracker(
-            services, self.run_id, self.target_batch_size, config.progress, self._blocklist
+            node,
+            self.run_id,
+            self.target_batch_size,
+            config.progress,
+            self._blocklist,
+            on_full=self._donor.on_round_begin,
         )
-        giving = DonorServices(
-            own=lambda: node.contact,
-            dht=node.dht.service,
-            clock=node.clock,
-            loop=network.loop,
-            pool=network.pool,
-        )
-        self._donor = Donor(giving, self.run_id, self._state, config.donor, self._blocklist)
-        self._tracker.on_full = self._donor.on_round_begin
-        self._averager = EpochAverager(node, self.run_id, self._mode, self._state, options, config)
-        self._catch_up = CatchUp(
-            node, self.run_id, self._state, self._mode, self._tracker, self._averager, config
-        )
-        parts = (self._state, self._mode, self._tracker, self._donor, self._averager, self._catch_up)
-        self._catch_up.banned = self._blocklist
-        self._loop = EpochLoop(node, parts, state_sync_epochs, config)
+        self._averager = EpochAverager(node, self.run_id, mode, options, config)
+        self._catch_up = CatchUp(node, mode, self._tracker, self._averager, self._blocklist, config)
+        self._loop = EpochLoop(mode, self._tracker, self._donor, self._averager, self._catch_up, config)
         node.service(RunExchange.from_node).add(self.run_id, self._tracker, self._donor)
         self._meter = Meter(
             node.clock.swarm_s(),

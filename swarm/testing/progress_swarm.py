@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from averaging.optim.exchange import REPORT
 from averaging.optim.progress.logic.reports import ProgressConfig
 from averaging.optim.progress.logic.shards import bits_for
-from averaging.optim.progress.tracker import Tracker, TrackerServices
+from averaging.optim.progress.tracker import Tracker
 from swarm.core.ids import Key, PeerId
 from swarm.dht.service.dht_service import Entry
 from swarm.testing.chance import Chance
 from swarm.testing.dht_swarm import LazySwarm
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
+from swarm.testing.simulated_node import SimulatedNode
 from swarm.testing.virtual_loop import run_virtual
 
 RUN = "a" * 20
@@ -103,15 +104,11 @@ class Trainer:
     def __init__(
         self, run: ProgressRun, peer: SimulatedPeer, rate: float, lie: Callable[[int], int] | None = None
     ) -> None:
-        services = TrackerServices(
-            own=lambda: peer.contact,
-            dht=TableDht(run.table, peer),  # type: ignore[arg-type]
-            caller=peer.caller,
-            clock=peer.clock,
-            loop=asyncio.get_running_loop(),
+        node = SimulatedNode(
+            lambda: peer.contact, peer.clock, TableDht(run.table, peer), channels=peer.caller
         )
         self.run, self.peer, self.rate, self.lie = run, peer, rate, lie
-        self.tracker = Tracker(services, RUN, run.target, run.config)
+        self.tracker = Tracker(node, RUN, run.target, run.config)
         self.epoch = self.samples = 0
         peer.handlers.unary(REPORT, self.tracker.on_report)
 

@@ -45,8 +45,8 @@ class _Slow(Donor):
 
     free_s = 0.0
 
-    async def _message(self, view: StateView, index: int) -> bytes:
-        chunk = await super()._message(view, index)
+    async def _chunk_message(self, view: StateView, index: int) -> bytes:
+        chunk = await super()._chunk_message(view, index)
         now_s = asyncio.get_running_loop().time()
         self.free_s = max(self.free_s, now_s) + len(chunk) / (50e6 / 8)
         await asyncio.sleep(self.free_s - now_s)

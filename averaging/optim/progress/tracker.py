@@ -13,18 +13,15 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from averaging.optim.admission import Blocklist
 from averaging.optim.exchange import REPORT
+from averaging.optim.peer_node import PeerNode
 from averaging.optim.progress.logic.reports import EpochProgress, ProgressConfig, ProgressReport, ProgressView
 from averaging.optim.progress.records import ProgressRecords
 from averaging.optim.progress.tree import Tree
-from swarm.core.clock import Clock
 from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import Contact, PeerId
-from swarm.dht.service.dht_service import DhtService
-from swarm.net.rpc import Caller
 from swarm.wire import state_pb2
 
 _log = logging.getLogger(__name__)
@@ -39,15 +36,8 @@ def _never() -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrackerServices:
-    """The services of a node that a tracker uses."""
-
-    own: Callable[[], Contact]
-    dht: DhtService
-    caller: Caller
-    clock: Clock
-    loop: asyncio.AbstractEventLoop
+def _nothing() -> None:
+    return None
 
 
 class Tracker:
@@ -55,18 +45,24 @@ class Tracker:
 
     def __init__(
         self,
-        services: TrackerServices,
+        node: PeerNode,
         run: str,
         target: int,
         config: ProgressConfig,
         blocklist: Blocklist | None = None,
+        on_full: Callable[[], None] = _nothing,
     ) -> None:
+        """Track `run`, whose epochs have `target` samples. Peers in `blocklist` are ignored.
+
+        `on_full` is called with the lock held when this peer's epoch is full and its round begins.
+        """
         self._blocklist = blocklist or Blocklist()
-        self._services, self.run_id, self._config = services, run, config
-        self._own = services.own().peer_id
-        self._tree = Tree(services.dht, run, self._own, config, services.clock.swarm_s())
-        self._records = ProgressRecords(services.own, services.dht, services.clock, self._tree, config)
-        self._progress = EpochProgress(self._own, target, config, services.clock.swarm_s())
+        self._node, self.run_id, self._config, self._on_full = node, run, config, on_full
+        dht, now_s = node.dht.service, node.clock.swarm_s()
+        self._own = node.contact.peer_id
+        self._tree = Tree(dht, run, self._own, config, now_s)
+        self._records = ProgressRecords(lambda: node.contact, dht, node.clock, self._tree, config)
+        self._progress = EpochProgress(self._own, target, config, now_s)
         self._lock = threading.Lock()
         # wakes the trainer's thread: an epoch began, or a refresh ended
         self._changed = threading.Condition(self._lock)
@@ -80,8 +76,6 @@ class Tracker:
         self._wake = asyncio.Event()  # refresh and publish now
         self._announce = asyncio.Event()  # announce the full epoch now
         self._closed = False
-        # our epoch is full, its round begins; called with the lock held
-        self.on_full: Callable[[], None] = _nothing
 
     # --- the trainer's thread
 
@@ -90,14 +84,14 @@ class Tracker:
         full and its round should begin now.
         """
         with self._lock:
-            now_s = self._services.clock.swarm_s()
+            now_s = self._node.clock.swarm_s()
             self._progress.update_own(samples, rate, now_s)
             epoch = self._progress.epoch
             self._update_full_epoch(now_s)
             is_full = self._full_epoch >= epoch
             announce = is_full and self._announced_epoch < epoch and not self._closed
         if announce:
-            self._services.loop.call_soon_threadsafe(self._announce.set)
+            self._node.network.loop.call_soon_threadsafe(self._announce.set)
         return is_full
 
     def _update_full_epoch(self, now_s: float) -> None:
@@ -111,7 +105,7 @@ class Tracker:
         ):
             self._full_epoch = epoch
             self._changed.notify_all()
-            self.on_full()
+            self._on_full()
 
     @property
     def full_announcements(self) -> int:
@@ -123,7 +117,7 @@ class Tracker:
         with self._lock:
             self._announced_epoch = min(self._announced_epoch, epoch - 1)
         if not self._closed:
-            self._services.loop.call_soon_threadsafe(self._announce.set)
+            self._node.network.loop.call_soon_threadsafe(self._announce.set)
 
     def begin_epoch(
         self, epoch: int, *, joining: bool = False, members: Iterable[PeerId] = (), began_ago_s: float = 0.0
@@ -132,7 +126,7 @@ class Tracker:
         This peer has trained in it for `began_ago_s`.
         """
         with self._changed:
-            now_s = self._services.clock.swarm_s()
+            now_s = self._node.clock.swarm_s()
             self._progress.begin_epoch(epoch, now_s, joining=joining, began_ago_s=began_ago_s)
             self._progress.on_round(members, epoch, now_s)
             self._changed.notify_all()
@@ -141,17 +135,17 @@ class Tracker:
     def others(self) -> dict[PeerId, ProgressReport]:
         """Return the latest reports of the live peers, without this one."""
         with self._lock:
-            return self._progress.others(self._services.clock.swarm_s())
+            return self._progress.others(self._node.clock.swarm_s())
 
     def swarm_epoch(self) -> int:
         """Return the epoch that the swarm has reached."""
         with self._lock:
-            return self._progress.swarm_epoch(self._services.clock.swarm_s())
+            return self._progress.swarm_epoch(self._node.clock.swarm_s())
 
     def view(self) -> ProgressView:
         """Return a snapshot of the progress."""
         with self._lock:
-            return self._progress.view(self._services.clock.swarm_s())
+            return self._progress.view(self._node.clock.swarm_s())
 
     def set_target(self, target: int) -> None:
         """Set the number of samples in an epoch. A peer that learns of it later closes at most one epoch by
@@ -166,7 +160,7 @@ class Tracker:
         other peers then does not count as a hang.
         """
         with self._lock:
-            now_s = self._services.clock.swarm_s()
+            now_s = self._node.clock.swarm_s()
             if paused:
                 self._progress.update_own(samples, 0.0, now_s)
             else:
@@ -209,7 +203,7 @@ class Tracker:
 
     def refresh_age_s(self) -> float:
         """Return the age of the latest complete refresh."""
-        return self._services.clock.swarm_s() - self._refreshed_s if self._refreshes else math.inf
+        return self._node.clock.swarm_s() - self._refreshed_s if self._refreshes else math.inf
 
     def wait_full(self, epoch: int, timeout_s: float, until: Callable[[], bool] = _never) -> bool:
         """Wait until `epoch` is known to be full or over, and return whether it is. Stop waiting when
@@ -229,11 +223,11 @@ class Tracker:
             self._changed.notify_all()
 
     def _swarm_is_past(self, epoch: int) -> bool:
-        return self._progress.swarm_epoch(self._services.clock.swarm_s()) > epoch
+        return self._progress.swarm_epoch(self._node.clock.swarm_s()) > epoch
 
     def _request_refresh(self) -> None:
         if not self._closed:
-            self._services.loop.call_soon_threadsafe(self._wake.set)
+            self._node.network.loop.call_soon_threadsafe(self._wake.set)
 
     # --- the network thread
 
@@ -253,7 +247,7 @@ class Tracker:
             await self._records.publish(report)
             await self._refresh()
             with self._lock:
-                wait_s = self._progress.refresh_s(self._services.clock.swarm_s())
+                wait_s = self._progress.refresh_s(self._node.clock.swarm_s())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self._wake.wait()
@@ -263,7 +257,7 @@ class Tracker:
             await self._announce.wait()
             self._announce.clear()
             with self._lock:
-                epoch, now_s = self._progress.epoch, self._services.clock.swarm_s()
+                epoch, now_s = self._progress.epoch, self._node.clock.swarm_s()
                 if not self._full_epoch >= epoch > self._announced_epoch:
                     continue
                 self._announced_epoch = epoch
@@ -307,7 +301,7 @@ class Tracker:
         present view does not agree.
         """
         for attempt in range(2):
-            now_s = self._services.clock.swarm_s()
+            now_s = self._node.clock.swarm_s()
             with self._changed:
                 ours = self._progress.epoch
                 self._heard_full_epoch = (
@@ -347,7 +341,7 @@ class Tracker:
                 report = _to_wire(self._progress.own_report)
             request = state_pb2.ReportRequest(run=self.run_id, claim=report, full=full, goodbye=goodbye)
             try:
-                reply = await self._services.caller.call(
+                reply = await self._node.channels.call(
                     contact, REPORT, request, timeout_s=_GOODBYE_S if goodbye else _CALL_TIMEOUT_S
                 )
                 self._take_report(peer, reply.claim)
@@ -370,7 +364,7 @@ class Tracker:
             "at": wire.at_s,
             "since": wire.since_s,
         }
-        now_s = self._services.clock.swarm_s()
+        now_s = self._node.clock.swarm_s()
         report = ProgressReport.decode(value, now_s, self._config)
         with self._changed:
             self._progress.on_report(peer, report, now_s)
@@ -381,7 +375,7 @@ class Tracker:
 
     async def _refresh(self) -> None:
         """Read the dictionary once, and send this peer's report to newcomers."""
-        started_s = self._services.clock.swarm_s()
+        started_s = self._node.clock.swarm_s()
         self._refreshing = True
         try:
             entries = await self._records.read(self._blocklist)
@@ -391,7 +385,7 @@ class Tracker:
             return
         received, newcomers = self._records.reports(entries)
         with self._changed:
-            now_s = self._services.clock.swarm_s()
+            now_s = self._node.clock.swarm_s()
             for writer, report, expires_s in received:
                 self._progress.on_report(writer, report, now_s, expires_s)
             reports = {self._own: self._progress.own_report, **self._progress.others(now_s)}
@@ -400,15 +394,11 @@ class Tracker:
             self._wake.set()
         with self._changed:
             self._progress.total = self._tree.total
-            self._update_full_epoch(self._services.clock.swarm_s())
+            self._update_full_epoch(self._node.clock.swarm_s())
             self._refreshes, self._refreshed_s = self._refreshes + 1, started_s
             self._changed.notify_all()
         self._announce.set()
         await self._report_to(newcomers)
-
-
-def _nothing() -> None:
-    return None
 
 
 def _to_wire(report: ProgressReport) -> state_pb2.Claim:

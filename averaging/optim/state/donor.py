@@ -14,20 +14,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from averaging.optim.admission import Blocklist
 from averaging.optim.contacts import ADDRESSES_MAX
 from averaging.optim.exchange import chunk_head, parse_chunks_request
+from averaging.optim.peer_node import PeerNode
 from averaging.optim.state.training_state import TrainingState
 from averaging.optim.state.view import StateView
-from swarm.core.clock import Clock
 from swarm.core.device import is_out_of_memory
 from swarm.core.errors import NetworkError, PeerError, SwarmError, UsageError
-from swarm.core.ids import Contact, Key, PeerId
-from swarm.dht.service.dht_service import DhtService
+from swarm.core.ids import Key, PeerId
 from swarm.net.rpc import Stream
 from swarm.wire import state_pb2
 
@@ -64,17 +61,6 @@ class DonorConfig:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DonorServices:
-    """The services of a node that a donor uses."""
-
-    own: Callable[[], Contact]
-    dht: DhtService
-    clock: Clock
-    loop: asyncio.AbstractEventLoop
-    pool: Executor
-
-
 @dataclass(slots=True)
 class _Lease:
     peer: PeerId
@@ -92,14 +78,14 @@ class Donor:
 
     def __init__(
         self,
-        services: DonorServices,
+        node: PeerNode,
         run: str,
         state: TrainingState,
         config: DonorConfig,
-        banned: Blocklist | None = None,
+        blocklist: Blocklist | None = None,
     ) -> None:
-        self._banned = banned or Blocklist()
-        self._services, self.run_id, self._state, self._config = services, run, state, config
+        self._blocklist = blocklist or Blocklist()
+        self._node, self.run_id, self._state, self._config = node, run, state, config
         self._key = Key(f"run.{run}", "donors")
         self._leases: dict[bytes, _Lease] = {}
         self._latest: StateView | None = None  # the latest view
@@ -119,14 +105,14 @@ class Donor:
     def changed(self) -> None:
         """Update the record soon: the state is in another epoch."""
         if self._serving:
-            self._services.loop.call_soon_threadsafe(self._wake.set)
+            self._node.network.loop.call_soon_threadsafe(self._wake.set)
 
     def on_round_begin(self) -> None:
         """Complete the copies of leased views while the network is busy: the state is about to change. May
         be called with locks held.
         """
         if self._leases:
-            self._services.loop.call_soon_threadsafe(self._copy_leased)
+            self._node.network.loop.call_soon_threadsafe(self._copy_leased)
 
     # --- the network thread
 
@@ -137,7 +123,7 @@ class Donor:
             self._copy(view)
 
     def _copy(self, view: StateView) -> None:
-        self._services.loop.run_in_executor(self._services.pool, view.complete_copy)
+        self._node.network.loop.run_in_executor(self._node.network.pool, view.complete_copy)
 
     async def run(self) -> None:
         """Keep the record fresh and drop idle leases, until cancelled."""
@@ -156,8 +142,8 @@ class Donor:
         self._release_latest()
         if self._is_published:
             try:
-                await self._services.dht.delete(
-                    self._key, subkey=str(self._services.own().peer_id), timeout_s=0.5
+                await self._node.dht.service.delete(
+                    self._key, subkey=str(self._node.contact.peer_id), timeout_s=0.5
                 )
             except SwarmError as error:
                 _log.debug("the donor record of run %s was not withdrawn: %s", self.run_id, error)
@@ -166,7 +152,7 @@ class Donor:
         """Give a peer a lease on a view of the present state. Raise PeerError with the reason when it is
         refused.
         """
-        self._banned.check(peer)
+        self._blocklist.check(peer)
         self._end_idle_leases()
         if not self._serving:
             raise PeerError("this peer has no state to give yet")
@@ -177,7 +163,7 @@ class Donor:
             raise PeerError(f"busy: {self._config.leases_max} peers are downloading from this one already")
         view = view or await self._latest_view()
         lease = secrets.token_bytes(16)
-        now_s = self._services.clock.monotonic_s()
+        now_s = self._node.clock.monotonic_s()
         self._leases[lease] = _Lease(peer, view, now_s, now_s)
         return state_pb2.OpenReply(
             lease=lease,
@@ -201,7 +187,7 @@ class Donor:
         """
         request = first
         while True:
-            self._banned.check(stream.peer_id)
+            self._blocklist.check(stream.peer_id)
             lease = self._leases.get(request.lease)
             if lease is None or lease.peer != stream.peer_id:
                 raise PeerError("this lease is over: open the state again")
@@ -212,7 +198,7 @@ class Donor:
                     raise PeerError(f"the state has {lease.view.chunks} chunks; there is no number {index}")
                 await stream.send(await self._chunk_message(lease.view, index))
                 lease.sent += 1
-                lease.used_s = self._services.clock.monotonic_s()
+                lease.used_s = self._node.clock.monotonic_s()
                 if not lease.copying and self._takes_long(lease):
                     lease.copying = True
                     self._copy(lease.view)
@@ -237,7 +223,7 @@ class Donor:
         message = view.chunk_without_waiting(index, head)
         if message is None:  # from live tensors: in the pool, since it waits while they are being changed
             message = await asyncio.get_running_loop().run_in_executor(
-                self._services.pool, view.chunk, index, head
+                self._node.network.pool, view.chunk, index, head
             )
         return message
 
@@ -256,7 +242,7 @@ class Donor:
                 raise PeerError("busy: other peers are downloading states of earlier epochs from this one")
             self._release_latest()
             self._latest = await asyncio.get_running_loop().run_in_executor(
-                self._services.pool, self._open_view
+                self._node.network.pool, self._open_view
             )
             return self._latest
 
@@ -275,7 +261,7 @@ class Donor:
         return view
 
     def _end_idle_leases(self) -> None:
-        oldest_s = self._services.clock.monotonic_s() - self._config.lease_idle_s
+        oldest_s = self._node.clock.monotonic_s() - self._config.lease_idle_s
         gone = [name for name, lease in self._leases.items() if lease.used_s < oldest_s]
         for name in gone:
             self._end_lease(name)
@@ -295,7 +281,7 @@ class Donor:
             view.close()
 
     async def _declare(self) -> None:
-        contact = self._services.own()
+        contact = self._node.contact
         if not contact.addresses:
             return  # other peers cannot connect to this one
         value = {
@@ -306,7 +292,7 @@ class Donor:
             "addresses": [address.multiaddr for address in contact.addresses[:ADDRESSES_MAX]],
         }
         try:
-            await self._services.dht.store(
+            await self._node.dht.service.store(
                 self._key,
                 value,
                 ttl_s=self._config.record_ttl_s,

@@ -275,9 +275,8 @@ class Download:
                 try:
                     await self._request_and_receive(intake, offer, ahead)
                 except (PeerError, NetworkError):
-                    await (
-                        intake.wait_checked()
-                    )  # account for the chunks received before, above all a false one
+                    # account for the chunks received before, above all a false one
+                    await intake.wait_checked()
                     raise
                 await stream.finish()
         except (PeerError, NetworkError) as error:

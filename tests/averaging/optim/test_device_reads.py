@@ -14,17 +14,18 @@ from typing import Any
 
 import pytest
 import torch
-from averaging.optim.exchange import unpack_chunk
 
+from averaging.optim.exchange import unpack_chunk
 from averaging.optim.state import checkpoint, device_reads
 from averaging.optim.state.device_reads import CudaReader, PlainReader
-from averaging.optim.state.donor import Donor, DonorConfig, DonorServices
+from averaging.optim.state.donor import Donor, DonorConfig
 from averaging.optim.state.snapshot import CHUNK_BYTES, digests_of, snapshot_digest
 from averaging.optim.state.training_state import TrainingState
 from averaging.optim.state.view import StateView
 from swarm.core.clock import SystemClock
 from swarm.core.errors import PeerError, SwarmError
 from swarm.core.ids import Contact
+from swarm.testing.simulated_node import SimulatedNode
 from swarm.wire import state_pb2
 from tests.averaging.optim.simulated_cuda import HOST, SimulatedCuda
 
@@ -230,9 +231,8 @@ def donor_of(state: TrainingState, pool: ThreadPoolExecutor) -> Donor:
     def own() -> Contact:
         raise AssertionError
 
-    loop = asyncio.get_running_loop()
-    services = DonorServices(own=own, dht=None, clock=SystemClock(), loop=loop, pool=pool)  # type: ignore[arg-type]
-    donor = Donor(services, "run", state, DonorConfig())
+    node = SimulatedNode(own, SystemClock(), None, pool=pool)
+    donor = Donor(node, "run", state, DonorConfig())
     donor.start()
     return donor
 

@@ -6,16 +6,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, cast
 
 import pytest
 
 from averaging.optim.admission import Blocklist
 from averaging.optim.progress.logic.reports import ProgressConfig, ProgressReport
-from averaging.optim.progress.tracker import Tracker, TrackerServices
+from averaging.optim.progress.tracker import Tracker
 from swarm.core.errors import NetworkError, PeerError
 from swarm.core.ids import Contact, PeerId
-from swarm.net.rpc import Caller
+from swarm.testing.simulated_node import SimulatedNode
 from swarm.wire import state_pb2
 from tests.averaging.optim.test_progress_records import Dht, contact, entry
 
@@ -48,14 +47,8 @@ class Bench:
     def __init__(self, banned: Blocklist | None = None) -> None:
         self.dht, self.calls = Dht(), Calls()
         self.dht.found = {str(number): entry(number, epoch=0, samples=10) for number in (2, 3)}
-        services = TrackerServices(
-            own=lambda: contact(1),
-            dht=cast(Any, self.dht),
-            caller=cast(Caller, self.calls),
-            clock=self.dht,
-            loop=asyncio.get_running_loop(),
-        )
-        self.tracker = Tracker(services, "run", 100, ProgressConfig(extrapolation_s_max=0.0), banned)
+        node = SimulatedNode(lambda: contact(1), self.dht, self.dht, channels=self.calls)
+        self.tracker = Tracker(node, "run", 100, ProgressConfig(extrapolation_s_max=0.0), banned)
         self.dht.now_s += 10.0  # in which it may have computed what it reports
 
     async def receives(

@@ -11,10 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from averaging.optim.progress.logic.reports import ProgressConfig
-from averaging.optim.progress.tracker import Tracker, TrackerServices
+from averaging.optim.progress.tracker import Tracker
 from swarm.core.clock import SystemClock
 from swarm.core.ids import Contact
 from swarm.testing.network import SimulatedNetwork
+from swarm.testing.simulated_node import SimulatedNode
 
 UNUSED: Any = SimpleNamespace()
 
@@ -29,8 +30,8 @@ def test_who_waits_for_a_round_or_its_own_affair_is_woken_by_the_latter() -> Non
 
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         own = Contact(SimulatedNetwork(1).peer().peer_id)
-        services = TrackerServices(own=lambda: own, dht=UNUSED, caller=UNUSED, clock=SystemClock(), loop=loop)
-        tracker = Tracker(services, "run", 100, ProgressConfig())
+        node = SimulatedNode(lambda: own, SystemClock(), UNUSED, loop=loop)
+        tracker = Tracker(node, "run", 100, ProgressConfig())
         waiting = threading.Thread(
             target=lambda: begun.append(tracker.wait_full(0, 60.0, until)), daemon=True
         )
