@@ -12,7 +12,7 @@ from tests.sim.test_state_transfer import donor, joining, play, state_of
 @pytest.mark.parametrize(
     ("copy_after_s", "copy_worth_s", "copied"), [(0.5, 0.2, True), (0.5, 5.0, False), (60.0, 0.2, False)]
 )
-def test_a_long_download_is_served_from_a_copy_made_beside_it(
+def test_a_long_download_is_served_from_a_concurrent_copy(
     copy_after_s: float, copy_worth_s: float, copied: bool
 ) -> None:
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:

@@ -48,7 +48,7 @@ def test_a_donor_that_trains_keeps_the_leased_state_and_limits_its_copies() -> N
     play(scenario, donors=1)
 
 
-def test_a_lease_is_its_openers_and_requests_are_checked() -> None:
+def test_a_lease_belongs_to_its_opener_and_requests_are_checked() -> None:
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
         from averaging.optim import exchange as runexchange
 

@@ -22,7 +22,7 @@ from swarm.wire import state_pb2
 from tests.sim.donors import CHUNKS, donor, joining, play, state_of
 
 
-def test_chunks_come_from_all_who_hold_the_same() -> None:
+def test_chunks_come_from_all_donors_of_the_same_state() -> None:
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
         donors = [donor(peer, state_of(1)) for peer in peers]
         told: list[tuple[int, int]] = []
@@ -139,7 +139,7 @@ def test_a_donor_that_dies_half_way_costs_only_its_unsent_chunks() -> None:
     play(scenario)
 
 
-def test_a_frozen_donor_holds_nothing_up() -> None:
+def test_a_frozen_donor_delays_nothing() -> None:
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
         for peer in peers[:2]:
             donor(peer, state_of(1))
@@ -165,7 +165,7 @@ def test_a_frozen_donor_holds_nothing_up() -> None:
     play(scenario)
 
 
-def test_a_donor_that_is_alone_and_frozen_is_given_up() -> None:
+def test_a_download_from_a_single_frozen_donor_fails() -> None:
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
         donor(peers[0], state_of(1))
         download = joining(
@@ -223,7 +223,7 @@ def test_after_a_break_nothing_is_fetched_again() -> None:
     play(scenario)
 
 
-def test_what_a_download_in_vain_received_serves_the_next() -> None:
+def test_chunks_of_a_failed_download_serve_the_next() -> None:
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
         donor(peers[0], state_of(1))
         download = joining(joiner, state_of(2), config=DownloadConfig(chunk_timeout_s=1.0, resume_s=1.0))
@@ -261,7 +261,7 @@ def test_a_donor_that_fails_is_replaced_by_one_that_was_not_asked() -> None:
     play(scenario)
 
 
-def test_what_most_hold_is_taken() -> None:
+def test_the_state_of_most_donors_is_taken() -> None:
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
         donor(peers[0], state_of(7))
         for peer in peers[1:]:
@@ -275,7 +275,7 @@ def test_what_most_hold_is_taken() -> None:
 @pytest.mark.parametrize(
     ("seeds", "taken"), [((1, 1, 2), 1), ((2, 1, 1), 1), ((1, 2), None), ((1, 2, 3), None), ((4,), 4)]
 )
-def test_with_majority_only_what_most_of_those_who_answer_hold_is_taken(
+def test_with_majority_only_the_state_of_most_answering_donors_is_taken(
     seeds: tuple[int, ...], taken: int | None
 ) -> None:
     """However high an epoch the others claim."""
@@ -296,7 +296,7 @@ def test_with_majority_only_what_most_of_those_who_answer_hold_is_taken(
     play(scenario)
 
 
-def test_offers_that_cannot_be_right_are_refused_by_name() -> None:
+def test_impossible_offers_are_refused_by_name() -> None:
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
         donor(peers[0], state_of(1, epoch=10**9))
         donor(peers[1], state_of(1, epoch=2))
@@ -320,7 +320,7 @@ def test_offers_that_cannot_be_right_are_refused_by_name() -> None:
     play(scenario)
 
 
-def test_it_ends_by_its_deadline() -> None:
+def test_a_download_ends_by_its_deadline() -> None:
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
         donor(peers[0], state_of(1))
         with pytest.raises(DeadlineExceeded, match="not downloaded within 1 s"):

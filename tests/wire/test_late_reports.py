@@ -62,7 +62,7 @@ def train(node: Node, mode: Any, target: int, offload: bool) -> tuple[list[StepR
     ids=lambda one: f"{one!r:.40}",
 )
 @pytest.mark.parametrize("offload", [False, True])
-def test_samples_are_taken_back_by_the_step_that_learns_of_it(
+def test_samples_are_subtracted_by_the_step_that_finds_them_non_finite(
     node: Node, settings: Any, offload: bool
 ) -> None:
     late, parameters = train(node, OnDevice(settings), TARGET, offload)

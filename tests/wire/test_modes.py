@@ -191,7 +191,7 @@ def test_delayed_gradients_train_as_in_sequence() -> None:
         assert_close(peers[0].net, net)
 
 
-def test_gossip_is_held_in_pairs_that_change() -> None:
+def test_gossip_rounds_are_in_changing_pairs() -> None:
     with swarm_of(4, "gossip", mode="gossip") as peers:
         together([lambda peer=peer: peer.train_to(6) for peer in peers])  # type: ignore[misc]
         partners: dict[int, set[object]] = {}
@@ -217,7 +217,7 @@ def test_gossip_is_held_in_pairs_that_change() -> None:
             swarm_of(1, "coarse gossip", mode=Gossip(), codec="int4").__enter__()
 
 
-def test_who_finds_no_partner_goes_on_by_itself() -> None:
+def test_a_peer_without_a_partner_proceeds_alone() -> None:
     with swarm_of(3, "odd one out", mode="gossip") as peers:
         together([lambda peer=peer: peer.train_to(3) for peer in peers])  # type: ignore[misc]
         done = [report for peer in peers for report in peer.reports if report.stepped]
@@ -227,7 +227,7 @@ def test_who_finds_no_partner_goes_on_by_itself() -> None:
 
 
 @pytest.mark.parametrize("mode", [Diloco(), Diloco(streaming=2)], ids=["plain", "streaming"])
-def test_a_late_joiner_takes_base_and_momentum_and_counts_from_its_second_round_on(mode: Diloco) -> None:
+def test_a_late_joiner_loads_base_and_momentum_and_counts_from_its_second_round(mode: Diloco) -> None:
     run = f"late {mode.streaming}"
     with swarm_of(2, run, mode=mode) as peers, ExitStack() as stack:
         together([lambda peer=peer: peer.train_to(3) for peer in peers])  # type: ignore[misc]
@@ -247,7 +247,7 @@ def test_a_late_joiner_takes_base_and_momentum_and_counts_from_its_second_round_
         )
 
 
-def test_a_frozen_peer_adds_what_it_had_learned_to_the_base_that_it_missed() -> None:
+def test_a_frozen_peer_adds_its_progress_to_the_base_that_it_missed() -> None:
     with swarm_of(3, "left out", mode="diloco") as peers:
         together([lambda peer=peer: peer.train_to(2) for peer in peers])  # type: ignore[misc]
         late, others = peers[2], peers[:2]
@@ -296,7 +296,7 @@ def test_peers_that_began_with_different_weights_become_equal() -> None:
         assert all(any(report.drift for report in peer.reports) for peer in peers)
 
 
-def test_a_round_that_fails_for_everybody_is_made_up_for_by_the_next() -> None:
+def test_a_round_that_fails_for_all_is_covered_by_the_next() -> None:
     failing = threading.Event()
     failing.set()
     with swarm_of(2, "failing", mode="diloco") as peers:
@@ -359,7 +359,7 @@ def test_modes_by_name_and_by_settings() -> None:
 
 
 @pytest.mark.parametrize("name", ["gradients", "diloco-streaming"])
-def test_peers_of_different_speed_give_nearly_the_sum_of_their_speeds(name: str) -> None:
+def test_peers_of_different_speed_reach_nearly_the_sum_of_their_speeds(name: str) -> None:
     reached, (fast, middle, slow) = speeds.share(speeds.MODES[name], epochs=2, epoch_s=1.5)
     assert reached > 0.6, "0.9 and more on a quiet machine: make bench ARGS='--only slowdown'"
     assert fast > middle > slow, "nobody waits for the slowest to make as many steps"

@@ -110,7 +110,7 @@ def test_grad_scaler_and_autocast_and_an_overflow(node: Node, mode: str) -> None
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_unscaled_gradients_that_ran_over_are_reported_by_the_step_itself(
+def test_unscaled_gradients_that_overflowed_are_reported_by_the_step_itself(
     node: Node, mode: str, fused: bool
 ) -> None:
     """The recipe with clipping: unscale, clip, step without the scaler, update it."""

@@ -87,7 +87,7 @@ def test_parts_are_encoded_and_averages_written_as_on_the_host(
             assert torch.equal(one, other.cpu())
 
 
-def test_what_cannot_be_sent_is_found_on_the_device() -> None:
+def test_non_finite_values_are_found_on_the_device() -> None:
     mine = tensors(["cuda"])
     mine[1][3, 7] = float("inf")
     staging = Staging(mine)
@@ -104,7 +104,7 @@ def test_what_cannot_be_sent_is_found_on_the_device() -> None:
     assert "is inf" in str(bench.withdrawn)
 
 
-def test_a_snapshot_is_of_the_moment_on_the_trainers_own_stream() -> None:
+def test_a_snapshot_shows_the_moment_on_the_trainers_stream() -> None:
     staging = Staging([torch.zeros(1 << 24, device="cuda")])
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):

@@ -175,7 +175,7 @@ def test_each_byte_is_copied_once_for_hashes_two_downloads_a_file_and_a_write(tm
     assert cuda.transferred_bytes == sum(tensor.nbytes for tensor in (*state.parameters, *state.extras))
 
 
-def test_host_memory_under_way_is_two_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_in_transit_is_two_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     plain = CudaReader.host_memory
     monkeypatch.setattr(
@@ -307,7 +307,7 @@ def test_numbers_are_equal_to_what_item_returns(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=repr)
 @pytest.mark.parametrize("place", ["host_memory", "flat"])
-def test_without_memory_readers_are_told_and_the_trainer_goes_on(
+def test_without_memory_readers_fail_and_the_trainer_continues(
     error: Exception, place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     cuda = SimulatedCuda(1)

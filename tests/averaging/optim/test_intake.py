@@ -80,7 +80,7 @@ def message(index: int, payload: bytes | None = None) -> bytes:
     return chunk_head(index) + (chunk(index) if payload is None else payload)
 
 
-def test_a_lie_ends_the_wait_for_a_chunk_that_never_comes() -> None:
+def test_a_false_chunk_ends_the_wait_for_the_next() -> None:
     async def scenario(intake: Intake, pool: HeldPool, stream: Sent, new: list[int]) -> None:
         await intake.receive()
         async with asyncio.TaskGroup() as group:
@@ -97,7 +97,7 @@ def test_a_lie_ends_the_wait_for_a_chunk_that_never_comes() -> None:
     assert not partial.have
 
 
-def test_what_is_short_is_a_lie_too() -> None:
+def test_a_short_chunk_is_a_false_one() -> None:
     async def scenario(intake: Intake, pool: HeldPool, stream: Sent, new: list[int]) -> None:
         await intake.receive()
         pool.work()
@@ -136,7 +136,7 @@ def test_two_chunks_are_checked_at_once_and_a_third_waits() -> None:
     assert all(bytes(partial.chunk(index)) == chunk(index) for index in partial.have)
 
 
-def test_after_the_end_a_check_counts_for_nothing() -> None:
+def test_a_check_that_ends_after_close_is_ignored() -> None:
     async def scenario(intake: Intake, pool: HeldPool, stream: Sent, new: list[int]) -> None:
         await intake.receive()
         intake.partial.return_undelivered(intake.close())
@@ -149,7 +149,7 @@ def test_after_the_end_a_check_counts_for_nothing() -> None:
     assert not play([message(0)], scenario).have
 
 
-def test_a_node_that_closes_meanwhile_says_so() -> None:
+def test_a_closing_node_ends_the_wait_with_an_error() -> None:
     async def scenario(intake: Intake, pool: HeldPool, stream: Sent, new: list[int]) -> None:
         await intake.receive()
         pool.held[0][0].cancel()

@@ -15,7 +15,7 @@ from averaging.matchmaking.logic.messages import (
 from tests.averaging.matchmaking.test_matchmaking import Bench, contact, holder, join_of, outcome, seeking
 
 
-def test_who_comes_to_a_full_group_that_has_not_begun_is_told_so() -> None:
+def test_a_peer_that_asks_a_full_group_is_refused() -> None:
     bench = Bench.make(MatchmakingConfig(target_group_size=2))
     bench.start(holder(6), holder(7))
     assert isinstance(bench.machine.on_join(join_of(6, 11.0), 0.01), int)
@@ -27,7 +27,7 @@ def test_who_comes_to_a_full_group_that_has_not_begun_is_told_so() -> None:
     assert len(group.members) == 2
 
 
-def test_who_joins_again_takes_its_own_place() -> None:
+def test_a_peer_that_joins_again_keeps_its_place() -> None:
     bench = Bench.make(MatchmakingConfig(target_group_size=3))
     bench.start(holder(6), holder(7))
     first = bench.machine.on_join(join_of(6, 11.0), 0.01)
@@ -42,7 +42,7 @@ def test_who_joins_again_takes_its_own_place() -> None:
     assert all(isinstance(answer.answer, Group) for answer in answers)
 
 
-def test_a_leader_that_twice_says_that_it_does_not_lead_is_left() -> None:
+def test_a_leader_that_twice_denies_leading_is_left() -> None:
     """One odd answer may have been overtaken on its way; answers to what was asked before it led us do not
     count.
     """

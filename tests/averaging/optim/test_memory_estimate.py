@@ -71,7 +71,9 @@ def taken_bytes(value: Any, besides: list[torch.Tensor]) -> int:
 @pytest.mark.parametrize("inner", ["adamw", "sgd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("offload", [False, True])
-def test_the_table_says_what_is_there(settings: Any, inner: str, dtype: torch.dtype, offload: bool) -> None:
+def test_the_table_matches_the_existing_tensors(
+    settings: Any, inner: str, dtype: torch.dtype, offload: bool
+) -> None:
     net = torch.nn.Linear(SIDE, SIDE, bias=False, dtype=dtype)
     optimizer = (
         torch.optim.AdamW(net.parameters())
@@ -113,7 +115,7 @@ def test_error_feedback_keeps_two_vectors_and_half_of_them_again_for_what_it_red
     assert fed.device - plain.device == 8
 
 
-def test_what_must_be_known_of_diloco_with_adamw_in_float32() -> None:
+def test_figures_of_diloco_with_adamw_in_float32() -> None:
     told = bytes_per_parameter(Diloco(), optimizer_statistics=2, **WITHOUT)
     assert told.device == 28, "with the model itself 32"
     assert told.host == 0

@@ -54,7 +54,7 @@ def test_rounds_and_state_add_up() -> None:
     ]
 
 
-def test_a_failed_round_is_told_for_a_while_though_others_follow() -> None:
+def test_a_failed_round_is_published_for_a_while_though_others_follow() -> None:
     meter = Meter(1000.0)
     left = {PEER: "sent nothing for 3 s"}
     meter.on_step(
@@ -99,7 +99,7 @@ def test_a_call_that_is_refused_changes_nothing() -> None:
     assert metrics(meter).own["m3"] == 2.0
 
 
-def test_who_takes_part_and_does_not_train_is_idle_and_has_no_pace() -> None:
+def test_a_peer_that_does_not_train_is_idle_and_has_no_rate() -> None:
     now_s, meter = 1000.0, Meter(1000.0)
 
     def step(takes_s: float) -> None:
@@ -127,7 +127,7 @@ def test_who_takes_part_and_does_not_train_is_idle_and_has_no_pace() -> None:
     assert Metrics.decode(metrics(meter, now_s + 310.0).encode()).idle_s == 310.0
 
 
-def test_a_step_that_raises_ends_too() -> None:
+def test_a_step_that_raises_is_over() -> None:
     meter = Meter(1000.0)
     with pytest.raises(RuntimeError), meter.stepping(lambda: 1000.0):
         raise RuntimeError

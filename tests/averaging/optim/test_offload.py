@@ -102,7 +102,7 @@ def test_the_host_and_devices_without_streams_have_no_link() -> None:
 @pytest.mark.parametrize(
     "numel", [0, 1, 1000, (1 << 18) + 1, 3_000_001, 999_999_999, (1 << 30) + (1 << 20), 7_000_000_000]
 )
-def test_pinned_blocks_are_powers_of_two_and_hardly_larger_than_what_they_hold(numel: int) -> None:
+def test_pinned_blocks_are_powers_of_two_and_hardly_larger_than_their_contents(numel: int) -> None:
     sizes = block_sizes(numel)
     assert all(size & (size - 1) == 0 for size in sizes)
     assert numel <= sum(sizes) < numel + (1 << 18)
@@ -110,9 +110,7 @@ def test_pinned_blocks_are_powers_of_two_and_hardly_larger_than_what_they_hold(n
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_staging_gives_back_what_was_put_in_whatever_blocks_it_has(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_staged_values_come_back_whatever_the_blocks(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("averaging.optim.offload._BLOCK_ELEMENTS_MIN", 4)
     rng = random.Random(seed)
     torch.manual_seed(seed)

@@ -26,7 +26,7 @@ def machine(target: int = 1000, **config: Any) -> EpochProgress:
     return EpochProgress(peer(0), target, ProgressConfig(**config), 0.0)
 
 
-def test_alone_the_epoch_is_full_exactly_at_the_target() -> None:
+def test_a_lone_peers_epoch_is_full_exactly_at_the_target() -> None:
     progress = machine(100)
     progress.update_own(99, 10.0, 50.0)
     assert not progress.is_full(1e6), "this peer's own number is never carried on"
@@ -37,7 +37,7 @@ def test_alone_the_epoch_is_full_exactly_at_the_target() -> None:
     assert progress.epoch == 1
 
 
-def test_claims_add_up_and_are_carried_on_for_a_while() -> None:
+def test_reports_add_up_and_are_extrapolated_for_a_while() -> None:
     progress = machine(1000)
     progress.update_own(300, 10.0, 100.0)
     progress.on_report(peer(1), report(300), 100.0)
@@ -60,7 +60,7 @@ def test_entries_of_another_epoch_are_live_but_do_not_count() -> None:
     assert set(progress.others(100.0)) == {peer(1)}
 
 
-def test_expired_withdrawn_and_unreachable_entries() -> None:
+def test_expired_withdrawn_and_unreachable_peers_do_not_count() -> None:
     progress = machine(1000)
     progress.on_report(peer(1), report(600), 100.0)
     progress.on_report(peer(2), report(600), 100.0, expires_s=101.0)
@@ -77,7 +77,7 @@ def test_expired_withdrawn_and_unreachable_entries() -> None:
     assert not progress.on_report(peer(4), report(1, at_s=10.0), 100.0), "long expired"
 
 
-def test_older_claims_and_our_own_record_are_no_news() -> None:
+def test_older_reports_and_the_own_record_are_ignored() -> None:
     progress = machine()
     assert progress.on_report(peer(1), report(50, at_s=100.0), 100.0)
     assert not progress.on_report(peer(1), report(999, at_s=99.0), 100.0)
@@ -97,7 +97,7 @@ def test_a_liar_cannot_fill_the_epoch() -> None:
     assert counted[peer(1)] == 100
 
 
-def test_a_late_joiner_counts_what_was_gathered_before_it_came() -> None:
+def test_a_late_joiner_counts_samples_from_before_it_came() -> None:
     progress = machine(1000)
     for number in (1, 2):
         progress.on_report(peer(number), report(480, epoch=3, rate=5.0, at_s=100.0, since_s=4.0), 100.0)
@@ -109,7 +109,7 @@ def test_a_late_joiner_counts_what_was_gathered_before_it_came() -> None:
     assert not progress.is_plausibly_full(4, 101.0)
 
 
-def test_the_epoch_of_the_swarm_needs_more_than_one_voice() -> None:
+def test_one_of_several_peers_cannot_move_the_swarm_epoch() -> None:
     progress = machine()
     progress.begin_epoch(5, 100.0)
     assert progress.swarm_epoch(100.0) == 5
@@ -124,14 +124,14 @@ def test_the_epoch_of_the_swarm_needs_more_than_one_voice() -> None:
     assert progress.swarm_epoch(100.0) == 7
 
 
-def test_claims_are_bounded_in_number() -> None:
+def test_reports_are_bounded_in_number() -> None:
     progress = machine(peers_max=4)
     for number in range(1, 10):
         progress.on_report(peer(number), report(1, at_s=100.0 + number), 110.0)
     assert set(progress.others(110.0)) == {peer(number) for number in (6, 7, 8, 9)}
 
 
-def test_the_view_and_the_refresh_interval() -> None:
+def test_the_view_shows_totals_and_the_refresh_interval_follows_the_eta() -> None:
     progress = machine(1000)
     assert progress.view(0.0).eta_s == math.inf
     assert progress.refresh_s(0.0) == CONFIG.refresh_s_max
@@ -148,7 +148,7 @@ def test_the_view_and_the_refresh_interval() -> None:
 GOOD = {"epoch": 1, "samples": 2, "rate": 3.0, "at": 99.0, "since": 90.0}
 
 
-def test_a_claim_survives_the_wire() -> None:
+def test_an_encoded_report_decodes_to_the_same() -> None:
     decoded = ProgressReport.decode(GOOD, 100.0, CONFIG)
     assert decoded == ProgressReport(epoch=1, samples=2, rate=3.0, at_s=99.0, since_s=90.0)
     assert decoded.encode() == GOOD
@@ -173,14 +173,14 @@ def test_a_claim_survives_the_wire() -> None:
         {"since": math.nan},
     ],
 )
-def test_nonsense_from_peers_is_refused(change: dict[str, Any]) -> None:
+def test_malformed_reports_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(PeerError):
         ProgressReport.decode({**GOOD, **change}, 100.0, CONFIG)
     with pytest.raises(PeerError):
         ProgressReport.decode([1, 2], 100.0, CONFIG)
 
 
-def test_configuration_mistakes() -> None:
+def test_invalid_settings_are_refused() -> None:
     with pytest.raises(UsageError):
         ProgressConfig(rate_ratio_max=0.5)
     with pytest.raises(UsageError):
@@ -189,7 +189,7 @@ def test_configuration_mistakes() -> None:
         machine(0)
 
 
-def test_a_peer_that_reports_and_never_moves_is_not_waited_for() -> None:
+def test_a_peer_that_reports_without_progress_stops_counting() -> None:
     progress = machine(1000, stalled_s_max=60.0)
     for at_s in range(100, 161, 5):
         progress.on_report(peer(1), report(10, at_s=float(at_s)), float(at_s))
@@ -199,7 +199,7 @@ def test_a_peer_that_reports_and_never_moves_is_not_waited_for() -> None:
     assert set(progress.others(161.0)) == {peer(1), peer(2)}
 
 
-def test_who_completed_a_round_with_us_is_in_the_next_epoch_before_it_says_so() -> None:
+def test_a_peer_that_completed_a_round_is_in_the_next_epoch_before_it_reports_so() -> None:
     progress = machine(1000)
     progress.on_report(peer(1), report(400, epoch=2), 100.0)
     progress.begin_epoch(3, 101.0)

@@ -69,7 +69,7 @@ def records_of(dht: Dht) -> ProgressRecords:
     )
 
 
-def test_a_record_is_written_when_it_says_something_new_or_a_third_of_its_life_is_over() -> None:
+def test_a_record_is_written_when_it_is_new_or_a_third_of_its_ttl_is_over() -> None:
     dht = Dht()
     records = records_of(dht)
 
@@ -98,7 +98,7 @@ def test_a_record_is_written_when_it_says_something_new_or_a_third_of_its_life_i
     asyncio.run(scenario())
 
 
-def test_only_what_was_written_is_withdrawn() -> None:
+def test_only_a_written_record_is_withdrawn() -> None:
     dht = Dht()
     records = records_of(dht)
 
@@ -112,7 +112,7 @@ def test_only_what_was_written_is_withdrawn() -> None:
     asyncio.run(scenario())
 
 
-def test_whom_the_owner_banned_is_not_read() -> None:
+def test_records_of_banned_peers_are_not_read() -> None:
     dht = Dht()
     records = records_of(dht)
 
@@ -126,7 +126,7 @@ def test_whom_the_owner_banned_is_not_read() -> None:
     asyncio.run(scenario())
 
 
-def test_claims_of_others_that_are_well_formed() -> None:
+def test_only_well_formed_reports_are_read() -> None:
     dht = Dht()
     records = records_of(dht)
     heard, newcomers = records.reports(
@@ -144,7 +144,7 @@ def test_claims_of_others_that_are_well_formed() -> None:
     assert newcomers == [contact(6).peer_id]
 
 
-def test_contacts_of_those_who_are_gone_are_kept_while_there_is_room() -> None:
+def test_contacts_of_peers_that_left_are_kept_while_there_is_room() -> None:
     records = records_of(Dht())
     records.reports([entry(2), entry(3)])
     records.reports([entry(2)])

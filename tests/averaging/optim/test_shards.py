@@ -41,7 +41,7 @@ def report(
     return ProgressReport(epoch=epoch, samples=samples, rate=rate, at_s=at_s, since_s=since_s)
 
 
-def test_the_tree_of_a_thousand_and_of_a_hundred_thousand() -> None:
+def test_nodes_have_the_right_parents_names_and_members() -> None:
     leaf = TreeNode(5, 0, 17)
     assert (leaf.parent, leaf.parent.is_root, leaf.parent.parent) == (
         TreeNode(5, 1, 0),
@@ -78,7 +78,7 @@ def test_shards_have_about_thirty_members_and_change_rarely() -> None:
     assert bits_for(60, 2) == 2, "no to and fro about the limit"
 
 
-def test_three_of_those_who_write_add_up_others_in_the_next_period() -> None:
+def test_three_writers_aggregate_and_change_with_the_period() -> None:
     node = shard_of(RUN, PEERS[0], 2)
     first = aggregators(node, RUN, PEERS, NOW_S)
     assert len(first) == AGGREGATORS
@@ -152,7 +152,7 @@ def test_one_lying_aggregator_of_three_changes_nothing(lie: ProgressTotal, place
     assert 3190.0 <= middle.samples_at(NOW_S, CONFIG) <= 3210.0
 
 
-def test_of_two_the_lower_counts_and_one_alone_hardly() -> None:
+def test_of_two_totals_the_lower_counts_and_a_single_one_as_two_peers() -> None:
     assert median_of([total(), LIES[0]]) == total()
     alone = median_of([LIES[0]])
     assert alone is not None
@@ -174,7 +174,7 @@ def test_a_whole_shard_of_liars_does_not_close_the_epoch(lie: ProgressTotal) -> 
     assert lied.samples - honest.samples <= 128 * 3 * 10.0 * (10 + CONFIG.slack_s) + 1e-6
 
 
-def test_a_third_of_all_moves_the_epoch() -> None:
+def test_a_third_of_all_peers_moves_the_epoch() -> None:
     assert epoch_of([(5, 1), (3, 1)]) == 5, "of two, one"
     assert epoch_of([(9, 10), (3, 21)]) == 3
     assert epoch_of([(9, 11), (3, 21)]) == 9
@@ -182,7 +182,7 @@ def test_a_third_of_all_moves_the_epoch() -> None:
     assert epoch_of([]) == 0
 
 
-def test_only_sums_of_those_below_a_child_count() -> None:
+def test_only_sums_of_a_childs_own_members_count() -> None:
     root = TreeNode(2, 1, 0)
     written = {peer: (shard_of(RUN, peer, 2).prefix, total()) for peer in PEERS}
     children = children_of(root, RUN, written, NOW_S)
@@ -194,7 +194,7 @@ def test_only_sums_of_those_below_a_child_count() -> None:
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(70, 300), st.randoms(use_true_random=False))
-def test_a_tree_adds_up_what_one_dictionary_would(count: int, rng: random.Random) -> None:
+def test_a_tree_gives_the_sum_of_one_dictionary(count: int, rng: random.Random) -> None:
     reports = {peer: report(rng.randint(50, 150), rng.uniform(8, 12)) for peer in PEERS[:count]}
     bits = bits_for(count, 0)
     shards: dict[int, dict[PeerId, ProgressReport]] = {}
@@ -207,7 +207,7 @@ def test_a_tree_adds_up_what_one_dictionary_would(count: int, rng: random.Random
     assert FANOUT_BITS == 5
 
 
-def test_a_sum_survives_the_wire_and_nonsense_is_refused() -> None:
+def test_an_encoded_total_decodes_to_the_same_and_malformed_ones_are_refused() -> None:
     assert ProgressTotal.decode(total().encode(), NOW_S, CONFIG) == total()
     good = total().encode()
     for place, wrong in [
@@ -227,7 +227,7 @@ def test_a_sum_survives_the_wire_and_nonsense_is_refused() -> None:
             ProgressTotal.decode(nonsense, NOW_S, CONFIG)
 
 
-def test_the_machine_goes_by_the_total_when_there_is_one() -> None:
+def test_a_known_total_decides_about_the_epoch() -> None:
     progress = EpochProgress(PEERS[0], 100_000, CONFIG, NOW_S - 10)
     progress.begin_epoch(3, NOW_S - 10)
     progress.update_own(100, 10.0, NOW_S)

@@ -64,7 +64,7 @@ def play(scenario: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 30.0))
 
 
-def test_newcomers_in_the_records_are_told_of_us_once() -> None:
+def test_a_newcomer_in_the_records_receives_one_report() -> None:
     async def scenario() -> None:
         bench = Bench()
         await bench.tracker._refresh()
@@ -76,7 +76,7 @@ def test_newcomers_in_the_records_are_told_of_us_once() -> None:
     play(scenario)
 
 
-def test_who_cannot_be_reached_does_not_count() -> None:
+def test_a_peer_that_cannot_be_reached_does_not_count() -> None:
     async def scenario() -> None:
         bench = Bench()
         bench.calls.gone = {THREE}
@@ -86,7 +86,7 @@ def test_who_cannot_be_reached_does_not_count() -> None:
     play(scenario)
 
 
-def test_who_says_goodbye_is_gone_at_once() -> None:
+def test_a_peer_that_says_goodbye_is_removed_at_once() -> None:
     async def scenario() -> None:
         bench = Bench()
         await bench.tracker._refresh()
@@ -96,7 +96,7 @@ def test_who_says_goodbye_is_gone_at_once() -> None:
     play(scenario)
 
 
-def test_whom_the_owner_banned_is_refused() -> None:
+def test_reports_of_a_banned_peer_are_refused() -> None:
     async def scenario() -> None:
         bench = Bench(Blocklist(peers=frozenset({TWO})))
         await bench.tracker._refresh()
@@ -108,7 +108,7 @@ def test_whom_the_owner_banned_is_refused() -> None:
     play(scenario)
 
 
-def test_somebodys_word_that_the_epoch_is_full_is_held_against_what_is_known() -> None:
+def test_an_announced_full_epoch_is_believed_only_when_the_own_view_is_close() -> None:
     """Three quarters of the target must be in sight: then the word decides, before that it does not."""
 
     async def scenario() -> None:
@@ -127,7 +127,7 @@ def test_somebodys_word_that_the_epoch_is_full_is_held_against_what_is_known() -
     play(scenario)
 
 
-def test_only_those_who_are_not_further_are_told_that_the_epoch_is_full() -> None:
+def test_a_full_epoch_is_announced_to_peers_that_are_not_ahead() -> None:
     async def scenario() -> None:
         bench = Bench()
         assert bench.dht.found is not None
@@ -144,7 +144,7 @@ def test_only_those_who_are_not_further_are_told_that_the_epoch_is_full() -> Non
     play(scenario)
 
 
-def test_leaving_is_told_to_all_and_the_record_withdrawn() -> None:
+def test_leaving_is_reported_to_all_and_the_record_withdrawn() -> None:
     async def scenario() -> None:
         bench = Bench()
         await bench.tracker._refresh()

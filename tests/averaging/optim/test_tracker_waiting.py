@@ -20,7 +20,7 @@ from swarm.testing.simulated_node import SimulatedNode
 UNUSED: Any = SimpleNamespace()
 
 
-def test_who_waits_for_a_round_or_its_own_affair_is_woken_by_the_latter() -> None:
+def test_a_waiting_thread_is_woken_when_its_own_condition_is_met() -> None:
     done, asked = threading.Event(), threading.Event()
     begun: list[bool] = []
 

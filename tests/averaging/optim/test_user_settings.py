@@ -240,7 +240,7 @@ def test_products_of_own_values_have_the_precision_of_float32(
 
 @pytest.mark.parametrize(("n", "m", "r"), [(1, 1, 1), (300, 200, 4), (5000, 1100, 3)])
 @pytest.mark.parametrize("subtract", [host_subtract_product, device_subtract_product])
-def test_what_is_subtracted_has_the_precision_of_float32(subtract: Any, n: int, m: int, r: int) -> None:
+def test_subtracted_values_have_the_precision_of_float32(subtract: Any, n: int, m: int, r: int) -> None:
     matrix, p, q = draw(1, n, m), draw(2, n, r), draw(3, m, r)
     expected = matrix.double() - p.double() @ q.double().t()
     with TensorFloat32():
@@ -250,9 +250,7 @@ def test_what_is_subtracted_has_the_precision_of_float32(subtract: Any, n: int, 
 
 @pytest.mark.parametrize("subtract", [host_subtract_product, device_subtract_product])
 @pytest.mark.parametrize("product", [host_product, device_product])
-def test_values_that_are_no_numbers_go_through_products_without_a_warning(
-    product: Any, subtract: Any
-) -> None:
+def test_nan_goes_through_products_without_a_warning(product: Any, subtract: Any) -> None:
     matrix = draw(1, 30, 20)
     matrix[3, 4], matrix[5, 6], matrix[7, :] = float("nan"), float("inf"), 3e38
     factor = draw(2, 20, 2).abs() + 1.0

@@ -42,7 +42,7 @@ def test_an_undisturbed_view_is_never_copied() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 100])
-def test_a_view_is_of_its_moment_whenever_the_write_comes(ahead: int) -> None:
+def test_a_view_shows_its_moment_whenever_the_write_comes(ahead: int) -> None:
     state = made()
     expected, digest = bytes(state.snapshot().blob), state.snapshot().digest
     view = state.view()
@@ -101,7 +101,7 @@ def test_readers_and_a_trainer_at_the_same_time() -> None:
 @pytest.mark.parametrize(
     "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")], ids=repr
 )
-def test_without_memory_for_the_copy_readers_are_told_and_the_trainer_goes_on(
+def test_without_memory_for_the_copy_readers_fail_and_the_trainer_continues(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = made()
@@ -117,7 +117,7 @@ def test_without_memory_for_the_copy_readers_are_told_and_the_trainer_goes_on(
         view.chunk(0)
 
 
-def test_who_may_not_wait_reads_live_memory_unless_a_writer_has_it() -> None:
+def test_a_read_without_waiting_uses_live_memory_unless_a_writer_has_the_lock() -> None:
     state = made()
     expected = bytes(state.snapshot().blob)
     view = state.view()
@@ -141,7 +141,7 @@ def test_who_may_not_wait_reads_live_memory_unless_a_writer_has_it() -> None:
 
 
 @pytest.mark.parametrize("copied", [0, 2, 100])
-def test_what_stands_before_a_chunk_comes_with_it(copied: int) -> None:
+def test_a_prefix_is_prepended_to_a_chunk(copied: int) -> None:
     state = made()
     view = state.view()
     with state._reading:
