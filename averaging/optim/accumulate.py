@@ -251,7 +251,7 @@ class GradientAccumulator:
         return [bool(union >> place & 1) for place in range(len(self.touched))]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state needed to resume in the middle of an epoch. Tensors are references, as in torch."""
+        """Return the state for resuming in the middle of an epoch. Tensors are references, as in torch."""
         self.resolve_checks()
         self._to_sums()
         self._is_zero = False

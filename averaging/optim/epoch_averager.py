@@ -338,8 +338,8 @@ def check_codec(options: AveragingOptions, traits: ModeTraits) -> None:
     chosen = resolve(codec, traits.role, 0)
     if traits.role == "parameter" and chosen.bits_per_element < 16:
         raise UsageError(
-            f"mode {traits.compatibility_tag.partition(' ')[0]} averages parameters themselves: {codec} would ruin them; "
-            "use float16 or finer"
+            f"mode {traits.compatibility_tag.partition(' ')[0]} averages parameters themselves: "
+            f"{codec} would ruin them; use float16 or finer"
         )
 
 

@@ -407,7 +407,7 @@ class EpochLoop:
 
     def _has_peers_after_refresh(self) -> bool:
         """Return whether another peer trains in this epoch. Peers that lag behind do not count, they will
-        fetch the state. The answer "no" needs a recent look at the DHT.
+        fetch the state. The answer "no" needs a recent read of the DHT.
         """
         if (
             not self._has_peers_in_epoch()
@@ -417,7 +417,7 @@ class EpochLoop:
         return self._has_peers_in_epoch()
 
     def _has_peers_in_epoch(self) -> bool:
-        return any(claim.epoch >= self._state.epoch for claim in self._tracker.others().values())
+        return any(other.epoch >= self._state.epoch for other in self._tracker.others().values())
 
     def _probe(self) -> None:
         """Contact the other peers directly, so that dead ones are known at once."""
@@ -465,5 +465,5 @@ class EpochLoop:
         that round.
         """
         epoch = self._state.epoch
-        claims = self._tracker.others().values()
-        return all(claim.epoch > epoch or (claim.epoch == epoch and claim.samples > 0) for claim in claims)
+        others = self._tracker.others().values()
+        return all(other.epoch > epoch or (other.epoch == epoch and other.samples > 0) for other in others)

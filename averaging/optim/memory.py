@@ -53,7 +53,7 @@ def rows_of(tensor: torch.Tensor, elements_max: int) -> Iterator[torch.Tensor]:
 
 
 def storage_for(parameters: Sequence[torch.Tensor], offload: bool) -> torch.device | None:
-    """Return the device of everything that a mode keeps: the host, or None for each parameter's own device."""
+    """Return the device of all that a mode keeps: the host, or None for each parameter's own device."""
     return torch.device("cpu") if offload and parameters else None
 
 

@@ -297,7 +297,7 @@ class Optimizer(torch.optim.Optimizer):
         self._tracker.set_target(self.target_batch_size)
 
     def ban(self, peers: Iterable[PeerId]) -> None:
-        """Refuse these peers, and no others, from now on: in groups, in progress, as donors and as joiners."""
+        """Refuse exactly these peers from now on: in groups, in progress, as donors and as joiners."""
         self._blocklist.own = self.node.peer_id in (banned := frozenset(peers))
         self._blocklist.peers = banned - {self.node.peer_id}
         self._averager.ban(self._blocklist.peers)
@@ -397,7 +397,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         closed = ", closed" if self._closed else ""
-        return f"swarm.Optimizer({self.inner!r}, run {self.run_id}, mode {self.mode}, epoch {self.epoch}{closed})"
+        about = f"run {self.run_id}, mode {self.mode}, epoch {self.epoch}{closed}"
+        return f"swarm.Optimizer({self.inner!r}, {about})"
 
     # --- closing
 

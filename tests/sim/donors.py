@@ -1,4 +1,4 @@
-"""Donors of a state and a joiner on a simulated network: what tests of the transfer have in common."""
+"""Donors of a state and a joiner on a simulated network: shared parts of the tests of the transfer."""
 
 from __future__ import annotations
 

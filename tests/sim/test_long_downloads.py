@@ -1,4 +1,4 @@
-"""A donor copies what is read for long beside the download, so that whoever writes does not have to."""
+"""A donor copies a state during a long download, so that the next writer does not have to."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_long_download_is_served_from_a_concurrent_copy(
         )
         fetched = await download.fetch([peers[0].contact], 60)
         assert not settled[0]
-        assert settled[-1] == copied, "whoever writes has nothing left to copy, if it was worth it"
+        assert settled[-1] == copied, "the next writer has nothing left to copy, if the copy was worth it"
         assert fetched.digest == giving._state.snapshot().digest
 
     play(scenario, donors=1)

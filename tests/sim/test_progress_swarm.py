@@ -1,5 +1,5 @@
-"""Swarms of progress machines under a virtual clock: claims travel late, get lost, or lie. A failing case is
-its seed.
+"""Swarms of progress machines under a virtual clock: reports arrive late, get lost, or lie. A failing case
+is its seed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Trainer:
 
 
 class Swarm:
-    """Trainers of different speed; claims reach the others after random delays. Who sees the epoch full
-    begins the next for all.
+    """Trainers of different speed. Reports reach the others after random delays; the peer that sees the
+    epoch full begins the next for all.
     """
 
     def __init__(self, seed: int, peers: int, target: int) -> None:
@@ -87,7 +87,7 @@ def test_epochs_close_near_the_target(seed: int) -> None:
     assert len(swarm.closed) >= 3
     for _, samples in swarm.closed:
         assert 0.85 * 2000 <= samples <= 1.2 * 2000, f"seed {seed}"
-    assert swarm.unbelieved == 0, "whoever begins an epoch is believed by all"
+    assert swarm.unbelieved == 0, "all peers believe the one that begins an epoch"
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -1,4 +1,4 @@
-"""A donor of a state: what it keeps for those who download, and whom it refuses."""
+"""A donor of a state: what it keeps for downloads, and which requests it refuses."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Donors and a joiner on a simulated network: who lies, dies or stalls is named, and the state arrives all
-the same.
+"""Donors and a joiner on a simulated network: a donor that lies, dies or stalls is named, and the state
+still arrives.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_chunks_come_from_all_donors_of_the_same_state() -> None:
 
 
 class _Slow(Donor):
-    """Behind a link of 50 Mbit/s: each chunk waits until those before it have passed."""
+    """A donor behind a link of 50 Mbit/s: each chunk waits until those before it have passed."""
 
     free_s = 0.0
 
@@ -78,7 +78,7 @@ def test_three_slow_donors_are_two_and_a_half_times_as_fast_as_one() -> None:
 
 
 class _Liar(Donor):
-    """Declares the same state as the others and sends something else."""
+    """A donor that declares the same state as the others and sends other bytes."""
 
     async def on_chunks(self, first: state_pb2.ChunksRequest, stream: Stream) -> None:
         request = first
@@ -92,7 +92,7 @@ class _Liar(Donor):
 
 
 class _Quitter(Donor):
-    """Sends two chunks and stops."""
+    """A donor that sends two chunks and stops."""
 
     async def on_chunks(self, first: state_pb2.ChunksRequest, stream: Stream) -> None:
         lease = self._leases[first.lease]
@@ -186,8 +186,8 @@ def test_a_download_from_a_single_frozen_donor_fails() -> None:
 
 
 def test_after_a_break_nothing_is_fetched_again() -> None:
-    """The joiner's cable is out for ten seconds, while the swarm goes on to another epoch: the donors hold
-    what was leased.
+    """The joiner's cable is out for ten seconds, while the swarm goes on to another epoch: donors keep
+    leased states.
     """
 
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
@@ -278,7 +278,7 @@ def test_the_state_of_most_donors_is_taken() -> None:
 def test_with_majority_only_the_state_of_most_answering_donors_is_taken(
     seeds: tuple[int, ...], taken: int | None
 ) -> None:
-    """However high an epoch the others claim."""
+    """The majority's state is taken even if other donors claim a higher epoch."""
 
     async def scenario(network: SimulatedNetwork, joiner: SimulatedPeer, peers: list[SimulatedPeer]) -> None:
         for place, seed in enumerate(seeds):
@@ -325,7 +325,7 @@ def test_a_download_ends_by_its_deadline() -> None:
         donor(peers[0], state_of(1))
         with pytest.raises(DeadlineExceeded, match="not downloaded within 1 s"):
             await joining(joiner, state_of(2)).fetch([peers[0].contact], 1.0)
-        with pytest.raises(NotEnoughPeers, match="nobody declares"):
+        with pytest.raises(NotEnoughPeers, match="no peer declares"):
             await joining(joiner, state_of(2)).fetch([], 1.0)
 
     play(scenario, donors=1)

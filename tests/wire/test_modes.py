@@ -38,7 +38,7 @@ ATTEMPTS_MAX = 4
 
 @contextmanager
 def trained(count: int, run: str, train: Callable[[Peer], object], **options: Any) -> Iterator[list[Peer]]:
-    """Peers after their training, all of whose rounds had everybody in them: on a busy machine some go on
+    """Return peers after a training in which every round had all of them: on a busy machine some proceed
     without a peer.
     """
     for attempt in range(ATTEMPTS_MAX):
@@ -57,8 +57,8 @@ def trained(count: int, run: str, train: Callable[[Peer], object], **options: An
 def plain_diloco(
     epochs: int, peers: list[Peer], lr: float, momentum: float, newcomer: int = -1
 ) -> list[torch.Tensor]:
-    """All peers' local steps in sequence, and an outer step of torch's SGD on the mean by samples; the
-    parameters after that.
+    """Make all peers' local steps in sequence, and an outer step of torch's SGD on the mean by samples.
+    Return the parameters.
     """
     nets = {peer.number: build() for peer in peers}
     inner = {number: adam(net) for number, net in nets.items()}
@@ -259,13 +259,13 @@ def test_a_frozen_peer_adds_its_progress_to_the_base_that_it_missed() -> None:
         together([lambda peer=peer: peer.train_to(4) for peer in others])  # type: ignore[misc]
         thaw.set()
         carried: list[list[torch.Tensor]] = []
-        follow = learner.follow  # type: ignore[attr-defined]
+        set_weights = learner.set_weights  # type: ignore[attr-defined]
 
         def noted(what: list[torch.Tensor] | None) -> None:
-            follow(what)
+            set_weights(what)
             carried.append([p.detach().clone() for p in late.net.parameters()] if what is not None else [])
 
-        learner.follow = noted  # type: ignore[attr-defined]
+        learner.set_weights = noted  # type: ignore[attr-defined]
         report = late.train_once()
         while report.resynchronised is None:
             report = late.train_once()

@@ -1,6 +1,4 @@
-"""Optimizers on real sockets: several peers in one process, each with a node of its own, trained from
-threads.
-"""
+"""Optimizers on real sockets: several peers in one process, each with its own node, trained from threads."""
 
 from __future__ import annotations
 
@@ -118,7 +116,7 @@ def one_more(
 
 
 def together(work: list[Callable[[], Any]], timeout_s: float = 90.0) -> None:
-    """Run all in threads of their own; the first error of any is raised here."""
+    """Run all functions in their own threads and raise the first error of any."""
     errors: list[BaseException] = []
 
     def guarded(one: Callable[[], Any]) -> None:
@@ -138,7 +136,7 @@ def together(work: list[Callable[[], Any]], timeout_s: float = 90.0) -> None:
 
 
 def oracle(epochs: int, taken: list[tuple[int, int]]) -> torch.nn.Module:
-    """One machine that trains on the union of the batches that all peers contributed."""
+    """Train one machine on the union of the batches that all peers contributed."""
     net = build()
     inner = adam(net)
     scheduler = halving(inner)
@@ -256,8 +254,8 @@ def test_a_lone_peer_averages_the_state_with_a_newcomer_in_the_next_epoch() -> N
 
 
 def test_a_peer_that_loaded_the_state_is_known_to_all_at_once() -> None:
-    """Seen: the founder, who looked at the DHT seldom, closed the epoch alone in the second after a newcomer
-    had joined it.
+    """Regression test: a founder that read the DHT seldom closed the epoch alone in the second after a
+    newcomer had joined it.
     """
     seldom = OptimizerConfig(
         no_donor_wait_s=0.2, progress=ProgressConfig(refresh_s_min=9.0, refresh_s_max=9.0)

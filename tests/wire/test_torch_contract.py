@@ -1,7 +1,7 @@
-"""`swarm.Optimizer` is a torch optimizer, in every mode: each habit of a training loop against the same loop
-in plain torch.
+"""`swarm.Optimizer` as a torch optimizer, in every mode: each habit of a training loop against the same
+loop in plain torch.
 
-One peer, alone: what others add is in test_modes.py. The plain side is a sequential implementation of each
+There is one peer, alone; test_modes.py has several. The plain side is a sequential implementation of each
 mode, of a few lines.
 """
 
@@ -235,8 +235,8 @@ def test_hooks(node: Node, mode: str) -> None:
 
 
 class Tied(torch.nn.Module):
-    """An embedding whose weight is the output layer's, a layer that is frozen, and one that no gradient
-    reaches.
+    """A model whose embedding shares its weight with the output layer, with a frozen layer, and one that no
+    gradient reaches.
     """
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 _CALL_TIMEOUT_S = 2.0  # of a report to a peer; a live one answers within a round trip
 _GOODBYE_S = 0.5  # leaving must not take long
-_CONCURRENT_REPORTS_MAX = 16  # concurrent reports
+_CONCURRENT_REPORTS_MAX = 16
 _VIEW_AGE_S_MIN = 0.2  # minimum age of the view before it is read again because of an unexpected announcement
 
 
@@ -70,7 +70,7 @@ class Tracker:
         self._refreshing = False
         self._refreshed_s = -1e9
         self._full_epoch = -1  # the latest epoch that was agreed to be full
-        self._heard_full_epoch = -1  # the latest epoch that another peer announced as full
+        self._full_epoch_of_others = -1  # the latest epoch that another peer announced as full
         self._announced_epoch = -1  # the latest epoch that this peer announced as full
         self._full_announcements = 0  # announcements by others that this peer's epoch is full
         self._wake = asyncio.Event()  # refresh and publish now
@@ -101,7 +101,7 @@ class Tracker:
         epoch = self._progress.epoch
         if self._full_epoch < epoch and (
             self._progress.is_full(now_s)
-            or (self._heard_full_epoch == epoch and self._progress.is_plausibly_full(epoch, now_s))
+            or (self._full_epoch_of_others == epoch and self._progress.is_plausibly_full(epoch, now_s))
         ):
             self._full_epoch = epoch
             self._changed.notify_all()
@@ -304,8 +304,10 @@ class Tracker:
             now_s = self._node.clock.swarm_s()
             with self._changed:
                 ours = self._progress.epoch
-                self._heard_full_epoch = (
-                    max(self._heard_full_epoch, epoch) if epoch <= ours + 1 else self._heard_full_epoch
+                self._full_epoch_of_others = (
+                    max(self._full_epoch_of_others, epoch)
+                    if epoch <= ours + 1
+                    else self._full_epoch_of_others
                 )
                 self._full_announcements += attempt == 0 and epoch == ours
                 self._update_full_epoch(now_s)

@@ -83,16 +83,16 @@ class Tree:
         if self.bits == 0:
             return self._enter_from_flat(totals, reports, now_s)
         members = {peer: report for peer, report in reports.items() if self.is_in_shard(peer)}
-        adders = aggregators(self.leaf, self._run, members, now_s)
+        aggregating = aggregators(self.leaf, self._run, members, now_s)
         self.published = None
-        if self._own in adders:
+        if self._own in aggregating:
             try:
                 self.published = await self._publish_sums(sum_of_reports(members, now_s, self._config), now_s)
             except SwarmError as error:
                 _log.info("the sums of run %s were not published: %s", self._run, error)
             if self.published is not None:
                 totals[self._own] = self.published
-        published = [totals[peer] for peer in adders if peer in totals]
+        published = [totals[peer] for peer in aggregating if peer in totals]
         total = median_of(published) if len(published) > 1 else None
         if total is not None:
             self.total, self._total_seen_s = total, now_s
@@ -163,22 +163,22 @@ class Tree:
             summed = sum_of_children(
                 children_of(parent, self._run, written, now_s), parent.level, now_s, self._config
             )
-            adders = aggregators(parent, self._run, written, now_s)
-            totals_above = [totals[peer] for peer in adders if peer in totals and peer != self._own]
+            aggregating = aggregators(parent, self._run, written, now_s)
+            totals_above = [totals[peer] for peer in aggregating if peer in totals and peer != self._own]
             published = median_of(totals_above) if len(totals_above) > 1 else None
-            if self._own in adders:
+            if self._own in aggregating:
                 own_nodes.append(parent)
             if parent.is_root:
                 bits = (
                     await self._publish_division(summed, now_s)
-                    if self._own in adders
+                    if self._own in aggregating
                     else published.bits
                     if published is not None
                     else self.bits
                 )
                 total = replace(summed, bits=bits)
                 break
-            if self._own not in adders:
+            if self._own not in aggregating:
                 total = published
                 break
             node, own = parent, summed

@@ -110,8 +110,8 @@ def _seal(metadata: Mapping[str, str]) -> str:
     """Return a digest of all metadata but itself: the state's digest does not cover metadata that is only
     informative.
     """
-    told = sorted((key, value) for key, value in metadata.items() if key != "seal")
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    sealed = sorted((key, value) for key, value in metadata.items() if key != "seal")
+    return hashlib.sha256(json.dumps(sealed).encode()).hexdigest()
 
 
 def replace_durably(path: Path, write_to: Any) -> None:
@@ -215,7 +215,7 @@ class Checkpoints:
         if not self.newest_first():
             return None
         number = 1
-        while (aside := self.folder.with_name(f"{self.folder.name}.earlier-{number}")).exists():
+        while (archived := self.folder.with_name(f"{self.folder.name}.earlier-{number}")).exists():
             number += 1
-        self.folder.rename(aside)
-        return aside
+        self.folder.rename(archived)
+        return archived

@@ -137,8 +137,8 @@ class Download:
         raise NotEnoughPeers(f"no peer could give the state of run {self.run}{self._reasons()}")
 
     def _reasons(self) -> str:
-        told = "; ".join(f"{peer}: {reason}" for peer, reason in itertools.islice(self.failures.items(), 8))
-        return f" ({told})" if told else " (nobody declares that it has it)"
+        shown = "; ".join(f"{peer}: {reason}" for peer, reason in itertools.islice(self.failures.items(), 8))
+        return f" ({shown})" if shown else " (no peer declares that it has it)"
 
     async def _open_all(self, donors: Sequence[Contact], digest: bytes = b"") -> list[_Offer]:
         """Ask for the newest state, or for the one with this digest."""

@@ -204,7 +204,8 @@ class StateView:
             if not is_out_of_memory(error):
                 raise
             _log.warning(
-                "there is no memory for a copy of the state of epoch %d: peers that download it must start again",
+                "there is no memory for a copy of the state of epoch %d: "
+                "peers that download it must start again",
                 self.epoch,
             )
             self.close()

@@ -1,3 +1,5 @@
+"""Accumulation of gradients on the host: weighting, refused gradients, failed rounds, and resuming."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Checkpoints: what is read is what was written, or a word about why not."""
+"""Checkpoints: a read returns what was written, or an error that says why not."""
 
 from __future__ import annotations
 

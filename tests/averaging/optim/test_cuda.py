@@ -1,6 +1,4 @@
-"""What a round makes of tensors on a GPU: the same bytes as of tensors on the host. Skipped where there is no
-GPU.
-"""
+"""Rounds on tensors on a GPU give the same bytes as on the host. Skipped where there is no GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ NUMEL = sum(torch.Size(shape).numel() for shape in SHAPES)
 
 
 def tensors(devices: list[str], seed: int = 1) -> list[torch.Tensor]:
-    """Of several types and strides, the nth on the nth of `devices`, in turn."""
+    """Return tensors of several dtypes and strides, on the given devices in turn."""
     chance = torch.Generator().manual_seed(seed)
     made = [torch.randn(shape, generator=chance) for shape in SHAPES]
     made += [

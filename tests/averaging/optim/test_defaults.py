@@ -1,4 +1,4 @@
-"""Modes make their tensors of the type and on the device that they need, whatever torch's defaults are set to
+"""Modes create their tensors with the required dtype and device, whatever torch's defaults are set to
 meanwhile.
 """
 

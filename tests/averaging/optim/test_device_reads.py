@@ -1,5 +1,5 @@
-"""Views of a state on a device: of one moment in every order that CUDA allows, each byte copied once, and
-waited for by nobody else.
+"""Views of a state on a device: each shows one moment in every order that CUDA allows, copies each byte
+once, and makes no other thread wait.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def on_host(device: torch.device) -> None:
 
 
 def made(make_reader: Callable[[torch.device], Any] = on_host, optimizer: str = "sgd") -> TrainingState:
-    """A state of nine chunks and a bit: tensors that cross chunks, tiny and empty ones, and one that is not
-    contiguous.
+    """Return a state of a little over nine chunks: tensors that cross chunks, tiny and empty ones, and one
+    that is not contiguous.
     """
     torch.manual_seed(1)
     sizes = (3 * CHUNK_BYTES // 4 + 777, 5, 0, 1)
@@ -73,7 +73,7 @@ def add_one(state: TrainingState) -> None:
 
 
 def write(state: TrainingState, cuda: SimulatedCuda, *, moved_first: bool = False) -> None:
-    """As an optimizer's step on a device: asked now, done when the device comes to it."""
+    """Queue an optimizer's step on a device; it is executed when the device comes to it."""
     with state.lock:
         if moved_first:
             state.mark_changed(state.epoch + 1)
@@ -226,7 +226,7 @@ def test_a_reader_waits_for_the_device_without_the_lock_and_a_writer_after_it_no
 
 
 def donor_of(state: TrainingState, pool: ThreadPoolExecutor) -> Donor:
-    """A donor in this thread's event loop; nobody declares anything."""
+    """Return a donor in this thread's event loop; it publishes no record."""
 
     def own() -> Contact:
         raise AssertionError
@@ -238,7 +238,7 @@ def donor_of(state: TrainingState, pool: ThreadPoolExecutor) -> Donor:
 
 
 class _Stream:
-    """What a joiner asks for in one message, and what it gets."""
+    """One request of a joiner, and the replies to it."""
 
     def __init__(self, peer_id: Any) -> None:
         self.peer_id = peer_id
@@ -362,7 +362,7 @@ def test_a_device_without_streams_is_read_through_the_same_windows() -> None:
 
 
 class Elsewhere(torch.Tensor):
-    """Says that it lies on another device than its neighbours."""
+    """A tensor that pretends to be on another device than the other tensors."""
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

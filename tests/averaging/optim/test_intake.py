@@ -1,4 +1,6 @@
-"""Chunks that are checked beside the receiving: what counts, what does not, and how soon a lie is found out."""
+"""Chunks that are verified while further ones are received: which count, which do not, and how soon a false
+one is detected.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ def chunk(index: int) -> bytes:
 
 
 class HeldPool(Executor):
-    """Work is done when the test says so."""
+    """An executor whose work is done when the test says so."""
 
     def __init__(self) -> None:
         self.held: list[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = []
@@ -40,7 +42,7 @@ class HeldPool(Executor):
 
 
 class Sent:
-    """A stream on which these messages come, and then nothing."""
+    """A stream that delivers these messages, and then nothing."""
 
     def __init__(self, peer_id: PeerId, messages: list[bytes]) -> None:
         self.peer_id, self._messages = peer_id, messages

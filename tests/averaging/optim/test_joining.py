@@ -1,4 +1,4 @@
-"""The matchmaking machine as a leader: who has a place in its group."""
+"""The matchmaking machine as a leader: which peers have a place in its group."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def test_a_peer_that_joins_again_keeps_its_place() -> None:
 
 
 def test_a_leader_that_twice_denies_leading_is_left() -> None:
-    """One odd answer may have been overtaken on its way; answers to what was asked before it led us do not
-    count.
-    """
+    """One such answer may be outdated; answers to questions from before it became the leader do not count."""
     bench = Bench.make()
     leader = contact(1).peer_id
     bench.start(holder(1))

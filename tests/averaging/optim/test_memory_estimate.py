@@ -1,5 +1,5 @@
-"""What modes take beside the model: the table against the tensors that are there, and the one large
-computation that must not copy it.
+"""Memory that modes take beside the model: the table against the existing tensors, and the one large
+computation that must not copy the model.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ WITHOUT: dict[str, Any] = {"error_feedback": False, "strategy": False, "offload"
 
 
 def tensors_of(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Every tensor that can be reached from an object of ours, from containers and from optimizers."""
+    """Return every tensor that can be reached from an object of this project, from containers and from
+    optimizers.
+    """
     if id(value) in seen:
         return
     seen.add(id(value))
@@ -126,7 +128,7 @@ def test_figures_of_diloco_with_adamw_in_float32() -> None:
 
 
 class _Watch(TorchDispatchMode):
-    """Counts values read on the host, and knows the largest tensor with memory of its own that was made."""
+    """Counter of values read on the host; it also records the largest new tensor with memory of its own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What an optimizer's steps add up to in the numbers that its peer tells."""
+"""The sums over an optimizer's steps that its peer publishes."""
 
 from __future__ import annotations
 

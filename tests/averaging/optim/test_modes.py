@@ -1,4 +1,4 @@
-"""Modes against plain sequential implementations of what they are to do."""
+"""Modes against plain sequential implementations of the same algorithms."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 
 
 class PlainDiloco:
-    """DiLoCo as the paper has it: K workers, one outer optimizer of torch's over the shared parameters."""
+    """DiLoCo as in the paper: K workers, and one outer optimizer of torch over the shared parameters."""
 
     def __init__(self, workers: int, lr: float, momentum: float, nesterov: bool) -> None:
         self.nets = [model() for _ in range(workers)]
@@ -129,7 +129,7 @@ def test_after_a_round_failed_for_all_the_next_covers_both_periods() -> None:
 
 
 def fetch(late: Seat, donor: Seat) -> int:
-    """What a download does; returns the samples that are lost."""
+    """Do what a download does. Return the number of dropped samples."""
     lost = late.mode.learner.suspend()
     late.mode.learner.suspend()
     assert late.mode.prepare(late.mode.state.epoch)[0] == 0.0, "it takes part in rounds at weight 0 meanwhile"
@@ -200,8 +200,8 @@ def test_a_round_of_newcomers_only_makes_them_count() -> None:
 
 
 class PlainStreaming:
-    """One worker of streaming DiLoCo on flat vectors, a fragment a round, applied `delay` steps after it
-    began.
+    """One worker of streaming DiLoCo on flat vectors: a fragment a round, applied `delay` steps after the
+    round began.
     """
 
     def __init__(self, fragments: list[slice]) -> None:

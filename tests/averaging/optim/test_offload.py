@@ -1,6 +1,4 @@
-"""Copies between a device and the host: the order in which CUDA is asked for them, and the pinned memory that
-they take.
-"""
+"""Copies between a device and the host: the order of calls to CUDA, and the size of the pinned memory."""
 
 from __future__ import annotations
 
@@ -20,7 +18,9 @@ HOST = torch.device("cpu")
 
 
 class FakeCuda:
-    """`torch.cuda` as far as a link uses it: each stream knows which calls come before its next one."""
+    """A replacement for `torch.cuda`, as far as a link uses it. Each stream knows which calls come before
+    its next one.
+    """
 
     class Stream:
         def __init__(self, device: torch.device) -> None:

@@ -1,3 +1,7 @@
+"""The state machine of an epoch's progress: counting of reports, limits on false ones, and checks of their
+encoding.
+"""
+
 from __future__ import annotations
 
 import math

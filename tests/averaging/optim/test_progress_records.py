@@ -1,4 +1,4 @@
-"""What a peer writes of its own progress and when, and whose word it reads."""
+"""Progress records in the DHT: when a peer writes its own, and which records of others it reads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def entry(number: int, **changes: Any) -> Entry:
 
 
 class Dht:
-    """Keeps what is stored, by time."""
+    """A DHT that keeps stored values with their time."""
 
     def __init__(self) -> None:
         self.stored: list[tuple[float, dict[str, Any]]] = []

@@ -1,4 +1,4 @@
-"""Sums of shards: who adds up, what counts, and how far liars get. Everything here is arithmetic on claims."""
+"""Sums of shards: aggregators, what counts, and the limits on liars. All of it is arithmetic on reports."""
 
 from __future__ import annotations
 
@@ -91,7 +91,9 @@ def test_three_writers_aggregate_and_change_with_the_period() -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 40), st.randoms(use_true_random=False))
 def test_a_shard_counts_as_a_small_run_does(count: int, rng: random.Random) -> None:
-    """The same rule as `EpochProgress`, seen from a member that has nothing itself and began with the others."""
+    """The sum follows the rule of `EpochProgress`, as seen by a member without samples that began with the
+    others.
+    """
     reports = {
         peer: report(rng.randint(0, 400), rng.choice([5.0, 10.0, 40.0]), at_s=NOW_S - rng.random())
         for peer in PEERS[:count]

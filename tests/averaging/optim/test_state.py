@@ -1,3 +1,5 @@
+"""The training state: averaging, snapshots, and the checks of a state that another peer sent."""
+
 from __future__ import annotations
 
 import struct

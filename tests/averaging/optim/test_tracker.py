@@ -1,5 +1,5 @@
-"""The tracker of one peer: whose word it takes, whom it tells, and when its trainer is told that an epoch is
-full.
+"""The tracker of one peer: which announcements it believes, which peers it informs, and when its trainer
+learns that an epoch is full.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ONE, TWO, THREE = (contact(number).peer_id for number in (1, 2, 3))
 
 
 class Calls:
-    """Where reports go: everybody answers with its claim, but for those who are gone."""
+    """Receiver of reports: every peer answers with its own report, except those that are gone."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[PeerId, bool, bool]] = []
@@ -42,7 +42,7 @@ def wire_report(epoch: int = 0, samples: int = 10) -> state_pb2.Claim:
 
 
 class Bench:
-    """Peer 1 in epoch 0 of a run of 100 samples, with what the DHT says of peers 2 and 3, who have 10 each."""
+    """Peer 1 in epoch 0 of a run of 100 samples. In the DHT are peers 2 and 3, with 10 samples each."""
 
     def __init__(self, banned: Blocklist | None = None) -> None:
         self.dht, self.calls = Dht(), Calls()
@@ -109,7 +109,7 @@ def test_reports_of_a_banned_peer_are_refused() -> None:
 
 
 def test_an_announced_full_epoch_is_believed_only_when_the_own_view_is_close() -> None:
-    """Three quarters of the target must be in sight: then the word decides, before that it does not."""
+    """An announcement decides when three quarters of the target are in sight, and not before."""
 
     async def scenario() -> None:
         bench = Bench()

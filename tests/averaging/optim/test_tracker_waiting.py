@@ -1,6 +1,4 @@
-"""Whoever waits for an epoch's round on the trainer's thread, and for something of its own as well, is woken
-by either.
-"""
+"""A thread that waits for an epoch's round, and for a condition of its own as well, is woken by either."""
 
 from __future__ import annotations
 

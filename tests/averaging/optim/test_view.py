@@ -1,4 +1,6 @@
-"""Views of a state: of one moment whatever the trainer does meanwhile, and copied only if it does something."""
+"""Views of a state: each shows one moment, whatever the trainer does meanwhile, and is copied only before a
+write.
+"""
 
 from __future__ import annotations
 
