@@ -220,12 +220,12 @@ class Peer:
             result, self._flight = self._flight.result(), None
             self._sent_bytes += result.bytes_sent
             if not result.failed:
-                if not mode.traits.lone:
+                if not mode.traits.proceeds_alone:
                     self.course.missing += 1.0 - sum(result.contributions.values()) / PEERS
                 _advance(mode, list(result.gathered.values()))
                 return
             mode.failed(result.reason)
-            if mode.traits.lone:
+            if mode.traits.proceeds_alone:
                 mode.prepare(mode.state.epoch)
                 _advance(mode, [])
             elif attempt == ATTEMPTS_MAX or result.reason == "passed":
@@ -260,14 +260,14 @@ def _rounds(node: Node, run: str, mode: Mode, way: Way) -> EpochAverager:
     manner = AveragingOptions(codec=way.codec, error_feedback=way.error_feedback, strategy=way.strategy)
     # where nobody need come, who waits long for a partner that has found another holds both up
     return EpochAverager(
-        node, run, mode, mode.state, manner, OptimizerConfig() if mode.traits.lone else _unhurried()
+        node, run, mode, manner, OptimizerConfig() if mode.traits.proceeds_alone else _unhurried()
     )
 
 
 def _advance(mode: Mode, told: list[object]) -> None:
     with mode.state.lock:
         mode.apply(told)
-        mode.state.moved(mode.state.epoch + 1)
+        mode.state.mark_changed(mode.state.epoch + 1)
 
 
 def together(courses: Sequence[Course]) -> list[tuple[int, float, float]]:

@@ -30,7 +30,6 @@ WIDE = {
     "averaging/optim/optimizer.py:__init__": 17,
     "averaging/matchmaking/service/matchmaking_service.py:__init__": 10,
     "moe/server/expert.py:__init__": 8,
-    "averaging/optim/catchup.py:__init__": 7,
     "averaging/matchmaking/logic/matchmaking.py:__init__": 7,
     "averaging/matchmaking/service/presence.py:__init__": 7,
     "moe/client/mixture/layer.py:__init__": 11,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from averaging.optim.state.download import Download, DownloadConfig, Fetched
+from averaging.optim.state.download import Download, DownloadConfig, DownloadedState
 from swarm.core.clock import Clock
 from swarm.core.errors import PeerError, SwarmError, UsageError
 from swarm.core.ids import Contact
@@ -99,7 +99,7 @@ class StateSaver:
             return False
         return True
 
-    async def _fetch(self, donors: tuple[Contact, ...], bytes_max: int) -> Fetched:
+    async def _fetch(self, donors: tuple[Contact, ...], bytes_max: int) -> DownloadedState:
         epoch = self.model.epoch
         download = Download(
             run=self.signed.run_id,
@@ -130,7 +130,7 @@ class StateSaver:
         return self._state
 
     def _write(
-        self, state: TrainingState, names: list[str], kept: Checkpoints, fetched: Fetched
+        self, state: TrainingState, names: list[str], kept: Checkpoints, fetched: DownloadedState
     ) -> tuple[Path, float]:
         began_s = time.monotonic()
         try:
@@ -148,7 +148,7 @@ class StateSaver:
         finally:
             view.close()
 
-    def _report_saved(self, fetched: Fetched, path: Path, seconds: float) -> None:
+    def _report_saved(self, fetched: DownloadedState, path: Path, seconds: float) -> None:
         self.saved, self._epoch, self._last_failure = self.saved + 1, fetched.epoch, ""
         now_s = self.clock.swarm_s()
         agreed = f"{fetched.agreed} donor{' agrees' if fetched.agreed == 1 else 's agree'}"

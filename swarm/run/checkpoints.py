@@ -74,7 +74,7 @@ class CheckpointWriter:
 
     def start_over(self) -> None:
         """Move earlier checkpoints to another folder, because the run starts from its initial parameters."""
-        aside = self._checkpoints.set_aside()
+        aside = self._checkpoints.archive()
         if aside is not None:
             text = (
                 f"starting over; earlier checkpoints are kept in {aside} "

@@ -329,13 +329,13 @@ class Volunteer:
         self._emit(Paused(reason=why, member=member))
         saved_state = None
         if member:
-            training.optimizer.rest(True)
+            training.optimizer.pause(True)
         else:
             saved_state = training.optimizer.state_dict()
             training.optimizer.close()
         end_reason = training.end_reason()
         while not end_reason and not self._stop.wait(0.0 if member else _DECIDE_S):
-            report = training.optimizer.attend(_DECIDE_S) if member else None
+            report = training.optimizer.join_started_round(_DECIDE_S) if member else None
             if report is not None:  # others were at the end of an epoch when the pause reached them
                 training.record(report)
             now, _ = self._decide()
@@ -350,7 +350,7 @@ class Volunteer:
         if end_reason or self._stop.is_set():
             return end_reason
         if saved_state is None:
-            training.optimizer.rest(False)
+            training.optimizer.pause(False)
         else:
             training.optimizer = self._join(training.optimizer.inner)
             training.optimizer.load_state_dict(saved_state)

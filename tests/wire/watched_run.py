@@ -17,7 +17,7 @@ HERE = "127.0.0.1:0"
 NAME = "watched"
 _CONFIG = OptimizerConfig(
     round_timeout_s=20.0,
-    no_donor_s=0.2,
+    no_donor_wait_s=0.2,
     progress=ProgressConfig(refresh_s_max=0.5),
     metrics=MetricsConfig(every_s=0.5, every_s_max=1.0),
 )

@@ -48,7 +48,7 @@ class Seat:
 
     def advance(self, told: Sequence[Any] = ()) -> None:
         self.mode.apply(told)
-        self.mode.state.moved(self.mode.state.epoch + 1)
+        self.mode.state.mark_changed(self.mode.state.epoch + 1)
 
     @property
     def theta(self) -> torch.Tensor:
