@@ -23,7 +23,7 @@ from averaging.optim.modes.settings import MODES, Diloco, Gossip, Gradients, Loc
 from averaging.optim.progress.logic.reports import SAMPLES_MAX, ProgressView
 from averaging.optim.progress.tracker import Tracker
 from averaging.optim.reports import LoadResult, StepReport
-from averaging.optim.state.donor import Donor
+from averaging.optim.state.donor import Donor, DonorConfig
 from averaging.optim.state.training_state import Scheduler
 from averaging.optim.state.view import StateView
 from averaging.reduction.lowrank import PowerSgd
@@ -151,7 +151,9 @@ class Optimizer(torch.optim.Optimizer):
     async def _open(self, options: AveragingOptions, config: OptimizerConfig) -> None:
         node, mode = self.node, self._mode
         self._blocklist = Blocklist()
-        self._donor = Donor(node, self.run_id, self._state, config.donor, self._blocklist)
+        self._donor = Donor(
+            node, self.run_id, self._state, DonorConfig(serve=config.serve_state), self._blocklist
+        )
         self._tracker = Tracker(
             node,
             self.run_id,

@@ -15,6 +15,7 @@ import asyncio
 import logging
 import secrets
 from dataclasses import dataclass
+from typing import ClassVar
 
 from averaging.optim.admission import Blocklist
 from averaging.optim.contacts import ADDRESSES_MAX
@@ -23,7 +24,7 @@ from averaging.optim.peer_node import PeerNode
 from averaging.optim.state.training_state import TrainingState
 from averaging.optim.state.view import StateView
 from swarm.core.device import is_out_of_memory
-from swarm.core.errors import NetworkError, PeerError, SwarmError, UsageError
+from swarm.core.errors import NetworkError, PeerError, SwarmError
 from swarm.core.ids import Key, PeerId
 from swarm.net.rpc import Stream
 from swarm.wire import state_pb2
@@ -47,18 +48,12 @@ class DonorConfig:
     # that are almost over; too large: the next writer has to make the whole copy
     copy_after_s: float = 0.5
     copy_worth_s: float = 5.0
-    lease_idle_s: float = 30.0  # a joiner that is silent for this long is considered gone
-    record_ttl_s: float = 60.0  # a failed donor is asked in vain for at most this long
-    record_renew_s: float = 15.0
-    record_gap_s: float = 2.0  # minimum time between two updates of the record
-    indices_max: int = 1024  # chunks requested in one message
-
-    def __post_init__(self) -> None:
-        if self.record_renew_s * 2 > self.record_ttl_s:
-            raise UsageError(
-                "record_ttl_s must be at least twice record_renew_s, "
-                "or live donors would vanish between two renewals"
-            )
+    lease_idle_s: ClassVar[float] = 30.0  # a joiner that is silent for this long is considered gone
+    # a failed donor is asked in vain for at most this long; at least twice `record_renew_s`
+    record_ttl_s: ClassVar[float] = 60.0
+    record_renew_s: ClassVar[float] = 15.0
+    record_gap_s: ClassVar[float] = 2.0  # minimum time between two updates of the record
+    indices_max: ClassVar[int] = 1024  # chunks requested in one message
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from averaging.optim.exchange import CHUNKS, CLOSE, OPEN
 from averaging.optim.state.intake import Intake, PartialState
@@ -57,8 +57,8 @@ class DownloadConfig:
     # after all donors of a state have failed, how long it is requested again. Useless beyond the time for
     # which donors keep an idle lease
     resume_s: float = 25.0
-    resume_pause_s: float = 0.5  # before the first retry; doubled with each
-    reopen_timeout_s: float = 3.0  # shorter, since nothing has to be hashed then
+    resume_pause_s: ClassVar[float] = 0.5  # before the first retry; doubled with each
+    reopen_timeout_s: ClassVar[float] = 3.0  # shorter, since nothing has to be hashed then
 
 
 @dataclass(slots=True)
