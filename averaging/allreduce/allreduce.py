@@ -227,10 +227,6 @@ class AllReduce:
         bench = ReductionKernels(plan, codec, own, vector, Averages(plan, codec, landing), config.aggregation)
         bench.weights = relative_weights([member.weight for member in group.members])
         running = Round(group, bench, quorum, channels=self._channels, pool=self._pool, config=config)
-        distances = self._channels.round_trips
-        running.lanes = {
-            place: distances.lanes(member.peer_id, config.lanes) for place, member in enumerate(group.members)
-        }
         if config.audit:
             if self._notary is None:
                 raise UsageError("audits need an identity to sign with: give this all-reduce a notary")

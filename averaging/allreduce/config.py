@@ -7,7 +7,6 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from averaging.allreduce.lanes import LANES_MAX
 from averaging.allreduce.liveness import LivenessConfig
 from averaging.allreduce.pacing import PacingConfig
 from averaging.reduction.robust import MEAN, Aggregation
@@ -105,9 +104,6 @@ class RoundConfig:
 
     # of an encoded part, at most; smaller: more messages, larger: less overlap and more memory in flight
     part_bytes: int = 1 << 20
-    # connections for tensors to each reducer that is far away; more did not fill links better
-    # (docs/decisions/0015)
-    lanes: int = 1
     # parts encoded or reduced in one hop to the pool; larger: fewer hops, later first bytes
     batch_parts: int = 2
     # tensor work on the event loop's own thread, not in the pool; None: where cores are too few to help
@@ -140,8 +136,6 @@ class RoundConfig:
             raise UsageError(f"part_bytes is between 1024 and {PART_BYTES_MAX}, not {self.part_bytes}")
         if not 0.0 <= self.audit <= 1.0:
             raise UsageError(f"audit is a share of the parts: 0 for no audits, at most 1, not {self.audit!r}")
-        if not 1 <= self.lanes <= LANES_MAX:
-            raise UsageError(f"lanes is between 1 and {LANES_MAX}, not {self.lanes}")
         if (
             self.batch_parts < 1
             or self.ahead_max < 1

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import Counter
-from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -20,7 +19,6 @@ from averaging.allreduce.assembly import Assembly
 from averaging.allreduce.auditing import Auditor
 from averaging.allreduce.config import EXCHANGE, REASON_CHARACTERS_MAX, RoundConfig
 from averaging.allreduce.labour import ComputeOffload, OutOfMemory, drain
-from averaging.allreduce.lanes import Lane
 from averaging.allreduce.metering import MeteredDialer
 from averaging.allreduce.pacing import StragglerDetector, TransferEta
 from averaging.allreduce.quorum import Events, RoundMembership
@@ -87,8 +85,6 @@ class Round:
         for part in bench.plan.parts:
             owed[part.reducer] += 0 if part.reducer == self._own else bench.codec.encoded_bytes(part.numel)
         self._forecast = TransferEta(+owed, config.pacing.reducer_s, quorum.now_s)
-        # how many streams to open to a reducer, by its place; 1 where nothing is said
-        self.lanes: Mapping[int, int] = {}
         self._arrived: asyncio.Queue[Arrived] = asyncio.Queue()
         self._refused: dict[int, str] = {}  # reducers that take no more from us
         self._exchanges: dict[int, asyncio.Task[None]] = {}
@@ -301,10 +297,12 @@ class Round:
     async def _exchange(self, place: int) -> None:
         """Send our values to one reducer, and take its averages."""
         try:
-            count = min(self.lanes.get(place, 1), max(len(self.bench.plan.of_reducer(place)), 1))
-            await run_concurrently(
-                *(self._exchange_on(place, Lane(number, count)) for number in range(count))
-            )
+            contact = self.group.members[place].contact
+            async with self._channels.open_stream(contact, EXCHANGE, timeout_s=None, lane=1) as opened:
+                stream = self.shared.in_pieces(opened, place, functools.partial(self._came, place))
+                await run_concurrently(
+                    self._send_chunks(place, stream), self._receive_averages(place, stream)
+                )
         except NetworkError as error:
             if self.assembly.outstanding(place):
                 why = f"its stream broke ({error})"
@@ -316,24 +314,13 @@ class Round:
                 self._lose(place, f"the exchange with it ended: {error}", trusted=False)
                 self.quorum.suspect(place, f"the exchange with it ended ({error})")
 
-    async def _exchange_on(self, place: int, lane: Lane) -> None:
-        """One lane's share of it, on a connection of its own."""
-        contact = self.group.members[place].contact
-        async with self._channels.open_stream(
-            contact, EXCHANGE, timeout_s=None, lane=1 + lane.number
-        ) as opened:
-            stream = self.shared.in_pieces(opened, place, functools.partial(self._came, place))
-            await run_concurrently(
-                self._send_chunks(place, lane, stream), self._receive_averages(place, lane, stream)
-            )
-
     def _came(self, place: int, size_bytes: int) -> None:
         """An average, or a piece of one."""
         self.quorum.heard(place)
         self._pacing.worked(place)
         self._forecast.came(place, size_bytes)
 
-    async def _send_chunks(self, place: int, lane: Lane, stream: Stream) -> None:
+    async def _send_chunks(self, place: int, stream: Stream) -> None:
         bench, inline = self.bench, self._labour.inline
         codec, plan = bench.codec, bench.plan
         opening = ExchangeOpen(
@@ -341,11 +328,9 @@ class Round:
             codec=codec.wire_id,
             codec_version=codec.version,
             plan_digest=plan.digest(codec),
-            lane=lane.number,
-            lanes=lane.count,
         )
         await self.shared.send(stream, pack(ExchangeHeader(open=opening)))
-        parts = lane.of(plan.of_reducer(place)) if self.shared.weights[self._own] > 0 else ()
+        parts = plan.of_reducer(place) if self.shared.weights[self._own] > 0 else ()
         size = 1 if inline else self._config.batch_parts
         batches = [parts[nth : nth + size] for nth in range(0, len(parts), size)]
         ahead: asyncio.Future[list[bytes | int]] | None = None
@@ -370,8 +355,8 @@ class Round:
             )
         await stream.finish()
 
-    async def _receive_averages(self, place: int, lane: Lane, stream: Stream) -> None:
-        due = {part.index for part in lane.of(self.bench.plan.of_reducer(place))}
+    async def _receive_averages(self, place: int, stream: Stream) -> None:
+        due = {part.index for part in self.bench.plan.of_reducer(place)}
         while (message := await stream.receive()) is not None:
             self.traffic.received += len(message)
             header, payload = unpack(message)

@@ -16,7 +16,6 @@ from averaging.allreduce.auditing import Auditor
 from averaging.allreduce.commit import Version
 from averaging.allreduce.config import REASON_CHARACTERS_MAX, RoundConfig
 from averaging.allreduce.labour import ComputeOffload, drain
-from averaging.allreduce.lanes import LANES_MAX, Lane
 from averaging.allreduce.pacing import StragglerDetector, TransferEta
 from averaging.allreduce.pieces import PiecewiseStream
 from averaging.allreduce.quorum import RoundMembership
@@ -99,9 +98,8 @@ class ReducerSession:
             dict.fromkeys(senders, owed_bytes), shared.config.pacing.sender_s, self.quorum.now_s
         )
         members = self.quorum.group.members
-        self._places = {part.index: nth for nth, part in enumerate(self.parts)}  # in the span
-        # (place in the span, message), as they were reduced; b"" when all have them
-        self._averages: list[tuple[int, bytes]] = []
+        # Messages, in the order in which they were reduced; b"" once every member has one.
+        self._averages: list[bytes] = []
         self._takers = [
             sum(not member.auxiliary for member in members) - (not members[self._own].auxiliary)
         ] * len(self.parts)
@@ -109,8 +107,7 @@ class ReducerSession:
         self._todo: asyncio.Queue[int] = asyncio.Queue()  # parts that can be reduced
         # to tell senders that were left out, over the streams that they opened here
         self._refusals: dict[int, str] = {}
-        # member: how many lanes it has, which of them are here
-        self._serving: dict[int, tuple[int, set[int]]] = {}
+        self._serving: set[int] = set()  # places of the members whose stream was opened
         self._ready(self.reduction.ready_at_start())
 
     @property
@@ -185,7 +182,7 @@ class ReducerSession:
             self._shared.assembly.settle(
                 outcome.part.index, Version(0, outcome.contributors, outcome.digest, outcome.clipped)
             )
-            self._averages.append((self._places[outcome.part.index], outcome.message))
+            self._averages.append(outcome.message)
             self._wake()
             return None
         if not outcome.places:
@@ -214,14 +211,16 @@ class ReducerSession:
             raise PeerError(
                 "its cut of the vector into parts differs: does the vector have another size there, or part_bytes another value?"
             )
-        lane = self._enter(place, opening)
+        if place in self._serving:
+            raise PeerError("a second stream in one round")
+        self._serving.add(place)
         self.pacing.worked(place)
         self.quorum.starting(place, self.reduction.remaining(place) > 0)
         stream = self._shared.in_pieces(stream, place, functools.partial(self._came, place))
         try:
             await run_concurrently(
-                self._take_chunks(place, lane, stream),
-                self._give_averages(place, lane, stream),
+                self._take_chunks(place, stream),
+                self._give_averages(place, stream),
                 until=self._refuse_when_over(place),
             )
         except NetworkError as error:
@@ -234,19 +233,6 @@ class ReducerSession:
             self._lost(place, "its connection closed")
             raise
 
-    def _enter(self, place: int, opening: ExchangeOpen) -> Lane:
-        """Which parts this stream is for. PeerError: the member has that lane already, or changed its mind
-        about how many there are.
-        """
-        lane = Lane(opening.lane, max(opening.lanes, 1))
-        if lane.count > LANES_MAX or lane.number >= lane.count:
-            raise PeerError(f"lane {lane.number} of {lane.count}; there are at most {LANES_MAX}")
-        count, taken = self._serving.setdefault(place, (lane.count, set()))
-        if count != lane.count or lane.number in taken:
-            raise PeerError("a second stream in one round")
-        taken.add(lane.number)
-        return lane
-
     def _came(self, place: int, size_bytes: int) -> None:
         """A message, or a piece of one."""
         self.quorum.heard(place)
@@ -254,9 +240,9 @@ class ReducerSession:
         self.pacing.worked(place)
         self._forecast.came(place, size_bytes)
 
-    async def _take_chunks(self, place: int, lane: Lane, stream: Stream) -> None:
+    async def _take_chunks(self, place: int, stream: Stream) -> None:
         strays = 0
-        expected = iter([part.index for part in lane.of(self.parts)])
+        expected = iter([part.index for part in self.parts])
         while (message := await stream.receive()) is not None:
             self._shared.traffic.received += len(message)
             if place in self.reduction.left_out:
@@ -286,9 +272,9 @@ class ReducerSession:
                 await self._change()
         unsent = len(list(expected)) if self.reduction.remaining(place) else 0
         if unsent:
-            self.leave_out(place, f"it finished with {unsent} of {len(lane.of(self.parts))} parts unsent")
+            self.leave_out(place, f"it finished with {unsent} of {len(self.parts)} parts unsent")
 
-    async def _give_averages(self, place: int, lane: Lane, stream: Stream) -> None:
+    async def _give_averages(self, place: int, stream: Stream) -> None:
         given = 0  # averages looked at
         told = False
         while given < len(self.parts):
@@ -298,12 +284,11 @@ class ReducerSession:
                     stream, pack(ExchangeHeader(refusal=ExchangeRefusal(reason=self._refusals[place])))
                 )
             elif given < len(self._averages):
-                nth, message = self._averages[given]
-                if lane.carries(nth):
-                    await self._shared.send(stream, message)
-                    self._takers[given] -= 1
-                    if not self._takers[given]:
-                        self._averages[given] = nth, b""  # the next one is made in the same memory
+                message = self._averages[given]
+                await self._shared.send(stream, message)
+                self._takers[given] -= 1
+                if not self._takers[given]:
+                    self._averages[given] = b""  # frees memory that the next one uses
                 del message
                 given += 1
             elif not await self._change(self._config.waiting_s):

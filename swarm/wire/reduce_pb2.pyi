@@ -28,20 +28,16 @@ class ExchangeHeader(_message.Message):
     def __init__(self, open: _Optional[_Union[ExchangeOpen, _Mapping]] = ..., chunk: _Optional[_Union[ExchangeChunk, _Mapping]] = ..., withdrawal: _Optional[_Union[ExchangeWithdrawal, _Mapping]] = ..., average: _Optional[_Union[ExchangeAverage, _Mapping]] = ..., refusal: _Optional[_Union[ExchangeRefusal, _Mapping]] = ..., waiting: _Optional[_Union[ExchangeWaiting, _Mapping]] = ..., pieces: _Optional[_Union[ExchangePieces, _Mapping]] = ..., padding: _Optional[bytes] = ...) -> None: ...
 
 class ExchangeOpen(_message.Message):
-    __slots__ = ("group_id", "codec", "codec_version", "plan_digest", "lane", "lanes")
+    __slots__ = ("group_id", "codec", "codec_version", "plan_digest")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
     CODEC_VERSION_FIELD_NUMBER: _ClassVar[int]
     PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
-    LANE_FIELD_NUMBER: _ClassVar[int]
-    LANES_FIELD_NUMBER: _ClassVar[int]
     group_id: bytes
     codec: int
     codec_version: int
     plan_digest: bytes
-    lane: int
-    lanes: int
-    def __init__(self, group_id: _Optional[bytes] = ..., codec: _Optional[int] = ..., codec_version: _Optional[int] = ..., plan_digest: _Optional[bytes] = ..., lane: _Optional[int] = ..., lanes: _Optional[int] = ...) -> None: ...
+    def __init__(self, group_id: _Optional[bytes] = ..., codec: _Optional[int] = ..., codec_version: _Optional[int] = ..., plan_digest: _Optional[bytes] = ...) -> None: ...
 
 class ExchangeChunk(_message.Message):
     __slots__ = ("part", "signature")

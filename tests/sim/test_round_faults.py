@@ -210,7 +210,7 @@ def spoil(kind: str, rng: random.Random) -> Callable[[Round], None]:
         running.quorum.recast = lambda digest: recast(digest_payload(b"a lie") if digest else digest)  # type: ignore[method-assign]
 
     def sending(running: Round) -> None:
-        async def stalled(place: int, lane: Any, stream: Any) -> None:
+        async def stalled(place: int, stream: Any) -> None:
             await asyncio.get_running_loop().create_future()
 
         running._send_chunks = stalled  # type: ignore[method-assign]

@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from averaging.reduction import partition
-from averaging.reduction.partition import ALIGNMENT_ELEMENTS, PART_ELEMENTS_MAX, plan_parts, spans
+from averaging.reduction.partition import (
+    ALIGNMENT_ELEMENTS,
+    PART_BYTES_SMALL,
+    PART_ELEMENTS_MAX,
+    part_bytes_for,
+    plan_parts,
+    spans,
+)
 from swarm.compression import find
 from swarm.core.errors import UsageError
 
@@ -114,3 +121,12 @@ def test_parts_need_bounded_working_space(codec: str) -> None:
     plan = plan_parts(100_000_000, [1.0, 2.0], find(codec), 1 << 20)
     assert max(part.numel for part in plan.parts) <= PART_ELEMENTS_MAX
     assert max(find(codec).encoded_bytes(part.numel) for part in plan.parts) <= 1 << 20
+
+
+def test_parts_are_small_where_a_link_is_slow() -> None:
+    assert part_bytes_for([125e6, 125e6], 1 << 20) == 1 << 20
+    # a member that does not reduce has announced no speed
+    assert part_bytes_for([125e6, 0.0], 1 << 20) == 1 << 20
+    assert PART_BYTES_SMALL < part_bytes_for([125e6, 12.5e6], 1 << 20) < 1 << 20
+    assert part_bytes_for([125e6, 1.0], 1 << 20) == PART_BYTES_SMALL
+    assert part_bytes_for([1.0], 4096) == 4096
