@@ -281,7 +281,7 @@ class EpochAverager:
             audit=manner.audit,
             error_feedback=manner.error_feedback,
             strategy=manner.strategy,
-            config=replace(config, terms=traits.terms),
+            config=replace(config, compatibility_tag=traits.terms),
         )
 
 

@@ -1,4 +1,4 @@
-"""The stream from a member to a reducer, over real sockets: its chunks come in order, and there is one only."""
+"""The stream from a member to a reducer, over real sockets: its contributions come in order, and there is one only."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from averaging.allreduce.commit import digest_payload, digest_round
 from averaging.allreduce.config import EXCHANGE, VOTE
 from averaging.matchmaking.logic.group import Group
-from averaging.reduction.chunks import pack, unpack
+from averaging.reduction.framing import pack, unpack
 from averaging.reduction.partition import Plan
 from swarm.compression import find
 from swarm.core.errors import PeerError
-from swarm.wire.reduce_pb2 import ExchangeChunk, ExchangeHeader, ExchangeOpen, Vote, VoteRequest
+from swarm.wire.reduce_pb2 import ExchangeContribution, ExchangeHeader, ExchangeOpen, Vote, VoteRequest
 from tests.wire.test_allreduce import (
     SMALL,
     RoundPeer,
@@ -32,23 +32,23 @@ from tests.wire.test_allreduce import (
     ("sent", "words"),
     [
         ([0, 1, 2, 3, 4], ""),
-        ([2, 0, 1, 3, 4], "a chunk of part {2} where part {0} was to come"),
-        ([0, 1, 3, 4], "a chunk of part {3} where part {2} was to come"),
-        ([0, 1, 2, 3, 4, 4], "a chunk of part {4} where nothing more was to come"),
-        ([0, 1, 2, 3], "1 of 5 parts unsent"),
+        ([2, 0, 1, 3, 4], "a contribution to chunk {2} where chunk {0} was to come"),
+        ([0, 1, 3, 4], "a contribution to chunk {3} where chunk {2} was to come"),
+        ([0, 1, 2, 3, 4, 4], "a contribution to chunk {4} where nothing more was to come"),
+        ([0, 1, 2, 3], "1 of 5 chunks unsent"),
     ],
 )
 def test_a_sender_is_left_out_unless_its_chunks_come_in_order_and_complete(
     sent: list[int], words: str
 ) -> None:
-    """A client sends the chunks at `sent` to each reducer, and takes the averages on the same stream."""
+    """A client sends the contributions at `sent` to each reducer, and takes the averages on the same stream."""
 
     async def main() -> None:
         async with peers(4) as members:
             numel = 3 * 5 * 4096
             group = make_group(members, bandwidths=[1.0, 1.0, 1.0, 0.0])
-            plan = plan_of(group, numel, SMALL.part_bytes)
-            assert [len(plan.of_reducer(place)) for place in plan.reducers] == [5, 5, 5]
+            plan = plan_of(group, numel, SMALL.chunk_bytes)
+            assert [len(plan.shard(place)) for place in plan.reducers] == [5, 5, 5]
             vectors = vectors_of(4, numel)
             async with asyncio.TaskGroup() as tasks:
                 honest = tasks.create_task(run_round(members[:3], group, vectors[:3], config=SMALL))
@@ -58,11 +58,11 @@ def test_a_sender_is_left_out_unless_its_chunks_come_in_order_and_complete(
                 assert outcome.reason is None
                 assert outcome.digest == digest.result()
                 if words:
-                    indices = [part.index for part in plan.of_reducer(place)]
+                    indices = [chunk.index for chunk in plan.shard(place)]
                     assert words.format(*indices) in outcome.left_out[client]
                 else:
                     assert outcome.vector is not None
-                    assert torch.equal(outcome.vector, oracle(group, vectors, SMALL.part_bytes))
+                    assert torch.equal(outcome.vector, oracle(group, vectors, SMALL.chunk_bytes))
                     assert not outcome.left_out
 
     asyncio.run(main())
@@ -71,7 +71,7 @@ def test_a_sender_is_left_out_unless_its_chunks_come_in_order_and_complete(
 async def _send_in_this_order(
     peer: RoundPeer, group: Group, plan: Plan, vector: torch.Tensor, sent: list[int]
 ) -> str:
-    """Take part as a client that sends every reducer the chunks at the indices `sent` of its shard; return
+    """Take chunk as a client that sends every reducer the contributions at the indices `sent` of its shard; return
     the digest of the averages that came back.
     """
     codec = find(group.codec)
@@ -84,25 +84,27 @@ async def _send_in_this_order(
             codec_version=codec.version,
             plan_digest=plan.digest(codec),
         )
-        parts = plan.of_reducer(place)
+        chunks = plan.shard(place)
         async with peer.channels.open_stream(
             group.members[place].contact, EXCHANGE, timeout_s=20, lane=1
         ) as stream:
             await stream.send(pack(ExchangeHeader(open=opening)))
             for nth in sent:
-                values = vector[parts[nth].start : parts[nth].stop].numpy().tobytes()
-                await stream.send(pack(ExchangeHeader(chunk=ExchangeChunk(part=parts[nth].index)), values))
+                values = vector[chunks[nth].start : chunks[nth].stop].numpy().tobytes()
+                await stream.send(
+                    pack(ExchangeHeader(contribution=ExchangeContribution(chunk=chunks[nth].index)), values)
+                )
             await stream.finish()
             while (received := await stream.receive()) is not None:
                 header, payload = unpack(received)
                 if header.HasField("average"):
-                    assert header.average.part in [part.index for part in parts]
-                    got[header.average.part] = (digest_payload(payload), header.average.contributors)
+                    assert header.average.chunk in [chunk.index for chunk in chunks]
+                    got[header.average.chunk] = (digest_payload(payload), header.average.contributors)
 
     async with asyncio.TaskGroup() as tasks:
         for place in plan.reducers:
             tasks.create_task(exchange(place))
-    digest = digest_round(got[index] for index in range(len(plan.parts)))
+    digest = digest_round(got[index] for index in range(len(plan.chunks)))
     request = VoteRequest(group_id=group.group_id, vote=Vote(place=3, digest=digest))
     async with asyncio.TaskGroup() as tasks:
         for member in group.members[:3]:
@@ -119,7 +121,7 @@ def test_a_second_stream_of_a_member_in_one_round_is_refused() -> None:
                 group_id=group.group_id,
                 codec=codec.wire_id,
                 codec_version=codec.version,
-                plan_digest=plan_of(group, numel, SMALL.part_bytes).digest(codec),
+                plan_digest=plan_of(group, numel, SMALL.chunk_bytes).digest(codec),
             )
             async with asyncio.TaskGroup() as tasks:
                 running = tasks.create_task(run_round(members[:2], group, vectors_of(2, numel), config=SMALL))
