@@ -90,7 +90,7 @@ class Dialer(Caller, Protocol):
     """The network as rounds need it: `swarm.net.channels.Channels`, or a simulated one."""
 
     def open_stream(
-        self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, lane: int = 0
+        self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, connection: int = 0
     ) -> AbstractAsyncContextManager[Stream]:
         """See `Channels.open_stream`."""
         ...

@@ -53,7 +53,9 @@ class MeteredDialer:
 
     @asynccontextmanager
     async def open_stream(
-        self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, lane: int = 0
+        self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, connection: int = 0
     ) -> AsyncIterator[Stream]:
-        async with self._dialer.open_stream(contact, method, timeout_s=timeout_s, lane=lane) as stream:
+        async with self._dialer.open_stream(
+            contact, method, timeout_s=timeout_s, connection=connection
+        ) as stream:
             yield MeteredStream(stream, self.speed, self._clock)

@@ -300,7 +300,7 @@ class Round:
         """Send our values to one reducer, and take its averages."""
         try:
             contact = self.group.members[place].contact
-            async with self._channels.open_stream(contact, EXCHANGE, timeout_s=None, lane=1) as opened:
+            async with self._channels.open_stream(contact, EXCHANGE, timeout_s=None, connection=1) as opened:
                 stream = self.shared.in_pieces(opened, place, functools.partial(self._came, place))
                 await run_concurrently(
                     self._send_contributions(place, stream), self._receive_averages(place, stream)

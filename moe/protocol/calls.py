@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 _SCHEMAS_MAX = 1024
 _POOLED_BYTES = 256 << 10  # what takes longer to encode or decode than a change of threads
-_TENSOR_LANE = 1
+_TENSOR_CONNECTION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,7 +370,7 @@ class ExpertCalls:
         request is on its way.
         """
         stream_of = self._channels.open_stream(
-            replica.contact, EXCHANGE, timeout_s=timeout_s, lane=_TENSOR_LANE
+            replica.contact, EXCHANGE, timeout_s=timeout_s, connection=_TENSOR_CONNECTION
         )
         async with stream_of as stream:
 

@@ -1,7 +1,7 @@
 """The client side of remote calls: pooled, bounded, authenticated connections to peers.
 
-One control connection (lane 0) per peer, and one more TCP connection for every other lane that somebody asks
-for: the streams of one connection share one TCP window, and a long link needs several. A connection that
+There is one control connection (number 0) per peer, and one more TCP connection for every other number that is
+requested: the streams of one connection share one TCP window, and a long link needs several. A connection that
 broke is dropped, so that the next call dials afresh instead of waiting for gRPC's backoff.
 """
 
@@ -54,7 +54,7 @@ class _Link:
     """The place of one connection in the pool. `lock`: one caller dials, the others wait for it."""
 
     peer_id: PeerId
-    lane: int
+    number: int
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     connection: Connection | None = None
     failed_s: float = -1.0
@@ -151,23 +151,23 @@ class Channels:
         return reply
 
     def open_stream(
-        self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, lane: int = 0
+        self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, connection: int = 0
     ) -> AbstractAsyncContextManager[Stream]:
         """A stream for the length of an `async with`; leaving it before the other end has finished cancels
         it.
 
-        `timeout_s` is for the whole stream, connecting included (None: as long as it takes). `lane` above 0:
-        on a TCP connection of its own.
+        `timeout_s` is for the whole stream, connecting included (None: as long as it takes). A `connection` above 0
+        is the number of a separate TCP connection.
         """
-        return self._open_stream(contact, method, timeout_s, lane)
+        return self._open_stream(contact, method, timeout_s, connection)
 
     @contextlib.asynccontextmanager
     async def _open_stream(
-        self, contact: Contact, method: StreamMethod, timeout_s: float | None, lane: int
+        self, contact: Contact, method: StreamMethod, timeout_s: float | None, number: int
     ) -> AsyncIterator[Stream]:
         loop = asyncio.get_running_loop()
         deadline_s = None if timeout_s is None else loop.time() + timeout_s
-        async with self._using(contact, lane, timeout_s) as connection:
+        async with self._using(contact, number, timeout_s) as connection:
             remaining_s = None if deadline_s is None else max(deadline_s - loop.time(), 0.001)
             call = connection.channel.stream_stream(method.name)(timeout=remaining_s)
             stream = CallerStream(method, contact.peer_id, connection, call, timeout_s)
@@ -229,8 +229,10 @@ class Channels:
         return reply
 
     @contextlib.asynccontextmanager
-    async def _using(self, contact: Contact, lane: int, timeout_s: float | None) -> AsyncIterator[Connection]:
-        link, use = await self._enter(contact, lane, timeout_s)
+    async def _using(
+        self, contact: Contact, number: int, timeout_s: float | None
+    ) -> AsyncIterator[Connection]:
+        link, use = await self._enter(contact, number, timeout_s)
         try:
             yield use.connection
         except NetworkError as error:
@@ -239,11 +241,11 @@ class Channels:
         finally:
             await self._leave(link, use)
 
-    async def _enter(self, contact: Contact, lane: int, timeout_s: float | None) -> tuple[_Link, _Use]:
+    async def _enter(self, contact: Contact, number: int, timeout_s: float | None) -> tuple[_Link, _Use]:
         """Every call enters, and leaves: what nobody is in may be closed."""
-        link = self._links.get((contact.peer_id, lane))
+        link = self._links.get((contact.peer_id, number))
         if link is None or link.connection is None or self._closed or not _alive(link.connection):
-            link = await self._connect(contact, lane, timeout_s)
+            link = await self._connect(contact, number, timeout_s)
         assert link.connection is not None
         use = self._uses[id(link.connection)]
         use.calls += 1
@@ -265,18 +267,18 @@ class Channels:
         if use.dropped and not use.calls:
             await self._discard(use.connection)
 
-    async def _connect(self, contact: Contact, lane: int, timeout_s: float | None) -> _Link:
+    async def _connect(self, contact: Contact, number: int, timeout_s: float | None) -> _Link:
         if self._closed:
             raise UsageError("this node is closed")
         if contact.peer_id == self._own:
             raise UsageError("a peer does not call itself")
         loop = asyncio.get_running_loop()
         started_s, asked_s = loop.time(), time.monotonic()  # uvloop's clock counts whole milliseconds
-        link = self._links.get((contact.peer_id, lane))
+        link = self._links.get((contact.peer_id, number))
         if link is None:
             await self._make_room()
             link = self._links.setdefault(
-                (contact.peer_id, lane), _Link(contact.peer_id, lane, used_s=started_s)
+                (contact.peer_id, number), _Link(contact.peer_id, number, used_s=started_s)
             )
         if link.connection is not None and _alive(link.connection):
             return link
@@ -313,7 +315,7 @@ class Channels:
                 self._certificate,
                 timeout_s=max(dial_s, 0.001),
                 first=self._good.get(contact.peer_id),
-                options=self._throttle.options + (BULK_OPTIONS if link.lane > 0 else ()),
+                options=self._throttle.options + (BULK_OPTIONS if link.number > 0 else ()),
                 on_dial=self._dialed.extend,
             )
         except NetworkError as error:

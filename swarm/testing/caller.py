@@ -148,10 +148,10 @@ class SimulatedCaller:
 
     @asynccontextmanager
     async def open_stream(
-        self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, lane: int = 0
+        self, contact: Contact, method: StreamMethod, *, timeout_s: float | None, connection: int = 0
     ) -> AsyncIterator[SimulatedStream]:
         """A stream to the peer's handler; leaving the context cancels what is unfinished. `timeout_s` bounds
-        its whole life; lanes share a link.
+        its whole life; all connections share a link.
         """
         try:
             async with asyncio.timeout(timeout_s) as timeout:

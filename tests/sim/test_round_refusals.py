@@ -56,7 +56,7 @@ def test_strangers_and_mismatches_are_refused() -> None:
         async def refusal(peer: SimulatedPeer, header: ExchangeHeader) -> str:
             with pytest.raises(PeerError) as caught:  # noqa: PT012
                 async with peer.caller.open_stream(
-                    peers[0].contact, EXCHANGE, timeout_s=20, lane=1
+                    peers[0].contact, EXCHANGE, timeout_s=20, connection=1
                 ) as stream:
                     await stream.send(pack(header))
                     await stream.receive()

@@ -437,7 +437,7 @@ async def _misbehave(peer: RoundPeer, group: Group, plan: Plan, nonsense: str) -
         }[nonsense]
         refusals = averages = 0
         async with peer.channels.open_stream(
-            group.members[place].contact, EXCHANGE, timeout_s=20, lane=1
+            group.members[place].contact, EXCHANGE, timeout_s=20, connection=1
         ) as stream:
             for message in [pack(ExchangeHeader(open=opening)), *bad]:
                 await stream.send(message)

@@ -86,7 +86,7 @@ async def _send_in_this_order(
         )
         chunks = plan.shard(place)
         async with peer.channels.open_stream(
-            group.members[place].contact, EXCHANGE, timeout_s=20, lane=1
+            group.members[place].contact, EXCHANGE, timeout_s=20, connection=1
         ) as stream:
             await stream.send(pack(ExchangeHeader(open=opening)))
             for nth in sent:
@@ -129,7 +129,7 @@ def test_a_second_stream_of_a_member_in_one_round_is_refused() -> None:
                     for _ in range(2):
                         stream = await stack.enter_async_context(
                             members[2].channels.open_stream(
-                                members[0].contact, EXCHANGE, timeout_s=20, lane=1
+                                members[0].contact, EXCHANGE, timeout_s=20, connection=1
                             )
                         )
                         await stream.send(pack(ExchangeHeader(open=opening)))
