@@ -59,7 +59,9 @@ _CANCEL_S_MAX = 2.0  # the tensor work of a cancelled round ends within this
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AveragerConfig:
-    """Settings that rarely need a change. The group sizes in `groups.matchmaking` are those of the averager."""
+    """Settings that rarely need a change. The group sizes in `groups.matchmaking` are those of
+    the averager.
+    """
 
     run: str = ""  # the run whose presence records are used; "": an open one, over the averager's name
     # Upload bandwidth in bytes/s; a peer with more reduces more. None: as measured in the rounds before.
@@ -79,7 +81,8 @@ class AveragerConfig:
             )
         if self.aggregation.clip_to_median is not None or self.round.aggregation != MEAN or self.round.audit:
             raise UsageError(
-                "give the averager itself aggregation, clip_to_median and audit: its config has only the rules' numbers"
+                "give the averager itself aggregation, clip_to_median and audit: its config has only the "
+                "rules' numbers"
             )
 
 
@@ -134,11 +137,13 @@ class Averager:
         self.config = config or AveragerConfig()
         if not _NAME.fullmatch(name):
             raise UsageError(
-                f"an averager's name has 1 to 64 letters, digits, dots, dashes or underscores, not {name[:100]!r}"
+                "an averager's name has 1 to 64 letters, digits, dots, dashes or underscores, not "
+                f"{name[:100]!r}"
             )
         if self.config.aggregation.rule not in ("mean", aggregation):
             raise UsageError(
-                f"the config has numbers for {self.config.aggregation.rule!r}, and this averager's aggregation is {aggregation!r}"
+                f"the config has numbers for {self.config.aggregation.rule!r}, and this averager's "
+                f"aggregation is {aggregation!r}"
             )
         self._aggregation = replace(self.config.aggregation, rule=aggregation, clip_to_median=clip_to_median)
         if not 0.0 < min_fraction <= 1.0:  # RoundConfig checks it too, but later
@@ -168,7 +173,10 @@ class Averager:
         settings += f", for {self.config.compatibility_tag}" if self.config.compatibility_tag else ""
         tag = f"{settings} {self._round.chunk_bytes}".encode()
         digest = hashlib.sha256(schema_hash(layout, find(codec)) + tag).digest()
-        text = f"{len(layout.shapes)} tensors with {layout.numel:,} elements, {codec}, {settings} (#{digest.hex()[:8]})"
+        text = (
+            f"{len(layout.shapes)} tensors with {layout.numel:,} elements, {codec}, {settings} "
+            f"(#{digest.hex()[:8]})"
+        )
         self.schema = VectorSchema(digest=digest, text=text, codec=find(codec).name)
         run = self.config.run or hashlib.sha256(f"open averager {name}".encode()).hexdigest()[:20]
         self._full_name = AveragerName(run=run, averager=name)
@@ -258,8 +266,8 @@ class Averager:
         value up to 16 KiB, handed to all members. `round_key`: only peers with equal keys meet.
         `apply="delta"`: the tensors may change meanwhile, and get average minus snapshot added. `lend=True`:
         the tensors do not change until the result is taken, so that float32 ones on the host need no copy
-        (None: `wait`). Raises UsageError for wrong arguments, a closed averager, or a step while another is in
-        progress.
+        (None: `wait`). Raises UsageError for wrong arguments, a closed averager, or a step while another is
+        in progress.
         """
         started_s = time.monotonic()
         check_step(weight, timeout_s, apply)
@@ -413,7 +421,8 @@ class Averager:
                 raise UsageError("this averager is closed")
             if self._pending is not None:
                 raise UsageError(
-                    "a step of this averager is in progress: take the result of the pending round, or cancel it, first"
+                    "a step of this averager is in progress: take the result of the pending round, or "
+                    "cancel it, first"
                 )
             self._pending = pending
 

@@ -55,7 +55,9 @@ class Strategy(Protocol):
 
     @property
     def gathered_prefix_bytes(self) -> int:
-        """Return how many bytes at the beginning of each member's gathered metadata belong to the strategy."""
+        """Return how many bytes at the beginning of each member's gathered metadata belong to the
+        strategy.
+        """
         ...
 
     async def run(self, group: Group, deadline_s: float) -> RoundOutcome:

@@ -168,7 +168,9 @@ def losses(say: Callable[[str], None], *, steps: int = STEPS) -> list[Row]:
 def costs(
     say: Callable[[str], None], *, elements: int = COST_ELEMENTS, rounds: int = COST_ROUNDS
 ) -> list[Row]:
-    """Reducing what eight peers sent, one thread: each aggregation in turn, and what an audit adds per contribution."""
+    """Reducing what eight peers sent, one thread: each aggregation in turn, and what an audit adds per
+    contribution.
+    """
     codec = find(CODEC)
     plan = plan_chunks(elements, [1.0], codec, 1 << 20)
     chance = torch.Generator().manual_seed(2)

@@ -267,7 +267,10 @@ class AllReduce:
             and not group.members[kernels.own].auxiliary
             and fared.covered < config.min_fraction
         ):
-            failure = f"nobody is left who contributes to {1.0 - fared.covered:.0%} of the vector: {'; '.join(fared.left_out.values())}"
+            failure = (
+                f"nobody is left who contributes to {1.0 - fared.covered:.0%} of the vector: "
+                f"{'; '.join(fared.left_out.values())}"
+            )
         fractions = fared.fractions if failure is None else {}
         clipped = fared.clipped if failure is None else {}
         left_out = fared.left_out

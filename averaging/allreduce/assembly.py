@@ -69,14 +69,15 @@ class Assembly:
         return chunk
 
     def check(self, chunk_index: int, contributors: bytes, payload_bytes: int) -> None:
-        """PeerError unless this many bytes, with these contributors, can be an average of this chunk: nobody's
-        has no bytes.
+        """PeerError unless this many bytes, with these contributors, can be an average of this chunk:
+        nobody's has no bytes.
         """
         places = decode_places(contributors, self._plan.members)
         size = self._codec.encoded_bytes(self._plan.chunks[chunk_index].numel) if places else 0
         if payload_bytes != size:
             raise PeerError(
-                f"an average of chunk {chunk_index} with {payload_bytes} bytes; {self._codec.name} takes {size}"
+                f"an average of chunk {chunk_index} with {payload_bytes} bytes; {self._codec.name} takes "
+                f"{size}"
             )
 
     def settle(self, chunk_index: int, version: Version) -> None:
@@ -90,7 +91,9 @@ class Assembly:
         self._settled[chunk_index] = version
 
     def forget(self, chunk_index: int) -> None:
-        """The average that was announced is no good: another may come, though not from its reducer's stream."""
+        """The average that was announced is no good: another may come, though not from its
+        reducer's stream.
+        """
         reducer = self._plan.chunks[chunk_index].reducer
         self._announced.discard(chunk_index)
         self._arriving[reducer] -= 1
@@ -137,7 +140,9 @@ class Assembly:
         )
 
     def fractions(self) -> dict[int, float]:
-        """For every place that is in some settled chunk: the fraction of the vector's elements that it is in."""
+        """For every place that is in some settled chunk: the fraction of the vector's elements
+        that it is in.
+        """
         return self._fractions({index: version.contributors for index, version in self._settled.items()})
 
     def clipped(self) -> dict[int, float]:

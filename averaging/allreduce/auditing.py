@@ -1,5 +1,5 @@
-"""The service around `averaging.reduction.audit`: signs and checks contributions, keeps what was reduced, accounts
-for it, and audits others.
+"""The service around `averaging.reduction.audit`: signs and checks contributions, keeps what was reduced,
+accounts for it, and audits others.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class Auditor:
     # ---- as a sender and as a reducer
 
     def accept(self, place: int, chunk: int, payload: memoryview, signature: bytes) -> None:
-        """A contribution came. PeerError unless its sender signed it: what cannot be shown later cannot be averaged."""
+        """A contribution came. PeerError unless its sender signed it: what cannot be shown later cannot be
+        averaged.
+        """
         if len(signature) != SIGNATURE_BYTES or not self._verify(
             place, self._statement(chunk, payload), signature
         ):
@@ -95,8 +97,8 @@ class Auditor:
     # ---- as an auditor
 
     async def audit(self, channels: Dialer, work: Work) -> Finding | None:
-        """Look at some chunks of others; what is wrong with the first that is not as it should be. `work` runs
-        tensor work.
+        """Look at some chunks of others; what is wrong with the first that is not as it should be. `work`
+        runs tensor work.
 
         To be called when every average is here, and before this member votes: until then all others have to
         wait, and hold what is asked.
@@ -152,7 +154,8 @@ class Auditor:
         inputs = [Contribution(item.place, self._kernels.weights[item.place], item.payload) for item in shown]
         if await work(self._kernels.recompute, Recomputation(chunk, inputs)) != digest:
             return Finding(
-                f"{name} lied: its average of chunk {chunk.index} is not what its senders' signed values give",
+                f"{name} lied: its average of chunk {chunk.index} is not what its senders' signed values "
+                "give",
                 chunk.reducer,
             )
         return None

@@ -98,8 +98,8 @@ class Dialer(Caller, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundConfig:
-    """How a round runs. `chunk_bytes` must be the same on all members: it decides the cut, and a difference is
-    refused.
+    """How a round runs. `chunk_bytes` must be the same on all members: it decides the cut, and a difference
+    is refused.
     """
 
     # of an encoded chunk, at most; smaller: more messages, larger: less overlap and more memory in flight
@@ -108,7 +108,8 @@ class RoundConfig:
     batch_chunks: int = 2
     # tensor work on the event loop's own thread, not in the pool; None: where cores are too few to help
     inline: bool | None = None
-    # chunks of one sender that a reducer holds while others' are missing; then it reads no more of that stream
+    # chunks of one sender that a reducer holds while others' are missing; then it reads no more of that
+    # stream
     ahead_max: int = 32
     # how long a stream or vote of a round that is not known here yet waits for it to begin
     join_s: float = 5.0
@@ -145,7 +146,8 @@ class RoundConfig:
             or min(self.announce_s, self.farewell_s) < 0
         ):
             raise UsageError(
-                "batch_chunks and ahead_max are at least 1, join_s is positive, announce_s and farewell_s are not negative"
+                "batch_chunks and ahead_max are at least 1, join_s is positive, announce_s and farewell_s "
+                "are not negative"
             )
         if not 0.0 < self.min_fraction <= 1.0 or self.held_wait_s <= 0 or self.fetch_s <= 0:
             raise UsageError("min_fraction is above 0 and at most 1, held_wait_s and fetch_s are positive")

@@ -72,7 +72,8 @@ class Contributions:
             except SwarmError as error:
                 self.leave_out(
                     place,
-                    f"it did not give its values of chunk {chunk.index}, which another peer takes over: {error}",
+                    f"it did not give its values of chunk {chunk.index}, which another peer takes over: "
+                    f"{error}",
                 )
 
         async with asyncio.TaskGroup() as tasks:

@@ -28,7 +28,9 @@ class ChunkInventory:
         return sum(chunk.index in held for chunk in self.plan.shard(reducer))
 
     def tell(self, request: HeldRequest, sealed: bool) -> HeldReply:
-        """The versions that are held. PeerError: no such reducer, or the memory holds another round by now."""
+        """The versions that are held. PeerError: no such reducer, or the memory holds another
+        round by now.
+        """
         self._alive()
         if request.reducer >= self.plan.members:
             raise PeerError(f"a question about reducer {request.reducer} among {self.plan.members}")

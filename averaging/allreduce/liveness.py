@@ -34,8 +34,8 @@ class LivenessConfig:
     missed_max: int = 3  # heartbeats without an answer until a member is suspected, and probed
     # time for a suspect to answer; too small: busy peers are marked failed, too large: the round stalls
     probe_s: float = 0.6
-    # time for a member that was never heard, which may still have to connect and to begin, and for one whose first
-    # tensors are on their way, which show how long its pauses are
+    # time for a member that was never heard, which may still have to connect and to begin, and for one whose
+    # first tensors are on their way, which show how long its pauses are
     first_s: float = 3.0
     # or this many of its longest recent pauses and round trips, if that is longer
     slack: float = 3.0
@@ -168,7 +168,9 @@ class FailureDetector:
         return self._config.rest_s - self._config.heartbeat_interval_s if self._rests(peer) else 0.0
 
     def _silence_s(self, peer: _Peer) -> float:
-        """Return the silence after which a member gets a heartbeat, or a probe when it should have sent one."""
+        """Return the silence after which a member gets a heartbeat, or a probe when it should
+        have sent one.
+        """
         config = self._config
         return (
             config.heartbeat_interval_s if peer.calls else config.missed_max * config.heartbeat_interval_s

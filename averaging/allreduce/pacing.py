@@ -24,17 +24,17 @@ class PacingConfig:
     """The time after which the round continues without a member that is alive and whose work is missing."""
 
     tick_s: float = 0.25  # between two looks
-    # a sender whose contribution is the one that a chunk waits for; too small: slow links are cut off, too large: one
-    # holds all
+    # a sender whose contribution is the one that a chunk waits for; too small: slow links are cut off, too
+    # large: one holds all
     sender_s: float = 4.0
-    # a reducer that takes no contribution and gives no average; it may itself wait for a sender, so: more than twice
-    # sender_s
+    # a reducer that takes no contribution and gives no average; it may itself wait for a sender, so: more
+    # than twice sender_s
     reducer_s: float = 10.0
     voter_s: float = 15.0  # a member that has not voted although most have; it may itself wait for a reducer
     first_s: float = 5.0  # more for the first sign of work: a member may still have to begin
     slack: float = 4.0  # that many of the longest recent pauses instead, if that is longer
-    # Share of the time until the round's deadline; a member that would not finish by then at its rate is left out.
-    # The chunks of a lost reducer have to be reduced again, and a reducer may itself wait for a sender:
+    # Share of the time until the round's deadline; a member that would not finish by then at its rate is left
+    # out. The chunks of a lost reducer have to be reduced again, and a reducer may itself wait for a sender:
     # sender_share below reducer_share, and that well below 1
     sender_share: float = 0.5
     reducer_share: float = 0.7

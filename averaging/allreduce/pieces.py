@@ -104,7 +104,8 @@ class PiecewiseStream:
                 return None
             if len(piece) < min(remaining, PIECE_BYTES_LEAST):
                 raise PeerError(
-                    f"a piece of {len(piece)} bytes with {remaining} to come: at least {PIECE_BYTES_LEAST} are a piece"
+                    f"a piece of {len(piece)} bytes with {remaining} to come: at least {PIECE_BYTES_LEAST} "
+                    "are a piece"
                 )
             self._came(len(piece))
             pieces.append(piece)

@@ -30,7 +30,9 @@ _FETCHES_MAX = 6  # averages fetched at once when members hold different ones
 
 
 class Recovery:
-    """`run` runs it; `lose`, `mark_failed`, `resolve` and `adopt` say what has happened; the rest answers members."""
+    """`run` runs it; `lose`, `mark_failed`, `resolve` and `adopt` say what has happened; the rest answers
+    members.
+    """
 
     def __init__(self, shared: RoundContext, caller: Dialer, halt: Callable[[bool], Awaitable[None]]) -> None:
         self._shared = shared
@@ -229,7 +231,9 @@ class Recovery:
         return None
 
     async def _adopt(self, digest: bytes, places: tuple[int, ...]) -> None:
-        """Download the averages that others have committed from any member that holds them; the digest proves them."""
+        """Download the averages that others have committed from any member that holds them; the digest proves
+        them.
+        """
         self.adopting = self._reach.include_failed = True
         for task in self._repairing:
             task.cancel()
@@ -283,7 +287,9 @@ class Recovery:
     # ---- for the service, when members call
 
     async def answer_held(self, place: int, request: HeldRequest) -> HeldReply:
-        """Return the versions of a shard that this member holds, and whether it may still get more of them."""
+        """Return the versions of a shard that this member holds, and whether it may still get
+        more of them.
+        """
         self._check_repairs()
         reducer = request.reducer
         if not request.everything and reducer < len(self._members) and place != reducer:

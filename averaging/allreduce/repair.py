@@ -72,8 +72,8 @@ def attempt(reducer: int, place: int, members: int) -> int:
 
 
 class Repair:
-    """One lost shard. Told of what others hold and what succeeded; `poll` says what to do now, each thing once
-    until it is answered for.
+    """One lost shard. Told of what others hold and what succeeded; `poll` says what to do now, each thing
+    once until it is answered for.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
 """One averaging round of one member, as it runs: streams out to the reducers, its own shard, what is done
 about reducers that are lost.
 
-Our values go out chunk by chunk, averages come back on the same streams, and what we reduce ourselves is served
-to those who opened streams here (`averaging.allreduce.shard`); all of it overlaps. A reducer that is lost
-fails nobody: its shard is repaired (`averaging.allreduce.recovery`). Who is alive and how members agree is in
-`averaging.allreduce.quorum`.
+Our values go out chunk by chunk, averages come back on the same streams, and what we reduce ourselves is
+served to those who opened streams here (`averaging.allreduce.span`); all of it overlaps. A reducer that is
+lost fails nobody: its shard is repaired (`averaging.allreduce.recovery`). Who is alive and how members agree
+is in `averaging.allreduce.quorum`.
 """
 
 from __future__ import annotations
@@ -252,8 +252,8 @@ class Round:
         return "nobody else is left to commit with"
 
     def _overtaken(self) -> None:
-        """Most others hold everything, averages of our own shard too: they have lost us, and we take what they
-        made of it.
+        """Most others hold everything, averages of our own shard too: they have lost us, and we take what
+        they made of it.
         """
         if not self.span.reduced and not self._given_up:
             self._given_up = True
@@ -290,7 +290,10 @@ class Round:
             for place, more_s in self._forecast.late(
                 [place for place in waited_for if place not in self.recovery.lost], now_s
             ):
-                why = f"at its pace its averages would take {more_s:.0f} s more; the round has {self.quorum.deadline_s - now_s:.0f} s"
+                why = (
+                    f"at its pace its averages would take {more_s:.0f} s more; the round has "
+                    f"{self.quorum.deadline_s - now_s:.0f} s"
+                )
                 self._lose(place, why, trusted=False)
             self.recovery.pace(now_s)
 
@@ -366,7 +369,8 @@ class Round:
                 average = header.average
                 if not any(average.contributors) and self._somebody_contributes(place):
                     raise PeerError(
-                        f"an average of chunk {average.chunk} that nobody is in, although members that contribute live"
+                        f"an average of chunk {average.chunk} that nobody is in, although members that "
+                        "contribute live"
                     )
                 chunk = self.assembly.announce(
                     place, average.chunk, average.contributors, len(payload), average.clipped

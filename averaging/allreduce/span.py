@@ -135,7 +135,8 @@ class ReducerSession:
         ):
             self.leave_out(
                 place,
-                f"at its pace it would send for {more_s:.0f} s more; the round has {self.quorum.deadline_s - now_s:.0f} s",
+                f"at its pace it would send for {more_s:.0f} s more; the round has "
+                f"{self.quorum.deadline_s - now_s:.0f} s",
             )
 
     def _ready(self, chunks: Iterable[int]) -> None:
@@ -204,17 +205,19 @@ class ReducerSession:
     # ---- streams that members open here
 
     async def serve(self, place: int, opening: ExchangeOpen, stream: Stream) -> None:
-        """One member's stream: take its contributions, give it our averages. PeerError refuses it, or says why the
-        round failed.
+        """One member's stream: take its contributions, give it our averages. PeerError refuses it, or says
+        why the round failed.
         """
         codec, plan = self.kernels.codec, self.kernels.plan
         if (opening.codec, opening.codec_version) != (codec.wire_id, codec.version):
             raise PeerError(
-                f"codec {opening.codec} version {opening.codec_version} is not this round's: {codec.name} version {codec.version}"
+                f"codec {opening.codec} version {opening.codec_version} is not this round's: {codec.name} "
+                f"version {codec.version}"
             )
         if opening.plan_digest != plan.digest(codec):
             raise PeerError(
-                "its cut of the vector into chunks differs: does the vector have another size there, or chunk_bytes another value?"
+                "its cut of the vector into chunks differs: does the vector have another size there, or "
+                "chunk_bytes another value?"
             )
         if place in self._serving:
             raise PeerError("a second stream in one round")

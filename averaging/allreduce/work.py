@@ -43,7 +43,9 @@ class Averaged:
 
 @dataclass(frozen=True, slots=True)
 class Spoiled:
-    """A chunk that could not be reduced, and whose values are to blame; nobody's: the sum itself overflows."""
+    """A chunk that could not be reduced, and whose values are to blame; nobody's: the sum itself
+    overflows.
+    """
 
     chunk: Chunk
     places: tuple[int, ...]

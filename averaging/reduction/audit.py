@@ -95,5 +95,8 @@ def fault(
         if len(item.signature) != SIGNATURE_BYTES or not verify(
             item.place, statement(group_id, chunk.index, digest(item.payload)), item.signature
         ):
-            return f"what it shows as the contribution of the member at place {item.place} was not signed by that member"
+            return (
+                f"what it shows as the contribution of the member at place {item.place} was not signed "
+                "by that member"
+            )
     return ""

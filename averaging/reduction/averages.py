@@ -108,7 +108,9 @@ def _power_of_two(size: int) -> int:
 
 
 class Averages:
-    """The encoded average of each chunk of a plan. It is valid until the next round takes the result buffer."""
+    """The encoded average of each chunk of a plan. It is valid until the next round takes the
+    result buffer.
+    """
 
     def __init__(self, plan: Plan, codec: Codec, result_buffer: ResultBuffer) -> None:
         self.plan, self.codec, self.result_buffer = plan, codec, result_buffer
@@ -153,7 +155,9 @@ class Averages:
         return self._places[chunk.index]
 
     def mark_empty(self, chunk: Chunk) -> None:
-        """Record that nobody contributed to this chunk: it has no average, and members keep their own values."""
+        """Record that nobody contributed to this chunk: it has no average, and members keep their
+        own values.
+        """
         self._empty.add(chunk.index)
 
     @property
@@ -205,7 +209,9 @@ class Averages:
                 piece.copy_(values[first - start : first - start + piece.numel()])
 
     def subtract(self, target: FlatVector) -> None:
-        """Replace `target` by averages - target, and by 0 where there is no average. On a device as `write`."""
+        """Replace `target` by averages - target, and by 0 where there is no average. On a device
+        as `write`.
+        """
         there = self._scratch(target, every=True)
         for chunk in (self.plan.chunks[index] for index in self._empty):
             for _, piece in target.pieces(chunk.start, chunk.stop):

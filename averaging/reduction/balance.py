@@ -25,9 +25,9 @@ from swarm.core.errors import UsageError
 
 _HALVINGS = 200  # until two neighbouring floats are left
 _SLOWER = 1.5  # bandwidths down to the median over this count as the median: measurements are never exact
-# Bandwidths above the median are divided by this, down to the median at least. A member that reduces more is sent
-# more: where all links are alike, a member that was mistaken for a fast one becomes the bottleneck, the others'
-# sends wait for it, and next time they look slower still.
+# Bandwidths above the median are divided by this, down to the median at least. A member that reduces more is
+# sent more: where all links are alike, a member that was mistaken for a fast one becomes the bottleneck, the
+# others' sends wait for it, and next time they look slower still.
 _FASTER = 2.0
 
 

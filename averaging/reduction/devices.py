@@ -225,7 +225,9 @@ class _PlainUpload:
 
 
 class PlainQueue:
-    """The queue of a device for which no streams are used: everything runs in call order, and copies at once."""
+    """The queue of a device for which no streams are used: everything runs in call order, and
+    copies at once.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -327,7 +329,9 @@ NO_QUEUES = Queues()
 
 
 def describe_out_of_memory(error: BaseException, queues: Queues = NO_QUEUES) -> str:
-    """Return where memory ran out, as the end of a sentence about this peer. `queues`: of the devices in use."""
+    """Return where memory ran out, as the end of a sentence about this peer. `queues`: of the
+    devices in use.
+    """
     named = _GPU.search(str(error))
     if named is not None:
         where = f"cuda:{named[1]}"

@@ -140,7 +140,9 @@ class Staged:
         self._residual.replace(self._new)
 
     def _of(self, buffer: FlatVector, start: int, stop: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Iterate over the pieces of `buffer` that hold these elements, each with its distance from `start`."""
+        """Iterate over the pieces of `buffer` that hold these elements, each with its distance
+        from `start`.
+        """
         assert self.covers(start, stop)
         first = self._residual.start
         return ((at + first - start, piece) for at, piece in buffer.pieces(start - first, stop - first))
@@ -342,7 +344,8 @@ class Feedback:
         missing = {"format", "sender", "span", "reducer", "committed", "dropped"} - set(state)
         if missing or state["format"] != _FORMAT:
             raise UsageError(
-                f"this is no saved error feedback: {', '.join(sorted(missing)) or 'its format'} is not what it must be"
+                f"this is no saved error feedback: {', '.join(sorted(missing)) or 'its format'} is not "
+                "what it must be"
             )
         shard = _shard_from(state["span"], self.numel)
         sender = _residual_of(

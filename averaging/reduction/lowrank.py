@@ -56,7 +56,8 @@ class PowerSgd:
             )
         if not 0.0 <= self.saving_min < float("inf"):
             raise UsageError(
-                f"saving_min is by how much factors must be smaller than their matrix, 0 for always, not {self.saving_min!r}"
+                "saving_min is by how much factors must be smaller than their matrix, 0 for always, not "
+                f"{self.saving_min!r}"
             )
 
     @property
@@ -211,7 +212,8 @@ def renewed(q: torch.Tensor, seed: bytes, matrix: Matrix) -> torch.Tensor:
     """
     found = orthonormal(q)
     empty = (found == 0.0).all(dim=0)
-    # The matrix was all zeros or of a lower rank once; without new columns nothing would ever show in these again.
+    # The matrix was all zeros or of a lower rank once; without new columns nothing would ever show in these
+    # again.
     if bool(empty.any()):
         drawn = seeded(seed, matrix)
         found = orthonormal(torch.where(empty, drawn, found))

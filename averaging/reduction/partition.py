@@ -21,7 +21,8 @@ from swarm.core.errors import UsageError
 
 ALIGNMENT_ELEMENTS = 1024  # edges of chunks: whole blocks for blockwise codecs, whole pages in float32
 CHUNKS_MAX = 1 << 24
-# Working space is in float32, and a codec of a quarter of a bit would put tens of millions of elements into 1 MB.
+# Working space is in float32, and a codec of a quarter of a bit would put tens of millions of elements into 1
+# MB.
 CHUNK_ELEMENTS_MAX = 1 << 21
 CHUNK_S = 0.02
 CHUNK_BYTES_SMALL = 64 << 10  # a header and a message cost as much as some kilobytes

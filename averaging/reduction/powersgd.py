@@ -3,8 +3,9 @@ docs/decisions/0016.
 
 A round takes two all-reduces. With M = values + residual, a matrix that differs on each member:
 
-    first     p = the mean of all M q₀, for a q₀ that is alike on all members; its columns are made orthonormal
-    second    q = the mean of all Mᵀ p; every member's average is then p qᵀ, and q is what the next round starts from
+    first     p = the mean of all M q₀, for a q₀ that is alike on all members; its columns are made
+              orthonormal
+    second    q = the mean of all Mᵀ p; every member's average is then p qᵀ, and the next round starts from q
 
 `p` only gives the directions for the second all-reduce: a member that is missing in the first, or came with
 another q₀, makes the approximation worse for one round, but no average wrong. A member's residual becomes M -
@@ -85,7 +86,8 @@ class LowRank:
         """
         if codec.name not in CODECS:
             raise UsageError(
-                f"PowerSGD's factors travel in {', '.join(CODECS)}, not in {codec.name}: they are small, and all else hangs on them"
+                f"PowerSGD's factors travel in {', '.join(CODECS)}, not in {codec.name}: they are small, "
+                "and all else hangs on them"
             )
         self.tensors, self.settings = tuple(tensors), settings
         self.layout = Factoring.of([tuple(tensor.shape) for tensor in tensors], settings)
@@ -271,7 +273,9 @@ class LowRank:
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state needed to resume, copied to the host: residuals, and the start of the next round."""
+        """Return the state needed to resume, copied to the host: residuals, and the start of the
+        next round.
+        """
         return {
             "format": _FORMAT,
             "powersgd": [self.settings.rank, self.settings.saving_min],

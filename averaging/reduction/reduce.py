@@ -172,7 +172,9 @@ class Job:
 
 
 class Block(NamedTuple):
-    """A range of a chunk's elements, and its range of bytes in the encoded chunk; both relative to the chunk."""
+    """A range of a chunk's elements, and its range of bytes in the encoded chunk; both relative
+    to the chunk.
+    """
 
     start: int
     stop: int

@@ -48,10 +48,11 @@ class Aggregation:
     """
 
     rule: str = "mean"  # one of RULES
-    # trimmed_mean: share of the contributors cut off at either end; must be at least the expected share of dishonest members
+    # trimmed_mean: share of the contributors cut off at either end; must be at least the expected share of
+    # dishonest members
     trim: float = 0.25
-    # centered_clip: in medians of the contributions' distances; smaller: dishonest members have less influence,
-    # and the mean is approached more slowly
+    # centered_clip: in medians of the contributions' distances; smaller: dishonest members have less
+    # influence, and the mean is approached more slowly
     radius: float = 1.0
     # centered_clip: steps towards the centre; they are cheap, and each lets dishonest members pull once more
     iterations_max: int = 5
@@ -88,7 +89,9 @@ class Rule(Protocol):
     """The aggregation of one chunk, block by block."""
 
     def compute(self, block: Block, total: torch.Tensor, scratch: torch.Tensor) -> None:
-        """Write the result for this block to `total`. Both tensors are flat float32 on the host, of its size."""
+        """Write the result for this block to `total`. Both tensors are flat float32 on the host,
+        of its size.
+        """
         ...
 
     def spoilers(self) -> tuple[int, ...]:
@@ -368,7 +371,9 @@ class CenteredClip:
         self._shares: list[np.float32] = []
 
     def find(self, cut: Sequence[Block], total: torch.Tensor) -> None:
-        """Make the first pass: write the median of the chunk to `total`, and compute where the centre lies."""
+        """Make the first pass: write the median of the chunk to `total`, and compute where the
+        centre lies.
+        """
         out: Row = total.numpy()
         sums = np.zeros((len(self._values), len(self._values), _SUM_WIDTH))
         for block in cut:
@@ -417,7 +422,8 @@ class CenteredClip:
                     found: npt.NDArray[Any] = _fold(
                         np.multiply(apart[nth:], apart[nth], out=products[nth:]), _SUM_WIDTH
                     )
-                # The squares overflow or underflow float32: only dishonest members are so far away, or all so close.
+                # The squares overflow or underflow float32: only dishonest members are so far away, or all so
+                # close.
                 else:
                     found = _fold(np.multiply(apart[nth:], apart[nth], dtype=np.float64), _SUM_WIDTH)
                 sums[nth, nth:, : found.shape[-1]] += found

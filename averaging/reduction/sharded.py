@@ -31,6 +31,8 @@ def refuse_sharded(tensors: Sequence[torch.Tensor], what: str) -> None:
     for place, tensor in enumerate(tensors):
         if is_sharded(tensor):
             raise UsageError(
-                f"{what} {place} is a DTensor, of which each process holds a shard (FSDP2's fully_shard and tensor parallelism make them);"
-                " peers share whole tensors. Train with DistributedDataParallel or on one device within a peer, and pass its whole tensors"
+                f"{what} {place} is a DTensor, of which each process holds a shard (FSDP2's fully_shard "
+                "and tensor parallelism make them);"
+                " peers share whole tensors. Train with DistributedDataParallel or on one device within a "
+                "peer, and pass its whole tensors"
             )

@@ -145,7 +145,8 @@ def _refuse_overlaps(tensors: Sequence[torch.Tensor]) -> None:
             continue
         if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
             raise UsageError(
-                f"tensor {place} is expanded: several of its elements are one number in memory; pass the tensor it was made of"
+                f"tensor {place} is expanded: several of its elements are one number in memory; pass the "
+                "tensor it was made of"
             )
         by_storage.setdefault((tensor.device, tensor.untyped_storage().data_ptr()), []).append(
             (place, tensor)

@@ -35,7 +35,8 @@ class FlatVector:
                 or tensor.is_meta
             ):
                 raise UsageError(
-                    f"a round averages flat contiguous float32 tensors, not {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}"
+                    f"a round averages flat contiguous float32 tensors, not {tuple(tensor.shape)} of "
+                    f"{tensor.dtype} on {tensor.device}"
                 )
         self._tensors = [tensor for tensor in tensors if tensor.numel()]
         self._starts = [0, *accumulate(tensor.numel() for tensor in self._tensors)]

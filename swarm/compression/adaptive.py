@@ -17,7 +17,9 @@ ROLES = ("gradient", "pseudo_gradient", "parameter", "statistic", "activation")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adaptive:
-    """The name of the codec for each role, and for small vectors, which gain almost nothing from fewer bits."""
+    """The name of the codec for each role, and for small vectors, which gain almost nothing from
+    fewer bits.
+    """
 
     gradient: str = "int8"
     pseudo_gradient: str = "int4"  # the sum of many local steps; costs no loss (decision 14)

@@ -134,7 +134,9 @@ PUBLIC_WIRE_ID_MAX = 1023  # above: for codecs that users add
 
 
 def register(codec: Codec) -> None:
-    """Make `codec` known in this process. Raises UsageError when its name or wire id belongs to another one."""
+    """Make `codec` known in this process. Raises UsageError when its name or wire id belongs to
+    another one.
+    """
     if not 1 <= codec.wire_id <= WIRE_ID_MAX:
         raise UsageError(
             f"the wire id of codec {codec.name!r} is between 1 and {WIRE_ID_MAX}, not {codec.wire_id}"

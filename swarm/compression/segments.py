@@ -36,8 +36,8 @@ _SCALE_BYTES = 4
 # processed at once on a device, where a call costs more than its work: 16 MiB for each temporary
 _DEVICE_SEGMENTS = 256
 _HOST_SEGMENTS = 8  # on the host: as much as one core's cache holds
-# torch splits an operation among a team of threads from this many elements on, and its slowest thread can take
-# milliseconds where peers and trainers share the cores. A segment is half of that.
+# torch splits an operation among a team of threads from this many elements on, and its slowest thread can
+# take milliseconds where peers and trainers share the cores. A segment is half of that.
 _TEAM_ELEMENTS = 1 << 15
 _ROUNDER = 1.5 * 2.0**23  # a float32 of this size has no fraction
 _HIGHEST_LEVEL = 127

@@ -91,7 +91,10 @@ class Largest:
             if falling.any():
                 chunk, nth = (int(found[0]) for found in np.nonzero(falling))
                 before, place = chunks[chunk, nth], chunks[chunk, nth + 1]
-                return f"a place that is {'repeated' if place == before else 'out of order'} in a chunk: {place} after {before}"
+                return (
+                    f"a place that is {'repeated' if place == before else 'out of order'} in a chunk: "
+                    f"{place} after {before}"
+                )
         rest = 0 if numel is None else numel % self.block
         if rest and places[0, -1] >= rest:  # ascending: the last is the largest
             return f"place {places[0, -1]} in a chunk of {rest} elements"

@@ -256,7 +256,9 @@ def test_a_place_beyond_the_end() -> None:
 
 
 def test_repeated_places_give_nan_in_an_average() -> None:
-    """Reducers decode first and look at the sum: what is no encoding must not average into something finite."""
+    """Reducers decode first and look at the sum: what is no encoding must not average into
+    something finite.
+    """
     payload = bytearray(encoded(find("topk"), normal(8192)))
     payload[8 + 128 :] = bytes(128)  # the second chunk: 64 times place 0
     result = decoded(find("topk"), bytes(payload), 8192)

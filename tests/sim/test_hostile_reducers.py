@@ -169,7 +169,9 @@ def test_a_reducer_that_averages_something_else_is_named(
 
 
 def test_a_share_of_the_chunks_finds_a_share_of_the_lies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reducer that lies in all of its three chunks is caught with a probability of 1 - (1 - p)³ each round."""
+    """A reducer that lies in all of its three chunks is caught with a probability of 1 - (1 - p)³
+    each round.
+    """
     lies(monkeypatch, heavier)
     rounds, share = 40, 0.2
     caught = 0

@@ -119,7 +119,9 @@ def forged(message: bytes, **changes: bytes) -> bytes:
 def test_invalid_reports_of_clipped_members_are_refused(
     clipped: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody of that number, a bitmap of another size, and one who is not in the average (its weight is 0)."""
+    """Nobody of that number, a bitmap of another size, and one who is not in the average (its
+    weight is 0).
+    """
     give = RoundContext.send
 
     async def lie(self: RoundContext, stream: object, message: bytes) -> None:

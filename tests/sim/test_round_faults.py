@@ -1,8 +1,8 @@
 """Rounds in which members fail in every way, at any moment, in any role: who survives commits the exact
 average, the same on all.
 
-A scenario is a seed and the faults of members: `play(seed, kinds)` replays it, and every failed assertion names
-both.
+A scenario is a seed and the faults of members: `play(seed, kinds)` replays it, and every failed assertion
+names both.
 """
 
 from __future__ import annotations

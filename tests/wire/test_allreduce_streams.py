@@ -1,4 +1,6 @@
-"""The stream from a member to a reducer, over real sockets: its contributions come in order, and there is one only."""
+"""The stream from a member to a reducer, over real sockets: its contributions come in order, and there is one
+only.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ from tests.wire.test_allreduce import (
 def test_a_sender_is_left_out_unless_its_chunks_come_in_order_and_complete(
     sent: list[int], words: str
 ) -> None:
-    """A client sends the contributions at `sent` to each reducer, and takes the averages on the same stream."""
+    """A client sends the contributions at `sent` to each reducer, and takes the averages on the
+    same stream.
+    """
 
     async def main() -> None:
         async with peers(4) as members:
@@ -71,8 +75,8 @@ def test_a_sender_is_left_out_unless_its_chunks_come_in_order_and_complete(
 async def _send_in_this_order(
     peer: RoundPeer, group: Group, plan: Plan, vector: torch.Tensor, sent: list[int]
 ) -> str:
-    """Take chunk as a client that sends every reducer the contributions at the indices `sent` of its shard; return
-    the digest of the averages that came back.
+    """Take chunk as a client that sends every reducer the contributions at the indices `sent` of its shard;
+    return the digest of the averages that came back.
     """
     codec = find(group.codec)
     got: dict[int, tuple[bytes, bytes]] = {}

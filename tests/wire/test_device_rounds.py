@@ -324,7 +324,8 @@ def test_no_memory_on_the_callers_thread_is_a_failed_result(
         assert (result.failed, result.reason, result.digest) == (True, "memory", "")
         assert (
             result.detail
-            == "this peer ran out of memory on cuda:0 when it wanted 4.00 MiB more; its tensors are as they were"
+            == "this peer ran out of memory on cuda:0 when it wanted 4.00 MiB more; its tensors are as "
+            "they were"
         )
         assert all(torch.equal(tensor, was) for tensor, was in zip(there.tensors[0], before, strict=True))
         there.fill(2)

@@ -45,7 +45,9 @@ def payload(values: torch.Tensor, codec: str = "float32") -> bytes:
 def test_any_order_of_arrival_gives_the_same_bytes(
     seed: int, members: int, codec_name: str, with_loss: bool
 ) -> None:
-    """Members at places 1.. send to the reducer at place 0; one of them may be left out at a random moment."""
+    """Members at places 1.. send to the reducer at place 0; one of them may be left out at a
+    random moment.
+    """
     codec = find(codec_name)
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)

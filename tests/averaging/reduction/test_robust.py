@@ -1,4 +1,6 @@
-"""Robust aggregation against brute force: every rule, its properties, clipping, and what cannot be averaged."""
+"""Robust aggregation against brute force: every rule, its properties, clipping, and what cannot
+be averaged.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +132,9 @@ def test_rules_use_the_decoded_values(rule: str, codec: str) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_the_size_of_blocks_does_not_change_the_result(rule: str) -> None:
-    """Machines cut chunks into blocks of their own size, at multiples of 32,768: an auditor's must not matter."""
+    """Machines cut chunks into blocks of their own size, at multiples of 32,768: an auditor's must not
+    matter.
+    """
     vectors = draw(4, 5, 300_000)
     vectors[2] *= np.float32(100.0)
     aggregation = Aggregation(rule=rule, clip_to_median=3.0)
