@@ -261,7 +261,7 @@ def test_a_round_fails_when_a_reducer_gives_no_account(how: str, monkeypatch: py
     monkeypatch.setattr(AllReduce, "_serve_account", evade)
     held = hold(1.0)
     assert all(outcome.failed for outcome in held.outcomes)
-    # who is silent or refuses may have left the round with reason
+    # a member that is silent or refuses may have left the round for a good reason
     assert held.accused == ({held.liar} if how == "short" else set())
     assert all(str(held.liar) in str(outcome.reason) for outcome in held.outcomes)
 

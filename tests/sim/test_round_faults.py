@@ -78,7 +78,7 @@ class Play:
     before: list[torch.Tensor]
     victims: dict[int, str] = field(default_factory=dict)
     running: dict[int, asyncio.Task[RoundOutcome]] = field(default_factory=dict)
-    cut_off: set[int] = field(default_factory=set)  # who cannot hear somebody
+    cut_off: set[int] = field(default_factory=set)  # members that cannot hear some other member
 
     async def run(self, place: int) -> RoundOutcome:
         deadline_s = self.peers[place].clock.monotonic_s() + DEADLINE_S

@@ -89,7 +89,7 @@ def test_a_lying_reducer_is_named_and_left_behind(nodes: list[Node], monkeypatch
     liar = nodes[2].peer_id
     assert lied.failed
     for result, tensor in zip(honest, after, strict=False):
-        assert not result.failed, result  # tried again, without who was proved to have lied
+        assert not result.failed, result  # retried without the member that was proved dishonest
         assert set(result.peers) == {nodes[0].peer_id, nodes[1].peer_id}
         assert torch.equal(tensor, torch.full((NUMEL,), 1.5))
     accused = {peer_id: text for result in honest for peer_id, text in result.accused.items()}

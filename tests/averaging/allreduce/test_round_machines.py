@@ -265,7 +265,7 @@ def test_the_last_live_member_commits_only_if_allowed() -> None:
 
 
 def test_exclusions_of_a_failed_member_count_only_if_this_member_voted_for_them() -> None:
-    """Else two members, each excluded by somebody who died, would wait for each other for ever."""
+    """Otherwise two members, each excluded by a failed one, would wait for each other for ever."""
     votes = votes_of(4)
     votes.add(Ballot(place=1, digest=A, excluded=frozenset({2, 3})))
     assert votes.electorate == {0, 1}
