@@ -1,18 +1,19 @@
-"""PowerSGD of one averager: what it keeps between rounds, and what each step of a round makes of it.
-docs/decisions/0016 has the reasons.
+"""PowerSGD of one averager: the state between rounds, and the steps of a round. The reasons are in
+docs/decisions/0016.
 
-A round takes two all-reduces. With M = values + residual, a matrix that every member has its own of:
+A round takes two all-reduces. With M = values + residual, a matrix that differs on each member:
 
-    first     p = the mean of all M q₀, for a q₀ that is alike on all members; its columns are made orthonormal
-    second    q = the mean of all Mᵀ p; every member's average is then p qᵀ, and q is what the next round starts from
+    first     p = the mean of all M q₀, for a q₀ that is alike on all members; its columns are made
+              orthonormal
+    second    q = the mean of all Mᵀ p; every member's average is then p qᵀ, and the next round starts from q
 
-`p` only says in which directions the second all-reduce looks: whoever is missing in the first, or came with
-another q₀, makes the approximation worse for a round and no average wrong. A member's residual becomes M - p
-(what it sent as q)ᵀ when the second all-reduce is committed; until then nothing has changed. Tensors that are
-no matrices, or too small to gain, travel with the second, with error feedback of the usual kind.
+`p` only gives the directions for the second all-reduce: a member that is missing in the first, or came with
+another q₀, makes the approximation worse for one round, but no average wrong. A member's residual becomes M -
+p (the q that it sent)ᵀ when the second all-reduce is committed; until then nothing changes. Tensors that are
+no matrices, or too small to gain, travel with the second all-reduce, with the usual error feedback.
 
-Matrices are worked on where they are, and only factors leave their device; those on a device that is not its
-own `exact_device` (MPS) are worked on by the host, and their residuals lie there. No clock, no I/O; one round
+Matrices are processed on their own device, and only factors leave it. Matrices on a device that is not its
+own `exact_device` (MPS) are processed on the host, and their residuals lie there. No clock, no I/O; one round
 at a time.
 """
 
@@ -45,16 +46,16 @@ from swarm.compression import Codec, exact_device
 from swarm.core.errors import UsageError
 
 CODECS = ("float32", "float16", "bfloat16")
-TOLD_BYTES = 8
+START_DIGEST_BYTES = 8
 _FORMAT = 1
-_WRITTEN_ELEMENTS = 1 << 20  # of a matrix's average at once, where it is not made in the tensor itself
+_WRITTEN_ELEMENTS = 1 << 20  # of a matrix's average at once, where it is not written directly into the tensor
 
 
 @dataclass(slots=True)
-class _Taken:
-    """What one step works on."""
+class _Step:
+    """The data of one step."""
 
-    # M of each matrix, float32, where it is worked on; empty for a member that contributes nothing
+    # M of each matrix, float32, on its processing device; empty for a member that contributes nothing
     given: list[torch.Tensor]
     others: torch.Tensor  # the other tensors' values, flat float32 on the host
     first: FlatVector
@@ -65,59 +66,62 @@ class _Taken:
 
 
 class LowRank:
-    """Averages `tensors` (any float type, device and stride) by factors."""
+    """The average of `tensors` (any float type, device and stride) by low-rank factors."""
 
     def __init__(
         self,
         tensors: Sequence[torch.Tensor],
-        terms: PowerSgd,
+        settings: PowerSgd,
         codec: Codec,
         *,
         seed: bytes,
         reduces: bool = True,
         queues: Queues | None = None,
     ) -> None:
-        """`seed`: from which all peers draw what the first round starts from. `reduces`: see `Feedback`.
-        `queues`: of the tensors' devices.
+        """Allocate nothing yet: residuals are made when first needed.
 
-        UsageError for a codec that loses more than rounding: what a reducer loses of a factor is kept by
-        nobody.
+        `seed`: all peers derive the start of the first round from it. `reduces`: see `Feedback`. `queues`: of
+        the tensors' devices. Raises UsageError for a codec that loses more than rounding: nobody keeps the
+        error of a factor that a reducer encodes.
         """
         if codec.name not in CODECS:
             raise UsageError(
-                f"PowerSGD's factors travel in {', '.join(CODECS)}, not in {codec.name}: they are small, and all else hangs on them"
+                f"PowerSGD's factors travel in {', '.join(CODECS)}, not in {codec.name}: they are small, "
+                "and all else hangs on them"
             )
-        self.tensors, self.terms = tuple(tensors), terms
-        self.layout = Factoring.of([tuple(tensor.shape) for tensor in tensors], terms)
+        self.tensors, self.settings = tuple(tensors), settings
+        self.layout = Factoring.of([tuple(tensor.shape) for tensor in tensors], settings)
         self.others = Feedback(self.layout.second_numel, codec, reduces=reduces)
-        # where the averages of the two all-reduces come to lie
-        self.landings = (ResultBuffer(), ResultBuffer())
+        # for the averages of the two all-reduces
+        self.result_buffers = (ResultBuffer(), ResultBuffer())
         self.queues = Queues(tensor.device for tensor in tensors) if queues is None else queues
         self._seed = seed
-        # residuals of the matrices, float32, where these are worked on; made when first needed
+        # residuals of the matrices, float32, on their processing device; made when first needed
         self._held: list[torch.Tensor] = []
         self._spare: list[torch.Tensor] = []
         self._starts = [seeded(seed, matrix) for matrix in self.layout.matrices]
-        self._taken: _Taken | None = None
+        self._step: _Step | None = None
 
     @property
-    def told(self) -> bytes:
-        """What tells these starting points from others': a few bytes for the other members."""
+    def start_digest(self) -> bytes:
+        """Return a few bytes that identify the matrices from which this member starts the next round, for
+        comparison with the other members.
+        """
         state = blake3()
         for start in self._starts:
             state.update(start.numpy().tobytes())
-        return state.digest()[:TOLD_BYTES]
+        return state.digest()[:START_DIGEST_BYTES]
 
     # ---- a round
 
     def take(self, *, gives: bool, keeps: bool) -> None:
-        """A step begins, in the thread whose tensors these are.
+        """Begin a step, in the thread that owns the tensors.
 
-        `gives`: this member contributes. `keeps`: `add_difference` will be asked for.
+        `gives`: this member contributes. `keeps`: keep the tensors' values for `add_difference`.
         """
         before = [tensor.detach().clone() for tensor in self.tensors] if keeps else None
         if not gives:
-            self._taken = _Taken(
+            self._step = _Step(
                 [],
                 torch.empty(0, dtype=torch.float32, device="cpu"),
                 HollowVector(self.layout.first_numel),
@@ -135,7 +139,7 @@ class LowRank:
                 values = self.tensors[matrix.place].detach().to(held.device)
                 torch.add(values, held.view(values.shape), out=spare.view(values.shape))
                 given.append(spare)
-            # what follows, and the round, come after what this thread has asked of the devices
+            # The rest of this function, and the round, run after the calls of this thread so far.
             self.queues.fork()
             with self.queues.working():
                 copies = [
@@ -144,83 +148,83 @@ class LowRank:
                 ]
                 for matrix, whole, start in zip(matrices, given, self._starts, strict=True):
                     copies.append(
-                        (product(whole, _brought(start, whole)), first[matrix.p_start : matrix.p_stop])
+                        (product(whole, _to_device_of(start, whole)), first[matrix.p_start : matrix.p_stop])
                     )
                 self._fetch(copies)
-        self._taken = _Taken(given, others, FlatVector([first], NO_QUEUES), before, [], [])
+        self._step = _Step(given, others, FlatVector([first], NO_QUEUES), before, [], [])
 
     def first(self, *, alike: bool) -> FlatVector:
-        """What goes into the first all-reduce. `alike`: most members start from where this one does, so that
-        it has something to say.
+        """Return the vector of the first all-reduce. `alike`: most members start from the same matrices as
+        this one; if not, it contributes nothing.
         """
-        taken = self._open()
-        return taken.first if alike else HollowVector(self.layout.first_numel)
+        step = self._open()
+        return step.first if alike else HollowVector(self.layout.first_numel)
 
     def second(self, mean: torch.Tensor | None) -> FlatVector:
-        """What goes into the second, after the first all-reduce's `mean`; None for a member that receives
-        nothing.
+        """Return the vector of the second all-reduce, given the `mean` of the first; None for a member that
+        receives nothing.
         """
-        taken = self._open()
-        taken.basis, taken.sent, taken.mean = [], [], None
+        step = self._open()
+        step.basis, step.sent, step.mean = [], [], None
         if mean is not None:
             for matrix in self.layout.matrices:
-                taken.basis.append(
+                step.basis.append(
                     orthonormal(mean[matrix.p_start : matrix.p_stop].view(matrix.n, matrix.rank))
                 )
-        if mean is None or not self._gives(taken):
+        if mean is None or not self._gives(step):
             return HollowVector(self.layout.second_numel)
         factors = self.queues.host_memory(self._factor_elements)
         with self.queues.working(), torch.no_grad():
             copies = []
-            for matrix, given, basis in zip(self.layout.matrices, taken.given, taken.basis, strict=True):
-                taken.sent.append(product(given.t(), _brought(basis, given)))
-                copies.append((taken.sent[-1], factors[matrix.q_start : matrix.q_stop]))
+            for matrix, given, basis in zip(self.layout.matrices, step.given, step.basis, strict=True):
+                step.sent.append(product(given.t(), _to_device_of(basis, given)))
+                copies.append((step.sent[-1], factors[matrix.q_start : matrix.q_stop]))
             self._fetch(copies)
-        return FlatVector([factors, taken.others], NO_QUEUES)
+        return FlatVector([factors, step.others], NO_QUEUES)
 
     def commit(self, mean: torch.Tensor | None, *, sent: bool) -> None:
-        """The second all-reduce is committed, with this `mean`. `sent`: this member took part in it, even if
-        it was left out somewhere.
+        """Update the residuals: the second all-reduce is committed with this `mean`. `sent`: this member took
+        part in it, even if some reducer left it out.
         """
-        taken = self._open()
-        # of q, when it was encoded, or because it was left out
+        step = self._open()
+        # the error of q, from encoding it, or because it was left out
         lost = self.others.release(self._factor_elements)
         if mean is None:
             return
-        taken.mean = mean
-        if sent and self._gives(taken):
+        step.mean = mean
+        if sent and self._gives(step):
             with self.queues.working(), torch.no_grad():
                 for matrix, given, basis, q in zip(
-                    self.layout.matrices, taken.given, taken.basis, taken.sent, strict=True
+                    self.layout.matrices, step.given, step.basis, step.sent, strict=True
                 ):
-                    delivered = q - _brought(
+                    delivered = q - _to_device_of(
                         lost[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank), q
                     )
-                    subtract_product(given, _brought(basis, given), delivered)
+                    subtract_product(given, _to_device_of(basis, given), delivered)
             self.queues.finish()
-            self._held, self._spare = taken.given, self._held
-            taken.given = []
+            self._held, self._spare = step.given, self._held
+            step.given = []
         self._starts = [
             renewed(mean[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank), self._seed, matrix)
             for matrix in self.layout.matrices
         ]
 
     def put(self) -> None:
-        """Replace the tensors' values by the averages, in the thread whose tensors they are."""
+        """Replace the tensors' values by the averages, in the thread that owns the tensors."""
         self._write(None)
 
     def add_difference(self) -> None:
-        """Add the averages minus what `take` found to the tensors, which may have moved on since."""
+        """Add the averages minus the values at `take` to the tensors, which may have changed since."""
         before = self._open().before
         assert before is not None
         self._write(before)
 
     def _write(self, before: Sequence[torch.Tensor] | None) -> None:
-        taken = self._open()
-        mean = taken.mean
+        step = self._open()
+        mean = step.mean
         assert mean is not None
         with torch.no_grad():
-            for matrix, basis in zip(self.layout.matrices, taken.basis, strict=True):
+            for matrix, basis in zip(self.layout.matrices, step.basis, strict=True):
                 q = mean[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank)
                 self._write_matrix(matrix, basis, q, before[matrix.place] if before is not None else None)
             for place, start, stop in self._other_places():
@@ -228,12 +232,12 @@ class LowRank:
                 average = mean[self._factor_elements :][start:stop].view(tensor.shape)
                 _move(tensor, average, before[place] if before is not None else None)
         self.queues.finish()  # other threads may read the tensors from now on
-        self._taken = None
+        self._step = None
 
     def _write_matrix(
         self, matrix: Matrix, basis: torch.Tensor, q: torch.Tensor, before: torch.Tensor | None
     ) -> None:
-        """The average p qᵀ, made in the tensor itself where that can be, else some rows after the other."""
+        """Write the average p qᵀ: directly into the tensor where possible, else some rows at a time."""
         tensor = self.tensors[matrix.place].detach()
         place = exact_device(tensor.device)
         p, q = basis.to(place, non_blocking=True), q.to(place, non_blocking=True)
@@ -269,24 +273,24 @@ class LowRank:
     # ---- state
 
     def state_dict(self) -> dict[str, Any]:
-        """What resuming needs, copied to the host: residuals, and what the next round starts from."""
+        """Return the state needed to resume, copied to the host: residuals, and the start of the
+        next round.
+        """
         return {
             "format": _FORMAT,
-            "powersgd": [self.terms.rank, self.terms.saving_min],
+            "powersgd": [self.settings.rank, self.settings.saving_min],
             "held": [held.to("cpu", copy=True) for held in self._held] or None,
             "starts": [start.clone() for start in self._starts],
             "others": self.others.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned. UsageError says what is wrong with it, and nothing has
-        changed.
-        """
+        """Restore what `state_dict` returned. Raises UsageError, with nothing changed, when it is invalid."""
         if state.get("format") != _FORMAT or state.get("powersgd") != [
-            self.terms.rank,
-            self.terms.saving_min,
+            self.settings.rank,
+            self.settings.saving_min,
         ]:
-            raise UsageError(f"this is no saved error feedback of {self.terms.terms}")
+            raise UsageError(f"this is no saved error feedback of {self.settings.compatibility_tag}")
         matrices = self.layout.matrices
         starts = _matrices(
             state.get("starts"),
@@ -308,8 +312,8 @@ class LowRank:
                 own.copy_(saved)
 
     def norms(self) -> tuple[float, float]:
-        """The Euclidean norms of what this member has still to send, and of what it lost as a reducer: for
-        reports.
+        """Return the Euclidean norms of the error that this member has still to send, and of its error as a
+        reducer, for reports.
         """
         others, reducer = self.others.norms()
         return float(
@@ -318,22 +322,22 @@ class LowRank:
             ).norm()
         ), reducer
 
-    # ---- what is where
+    # ---- layout
 
     @property
     def _factor_elements(self) -> int:
-        """Of the second vector: so many from its beginning are factors."""
+        """Return the number of elements at the beginning of the second vector that are factors."""
         return self.layout.matrices[-1].q_stop if self.layout.matrices else 0
 
-    def _gives(self, taken: _Taken) -> bool:
-        return not isinstance(taken.first, HollowVector)
+    def _gives(self, step: _Step) -> bool:
+        return not isinstance(step.first, HollowVector)
 
-    def _open(self) -> _Taken:
-        assert self._taken is not None, "take comes first"
-        return self._taken
+    def _open(self) -> _Step:
+        assert self._step is not None, "take comes first"
+        return self._step
 
     def _residuals(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What is held, and memory for what will be."""
+        """Return the current residuals, and the memory for the next ones."""
         for buffers in (self._held, self._spare):
             if not buffers:
                 for matrix in self.layout.matrices:
@@ -342,21 +346,23 @@ class LowRank:
         return self._held, self._spare
 
     def _other_places(self) -> list[tuple[int, int, int]]:
-        """Each tensor that is no matrix: its place, and where it lies among them, in elements."""
+        """Return, for each tensor that is no matrix, its place and its range among these tensors, in
+        elements.
+        """
         starts = [start - self._factor_elements for start in self.layout.other_starts]
         stops = [*starts[1:], self.layout.second_numel - self._factor_elements]
         return [*zip(self.layout.others, starts, stops, strict=True)] if starts else []
 
 
-def _brought(factor: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-    """A factor, which lies on the host, where the matrix `to` is worked on: queued, so that the host does not
-    wait for its device.
+def _to_device_of(factor: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+    """Return a factor, which lies on the host, on the device of `to`. The copy is queued, so that the host
+    does not wait.
     """
     return factor.to(to.device, non_blocking=True)
 
 
 def _move(tensor: torch.Tensor, average: torch.Tensor, before: torch.Tensor | None) -> None:
-    """tensor = average, or += average - before; the average may be on another device."""
+    """Write the average to the tensor, or add average - before; the average may be on another device."""
     if before is None:
         tensor.copy_(average, non_blocking=tensor.is_cuda)
     else:
