@@ -161,7 +161,7 @@ class _Swarm:
         if event is not None:
             life.take(event, time.monotonic())
         elif life.ended_s is None:
-            raise LaunchFailed(f"{name} ended by itself: {self._children[name].complaint()}")
+            raise LaunchFailed(f"{name} ended by itself: {self._children[name].error_text()}")
 
 
 def train(churn: Churn, say: Say, *, killed: bool) -> tuple[list[Life], Sums]:

@@ -28,7 +28,7 @@ from averaging.allreduce.config import RoundConfig
 from averaging.allreduce.liveness import LivenessConfig
 from averaging.allreduce.pacing import PacingConfig
 from averaging.averager import AveragerConfig
-from averaging.matchmaking.logic.grace_period import PatienceConfig
+from averaging.matchmaking.logic.grace_period import GracePeriodConfig
 from averaging.matchmaking.logic.matchmaking import MatchmakingConfig
 from averaging.matchmaking.service.matchmaking_service import GroupServiceConfig
 from averaging.matchmaking.service.presence import PresenceConfig
@@ -220,12 +220,12 @@ class Peer:
             result, self._flight = self._flight.result(), None
             self._sent_bytes += result.bytes_sent
             if not result.failed:
-                if not mode.traits.lone:
+                if not mode.traits.proceeds_alone:
                     self.course.missing += 1.0 - sum(result.contributions.values()) / PEERS
                 _advance(mode, list(result.gathered.values()))
                 return
             mode.failed(result.reason)
-            if mode.traits.lone:
+            if mode.traits.proceeds_alone:
                 mode.prepare(mode.state.epoch)
                 _advance(mode, [])
             elif attempt == ATTEMPTS_MAX or result.reason == "passed":
@@ -239,14 +239,14 @@ def _unhurried() -> OptimizerConfig:
     """Nobody is missing here, only slow: a machine that is busy with other things must not change what is
     averaged.
     """
-    patience = PatienceConfig(first_s=SLOW_S, floor_s=SLOW_S, max_s=SLOW_S)
+    grace_period = GracePeriodConfig(unknown_peer_s=SLOW_S, margin_s=SLOW_S, grace_s_max=SLOW_S)
     groups = GroupServiceConfig(
-        ping_timeout_s=SLOW_S,
-        look_timeout_s=SLOW_S,
-        matchmaking=MatchmakingConfig(patience=patience, leader_ping_s=5.0),
+        query_timeout_s=SLOW_S,
+        records_timeout_s=SLOW_S,
+        matchmaking=MatchmakingConfig(grace_period=grace_period, leader_ping_interval_s=5.0),
     )
     presence = PresenceConfig(ttl_s=4 * SLOW_S, store_timeout_s=SLOW_S)
-    liveness = LivenessConfig(probe_s=SLOW_S, first_s=SLOW_S, patience_s_max=SLOW_S)
+    liveness = LivenessConfig(probe_s=SLOW_S, first_s=SLOW_S, timeout_s_max=SLOW_S)
     pacing = PacingConfig(sender_s=SLOW_S, reducer_s=SLOW_S, voter_s=SLOW_S, first_s=SLOW_S)
     rounds = RoundConfig(join_s=SLOW_S, liveness=liveness, pacing=pacing)
     return OptimizerConfig(
@@ -260,14 +260,14 @@ def _rounds(node: Node, run: str, mode: Mode, way: Way) -> EpochAverager:
     manner = AveragingOptions(codec=way.codec, error_feedback=way.error_feedback, strategy=way.strategy)
     # where nobody need come, who waits long for a partner that has found another holds both up
     return EpochAverager(
-        node, run, mode, mode.state, manner, OptimizerConfig() if mode.traits.lone else _unhurried()
+        node, run, mode, manner, OptimizerConfig() if mode.traits.proceeds_alone else _unhurried()
     )
 
 
 def _advance(mode: Mode, told: list[object]) -> None:
     with mode.state.lock:
         mode.apply(told)
-        mode.state.moved(mode.state.epoch + 1)
+        mode.state.mark_changed(mode.state.epoch + 1)
 
 
 def together(courses: Sequence[Course]) -> list[tuple[int, float, float]]:

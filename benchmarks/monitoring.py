@@ -225,7 +225,7 @@ async def _look_cpu_s(collector: Collector) -> float:
     too.
     """
     begun_s = time.process_time()
-    await collector.look()
+    await collector.poll()
     collector.model.view(collector.clock.swarm_s())
     return time.process_time() - begun_s
 

@@ -37,7 +37,7 @@ class RoundFigures:
     messages: float  # that a peer sends: requests, replies, messages of streams
     size_bytes: float  # of these, protobuf and tensors without TLS and TCP
     took_s: float  # virtual, until the last peer had committed
-    payload_bytes: float  # what the butterfly must send: the rest is framing, beats and votes
+    payload_bytes: float  # what the butterfly must send: the rest is framing, heartbeats and votes
 
 
 def measure(peers: int, *, lost: int = 0, seed: int = 1) -> RoundFigures:
@@ -131,7 +131,12 @@ def _rows(peers: int, what: str, figures: RoundFigures) -> list[Row]:
         return simulated_row(f"{name}-{kind}", title, quantity, series, notes=notes)
 
     return [
-        row("messages", "messages that a peer sends, beats and votes included", "messages", figures.messages),
+        row(
+            "messages",
+            "messages that a peer sends, heartbeats and votes included",
+            "messages",
+            figures.messages,
+        ),
         row("time", "virtual time until the last peer has committed", "s", figures.took_s),
         row(
             "bytes",

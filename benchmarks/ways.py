@@ -40,7 +40,7 @@ class Way:
             "span": self.span,
             "land": self.land_after,
         }
-        return found if self.strategy is None else {**found, "strategy": self.strategy.terms}
+        return found if self.strategy is None else {**found, "strategy": self.strategy.compatibility_tag}
 
 
 # As in the paper: 0.7 and 0.9, from a model that has begun to learn. From an untrained one that goes too far:

@@ -1,1 +1,1 @@
-"""Small programs to run and change."""
+"""Small example programs."""

@@ -1,4 +1,4 @@
-"""Average a tensor with whoever else runs this program.
+"""Average a tensor with all peers that run this program.
 
 In one terminal:    python examples/average.py
 In others:          python examples/average.py ADDRESS        (the address that the first one prints)
@@ -29,7 +29,8 @@ def main() -> None:
                     continue
                 others = ", ".join(f"{peer.short} had {value:.5f}" for peer, value in result.gathered.items())
                 print(
-                    f"{len(result.peers)} peers, mean {tensor.mean():.5f} ({others}), digest {result.digest[:12]}",
+                    f"{len(result.peers)} peers, mean {tensor.mean():.5f} ({others}), "
+                    f"digest {result.digest[:12]}",
                     flush=True,
                 )
 

@@ -1,12 +1,11 @@
-"""Train a byte-level language model whose feed-forward layers are experts that other processes hold and
-train.
+"""Train a byte-level language model whose feed-forward layers are experts in other processes.
 
 Alone:              python examples/experts_bytelm.py                (hosts the experts itself)
 With servers:       swarm serve --expert-class ffn --hidden-dim 64 --lr 0.002 \\
                         --experts 'bytelm0.[0:2].[0:4]' --experts 'bytelm1.[0:2].[0:4]'
-                    python examples/experts_bytelm.py ADDRESS        (the address that the server prints; more servers may join it)
+                    python examples/experts_bytelm.py ADDRESS        (the address that the server prints)
 
-The text is the Python standard library's own source, which every machine has.
+The text is the source of the Python standard library, which every machine has.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def grid_of(layer: int) -> str:
 
 
 class Block(nn.Module):
-    """Causal self-attention here, then a mixture of experts, wherever they are, for each byte."""
+    """Local causal self-attention, then a mixture of remote experts for each byte."""
 
     def __init__(self, mixture: nn.Module) -> None:
         super().__init__()
@@ -59,7 +58,7 @@ class Block(nn.Module):
 
 
 class ByteModel(nn.Module):
-    """int64 [batch, length] to logits [batch, length, 256]."""
+    """A byte-level language model: int64 [batch, length] -> float32 logits [batch, length, 256]."""
 
     def __init__(self, make_mixture: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -78,9 +77,12 @@ class ByteModel(nn.Module):
         return logits
 
 
-def train(make_mixture: Callable[[int], nn.Module], steps: int, tell: Callable[[str], None] = print) -> float:
-    """The loss on held-out text, nats per byte, after so many steps. `make_mixture(layer)`: float [samples,
-    WIDTH] to the same.
+def train(
+    make_mixture: Callable[[int], nn.Module], steps: int, report: Callable[[str], None] = print
+) -> float:
+    """Train for `steps` steps and return the loss on held-out text in nats per byte.
+
+    `make_mixture(layer)` returns a module: float32 [samples, WIDTH] -> float32 [samples, WIDTH].
     """
     torch.manual_seed(0)
     data = ByteData(
@@ -96,12 +98,12 @@ def train(make_mixture: Callable[[int], nn.Module], steps: int, tell: Callable[[
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if step % 20 == 0:
-            tell(f"step {step}: loss {loss.item():.3f}")
+            report(f"step {step}: loss {loss.item():.3f}")
     return data.validation_loss(model)
 
 
 def make_expert() -> swarm.Expert:
-    """What `swarm serve --expert-class ffn` hosts."""
+    """Return an expert like those of `swarm serve --expert-class ffn`."""
     module = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
     return swarm.Expert(module, (torch.zeros(1, WIDTH),), partial(torch.optim.Adam, lr=LEARNING_RATE))
 

@@ -1,5 +1,6 @@
-"""Train a small model together with whoever else runs this program: a plain torch loop, one line of which is
-the swarm.
+"""Train a small model together with all peers that run this program.
+
+It is a plain torch loop in which `swarm.Optimizer` replaces the optimizer.
 
 In one terminal:    python examples/train.py
 In others:          python examples/train.py ADDRESS          (the address that the first one prints)
@@ -18,7 +19,7 @@ BATCH = 32
 
 
 def main() -> None:
-    torch.manual_seed(0)  # who starts alone starts here; who joins later downloads the state
+    torch.manual_seed(0)  # the first peer starts here; peers that join later download the state
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
     truth = torch.randn(16)
     with swarm.Node(bootstrap=sys.argv[1:], listen="127.0.0.1:0") as node:
@@ -28,7 +29,9 @@ def main() -> None:
             inner, node=node, run="example", target_batch_size=4096, batch_size_per_step=BATCH
         ) as optimizer:
             optimizer.load_state_from_peers(timeout_s=30)
-            data = torch.Generator().manual_seed(node.peer_id.dht_id % 2**63)  # everybody draws other samples
+            data = torch.Generator().manual_seed(
+                node.peer_id.dht_id % 2**63
+            )  # every peer draws other samples
             while optimizer.epoch < EPOCHS:
                 inputs = torch.randn(BATCH, 16, generator=data)
                 loss = (model(inputs).squeeze(1) - (inputs @ truth).sin()).square().mean()
@@ -37,7 +40,8 @@ def main() -> None:
                 optimizer.zero_grad()
                 if report.stepped:
                     print(
-                        f"epoch {optimizer.epoch}: loss {loss.item():.4f}, {len(optimizer.progress.peers)} peers",
+                        f"epoch {optimizer.epoch}: loss {loss.item():.4f}, "
+                        f"{len(optimizer.progress.peers)} peers",
                         flush=True,
                     )
 

@@ -75,13 +75,13 @@ def train(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[float]:
         steps_s.append(time.monotonic() - began_s)
         # forward, backward and the round of an epoch, in which the processor has other things to do
         time.sleep(0.5)
-        optimizer._donor.round_begins()
+        optimizer._donor.on_round_begin()
     return steps_s
 
 
 def pace(bytes_per_s: float) -> None:
     """Each chunk waits until a link of this speed would have carried those before it."""
-    plain = Donor._message
+    plain = Donor._chunk_message
     free_s = [0.0]
 
     async def paced(self: Donor, view: StateView, index: int) -> bytes:
@@ -91,7 +91,7 @@ def pace(bytes_per_s: float) -> None:
         await asyncio.sleep(free_s[0] - now_s)
         return message
 
-    Donor._message = paced  # type: ignore[method-assign]
+    Donor._chunk_message = paced  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

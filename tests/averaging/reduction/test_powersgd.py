@@ -1,4 +1,4 @@
-"""PowerSGD of several members, with the mean on one machine in the place of the network: the textbook's
+"""PowerSGD of several members, with the mean on one machine instead of the network: the textbook's
 result, and nothing lost.
 """
 
@@ -47,7 +47,7 @@ class Members:
         return [[tensor.clone() for tensor in mine] for mine in self.tensors]
 
     def mean(self, vectors: list[FlatVector], weights: list[float]) -> torch.Tensor:
-        """Of what each sends, as it is decoded, encoded once more by the reducer."""
+        """Return the mean of the decoded contributions, encoded again by the reducer."""
         found = []
         for nth, (state, vector) in enumerate(zip(self.states, vectors, strict=True)):
             values = (
@@ -63,7 +63,7 @@ class Members:
         return decoded(self.codec, encoded(self.codec, total.float()), total.numel())
 
     def sent(self, nth: int, state: LowRank, values: torch.Tensor, *, second: bool) -> torch.Tensor:
-        """What the others decode."""
+        """Return the values as the others decode them."""
         opened = state.others.begin() if second else None
         if opened is None:
             return decoded(self.codec, encoded(self.codec, values), values.numel())
@@ -91,7 +91,7 @@ class Members:
                 opened.roll_back()
                 continue
             if weights[nth] == 0.0:
-                opened.withdraw()
+                opened.keep_sender_residual()
             elif nth == left_out:
                 opened.undelivered(0, vectors[nth].read(0, vectors[nth].numel))
             opened.commit()
@@ -112,7 +112,7 @@ def textbook(
     return p[:, :rank] @ q.T, p, q
 
 
-def test_rounds_are_the_textbooks() -> None:
+def test_rounds_match_the_published_algorithm() -> None:
     members = Members(3)
     weights = [1.0, 2.0, 0.5]
     held = [torch.zeros(24, 40).double() for _ in range(3)]
@@ -132,7 +132,7 @@ def test_rounds_are_the_textbooks() -> None:
         held = [one - p @ (p.T @ one) for one in given_]
         for state, residual in zip(members.states, held, strict=True):
             assert torch.allclose(state.state_dict()["held"][0].double(), residual, atol=1e-5)
-        assert len({state.told for state in members.states}) == 1
+        assert len({state.start_digest for state in members.states}) == 1
 
 
 @pytest.mark.parametrize("rank", [5, 7])
@@ -192,7 +192,7 @@ fates = st.lists(
     st.sampled_from([[1.0, 1.0, 1.0], [1.0, 0.0, 2.5]]),
 )
 @settings(max_examples=40, deadline=None)
-def test_what_was_sent_and_what_remains_is_what_was_given(
+def test_values_sent_and_residual_add_up_to_the_input(
     rounds: list[Any], codec: str, weights: list[float]
 ) -> None:
     """Over any sequence of rounds, committed, failed in either all-reduce, or committed without a member."""
@@ -260,7 +260,7 @@ def _zeros(value: Any) -> bool:
     return value is None or (isinstance(value, list) and not any(bool(tensor.any()) for tensor in value))
 
 
-def test_a_newcomer_learns_where_to_start_from_its_first_round() -> None:
+def test_a_new_member_gets_the_start_matrices_from_its_first_round() -> None:
     members = Members(3)
     weights = [1.0, 1.0, 0.0]
     members.fill(1)
@@ -269,9 +269,9 @@ def test_a_newcomer_learns_where_to_start_from_its_first_round() -> None:
         state.load_state_dict(
             {**state.state_dict(), "starts": [start.flip(0) for start in state.state_dict()["starts"]]}
         )
-    assert members.states[2].told != members.states[0].told
+    assert members.states[2].start_digest != members.states[0].start_digest
     members.round(weights)
-    assert len({state.told for state in members.states}) == 1
+    assert len({state.start_digest for state in members.states}) == 1
     assert members.states[2].norms()[0] == 0.0
     assert torch.equal(members.tensors[2][0], members.tensors[0][0])
 
@@ -299,7 +299,7 @@ def test_differences_are_added_to_tensors_that_moved_on() -> None:
             assert torch.allclose(averages[0], (before[0][1] + before[1][1]) / 2, atol=1e-5)
 
 
-def test_other_types_and_strides() -> None:
+def test_tensors_of_other_types_and_strides_are_averaged() -> None:
     base = [
         torch.randn(40, 24, generator=torch.Generator().manual_seed(1)).t(),
         torch.randn(30, 20).to(torch.bfloat16),
@@ -320,7 +320,7 @@ def test_other_types_and_strides() -> None:
     assert base[1].dtype == torch.bfloat16
 
 
-def test_the_state_goes_on_and_what_is_no_state_is_refused() -> None:
+def test_a_restored_state_continues_and_an_invalid_one_is_refused() -> None:
     members, other = Members(2), Members(2)
     for nth in range(2):
         members.fill(nth)
@@ -328,7 +328,7 @@ def test_the_state_goes_on_and_what_is_no_state_is_refused() -> None:
     for state, twin in zip(members.states, other.states, strict=True):
         twin.load_state_dict(state.state_dict())
         assert _same(twin.state_dict(), state.state_dict())
-        assert twin.told == state.told
+        assert twin.start_digest == state.start_digest
     saved = members.states[0].state_dict()
     nan = [tensor * float("nan") for tensor in saved["held"]]
     for wrong in (
@@ -423,7 +423,7 @@ def test_the_trainer_neither_waits_for_its_device_nor_pins_memory_and_may_go_on_
     assert queue.waits
     assert all(name.startswith("pool") for name in queue.waits)
     assert not queue.host_allocations
-    assert len(queue.brought) == 6, "both factors of two matrices, and two other tensors, of the last round"
+    assert len(queue.uploaded) == 6, "both factors of two matrices, and two other tensors, of the last round"
     queue.finish_uploads()  # none of this memory was written while it was being copied
 
 
