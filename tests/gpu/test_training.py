@@ -107,7 +107,7 @@ def test_a_micro_step_with_a_bad_gradient_changes_no_sum_and_is_reported(
     shapes = [(1,), (31,), (257, 129), (70_001,), (0,)]
     parameters = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)) for shape in shapes]
     home = torch.device("cpu") if offload else None
-    sums = GradientAccumulator(parameters, home=home)
+    sums = GradientAccumulator(parameters, storage=home)
     for place in range(4):
         for p in parameters:
             p.grad = torch.ones_like(p)
@@ -115,14 +115,14 @@ def test_a_micro_step_with_a_bad_gradient_changes_no_sum_and_is_reported(
         assert last is not None
         last.view(-1)[-1] = bad
         refused = sums.add(3) or ""
-        sums.settle()
+        sums.resolve_checks()
         assert f"parameter {place}" in (refused or sums.refused().reason)
         assert sums.samples == 0
         assert not any(bool(buffer.any()) for buffer in sums.buffers)
     for p in parameters:
         p.grad = torch.full_like(p, torch.finfo(dtype).max / 4)
     assert sums.add(2) is None
-    sums.settle()
+    sums.resolve_checks()
     assert sums.refused().samples == 0
     assert sums.samples == 2
     expected = 2 * torch.tensor(torch.finfo(dtype).max / 4).to(dtype).float()
