@@ -378,8 +378,7 @@ class Averager:
             try:
                 self._apply(averages, delta)
             except (RuntimeError, MemoryError) as error:
-                written = averages.written if self._low_rank is None else self._low_rank.written
-                if not is_out_of_memory(error) or written:
+                if not is_out_of_memory(error) or (self._low_rank or averages).written:
                     raise
                 outcome = outcome.without_memory(self._untouched(error))
         ended_s = time.monotonic()
