@@ -378,7 +378,8 @@ class Averager:
             try:
                 self._apply(averages, delta)
             except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error) or averages.written or self._low_rank is not None:
+                written = averages.written if self._low_rank is None else self._low_rank.written
+                if not is_out_of_memory(error) or written:
                     raise
                 outcome = outcome.without_memory(self._untouched(error))
         ended_s = time.monotonic()

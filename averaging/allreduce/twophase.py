@@ -64,7 +64,7 @@ class TwoPhase:
         if self._low_rank.layout.matrices:
             phase = _first(group)
             alike = bool(phase.members[group.index(self._own)].weight)
-            vector = self._low_rank.first(alike=alike)
+            vector = await labour.work(self._low_rank.first, alike)
             first = await self._all_reduce.run(
                 phase,
                 vector,

@@ -183,19 +183,21 @@ class Averages:
     def write(self, target: FlatVector) -> None:
         """Write the averages to `target`, leaving elements without an average as they are.
 
-        Each block is decoded directly into `target`, unless it crosses a border between tensors. On a device
-        this is queued on the current stream of this thread, like any call of torch, without waiting.
+        On a device this is queued like any call of torch on this thread's current stream: nothing waits.
+        What was decoded first passes through scratch memory: if decoding runs out of memory, then before
+        `written`.
         """
-        scratch = self._scratch(target, every=False)
-        self.written = True
+        scratch = self._scratch(target)
         for chunk, payload in self._uploaded(target):
             pieces = list(target.pieces(chunk.start, chunk.stop))
-            if len(pieces) == 1:
+            if self.written and len(pieces) == 1:
                 self._decode(payload, pieces[0][1])
                 continue
             values = self.codec.decode(payload, scratch[payload.device][: chunk.numel])
+            self.written = True
             for first, piece in pieces:
                 piece.copy_(values[first - chunk.start : first - chunk.start + piece.numel()])
+        self.written = True
         for start, stop, payload in self._blocks(target):
             pieces = list(target.pieces(start, stop))
             if len(pieces) == 1:
@@ -209,10 +211,8 @@ class Averages:
                 piece.copy_(values[first - start : first - start + piece.numel()])
 
     def subtract(self, target: FlatVector) -> None:
-        """Replace `target` by averages - target, and by 0 where there is no average. On a device
-        as `write`.
-        """
-        there = self._scratch(target, every=True)
+        """target[:] = the averages - target; 0 where there is no average. On a device as `write`."""
+        there = self._scratch(target)
         for chunk in (self.plan.chunks[index] for index in self._empty):
             for _, piece in target.pieces(chunk.start, chunk.stop):
                 piece.zero_()
@@ -250,21 +250,17 @@ class Averages:
             if queue is not None and chunk.index not in self._empty:
                 yield chunk, queue
 
-    def _scratch(self, target: FlatVector, *, every: bool) -> dict[torch.device, torch.Tensor]:
-        """Allocate memory for the decoded values of one chunk on each device that needs it: for `every`
-        chunk, or only for chunks that cross a border between tensors.
+    def _scratch(self, target: FlatVector) -> dict[torch.device, torch.Tensor]:
+        """Memory for the values of one chunk on each device.
 
-        All memory is allocated before anything is written, so that running out of memory leaves the target
-        unchanged.
+        It is allocated before anything is written, so that running out of memory leaves the target as it was.
         """
         if not self._ahead:
             self._reserve(target.queues)
         numels: dict[torch.device, int] = {}
         for chunk, _ in self._there(target):
-            pieces = list(target.pieces(chunk.start, chunk.stop))
-            if every or len(pieces) > 1:
-                device = pieces[0][1].device
-                numels[device] = max(numels.get(device, 0), chunk.numel)
+            _, piece = next(target.pieces(chunk.start, chunk.stop))
+            numels[piece.device] = max(numels.get(piece.device, 0), chunk.numel)
         return {
             device: torch.empty(numel, dtype=torch.float32, device=device) for device, numel in numels.items()
         }

@@ -15,12 +15,17 @@ no matrices, or too small to gain, travel with the second all-reduce, with the u
 Matrices are processed on their own device, and only factors leave it. Matrices on a device that is not its
 own `exact_device` (MPS) are processed on the host, and their residuals lie there. No clock, no I/O; one round
 at a time.
+
+`take`, `put` and `add_difference` run in the trainer's thread and wait for no device: what they ask of one is
+queued on its current stream, and the host memory that averages are copied from is kept from round to round.
+`first`, `second` and `commit` may wait, and run in threads of the pool where there are devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,20 +53,23 @@ from swarm.core.errors import UsageError
 CODECS = ("float32", "float16", "bfloat16")
 START_DIGEST_BYTES = 8
 _FORMAT = 1
-_WRITTEN_ELEMENTS = 1 << 20  # of a matrix's average at once, where it is not written directly into the tensor
+_WRITTEN_ELEMENTS = 1 << 20  # of a matrix's average at once, where it is not made in the tensor itself
+_SLOTS = 4  # of averages on their way to a device: two factors are read together, and the next two are copied
 
 
 @dataclass(slots=True)
 class _Step:
     """The data of one step."""
 
-    # M of each matrix, float32, on its processing device; empty for a member that contributes nothing
+    gives: bool  # this member contributes
+    # M of each matrix, float32, where it is worked on; empty for a member that contributes nothing
     given: list[torch.Tensor]
-    others: torch.Tensor  # the other tensors' values, flat float32 on the host
-    first: FlatVector
+    # copies on devices of the tensors that are no matrices, flat float32, and where they go on the host
+    others: list[tuple[torch.Tensor, torch.Tensor]]
     before: list[torch.Tensor] | None  # every tensor's values, for a difference
-    basis: list[torch.Tensor]  # p of each matrix, on the host
-    sent: list[torch.Tensor]  # q of each matrix as this member gave it
+    first: FlatVector | None = None  # once it was computed
+    basis: list[torch.Tensor] = field(default_factory=list)  # p of each matrix, on the host
+    sent: list[torch.Tensor] = field(default_factory=list)  # q of each matrix as this member gave it
     mean: torch.Tensor | None = None  # of the second vector
 
 
@@ -95,6 +103,15 @@ class LowRank:
         # for the averages of the two all-reduces
         self.result_buffers = (ResultBuffer(), ResultBuffer())
         self.queues = Queues(tensor.device for tensor in tensors) if queues is None else queues
+        self.written = False  # the tensors are not what they were when the step began
+        # what this member gives to the two all-reduces, and, for devices, what they gave back
+        self._p, self._second = (
+            self.queues.host_memory(numel) for numel in (self.layout.first_numel, self.layout.second_numel)
+        )
+        self._basis, self._mean = (
+            self.queues.host_memory(numel if self.queues else 0)
+            for numel in (self.layout.first_numel, self.layout.second_numel)
+        )
         self._seed = seed
         # residuals of the matrices, float32, on their processing device; made when first needed
         self._held: list[torch.Tensor] = []
@@ -120,45 +137,39 @@ class LowRank:
         `gives`: this member contributes. `keeps`: keep the tensors' values for `add_difference`.
         """
         before = [tensor.detach().clone() for tensor in self.tensors] if keeps else None
-        if not gives:
-            self._step = _Step(
-                [],
-                torch.empty(0, dtype=torch.float32, device="cpu"),
-                HollowVector(self.layout.first_numel),
-                before,
-                [],
-                [],
-            )
-            return
-        matrices = self.layout.matrices
-        others = self.queues.host_memory(self.layout.second_numel - self._factor_elements)
-        first = self.queues.host_memory(self.layout.first_numel)
+        given, others = list[torch.Tensor](), list[tuple[torch.Tensor, torch.Tensor]]()
         with torch.no_grad():
-            given = []
-            for matrix, held, spare in zip(matrices, *self._residuals(), strict=True):
+            for matrix, held, spare in zip(self.layout.matrices, *self._residuals(gives=gives), strict=False):
                 values = self.tensors[matrix.place].detach().to(held.device)
                 torch.add(values, held.view(values.shape), out=spare.view(values.shape))
                 given.append(spare)
-            # The rest of this function, and the round, run after the calls of this thread so far.
-            self.queues.fork()
-            with self.queues.working():
-                copies = [
-                    (self.tensors[place].detach(), others[begin:stop])
-                    for place, begin, stop in self._other_places()
-                ]
-                for matrix, whole, start in zip(matrices, given, self._starts, strict=True):
-                    copies.append(
-                        (product(whole, _to_device_of(start, whole)), first[matrix.p_start : matrix.p_stop])
-                    )
-                self._fetch(copies)
-        self._step = _Step(given, others, FlatVector([first], NO_QUEUES), before, [], [])
+            for place, start, stop in self._other_places() if gives else ():
+                tensor, target = self.tensors[place].detach(), self._second[start:stop]
+                if self.queues.of(tensor.device) is None:
+                    target.view(tensor.shape).copy_(tensor)
+                else:  # a copy: the trainer may write to the tensor before it has reached the host
+                    others.append((tensor.reshape(-1).to(torch.float32, copy=True), target))
+        self.queues.fork()  # the round comes after what this thread has asked of the devices
+        self.written = False
+        self._step = _Step(gives, given, others, before)
 
-    def first(self, *, alike: bool) -> FlatVector:
+    def first(self, alike: bool) -> FlatVector:
         """Return the vector of the first all-reduce. `alike`: most members start from the same matrices as
         this one; if not, it contributes nothing.
         """
         step = self._open()
-        return step.first if alike else HollowVector(self.layout.first_numel)
+        if not (alike and step.gives):
+            return HollowVector(self.layout.first_numel)
+        if step.first is None:  # every attempt of one step gives the same
+            with self.queues.working(), torch.no_grad():
+                self._fetch(
+                    (product(whole, _to_device_of(start, whole)), self._p[matrix.p_start : matrix.p_stop])
+                    for matrix, whole, start in zip(
+                        self.layout.matrices, step.given, self._starts, strict=True
+                    )
+                )
+            step.first = FlatVector([self._p], NO_QUEUES)
+        return step.first
 
     def second(self, mean: torch.Tensor | None) -> FlatVector:
         """Return the vector of the second all-reduce, given the `mean` of the first; None for a member that
@@ -167,20 +178,22 @@ class LowRank:
         step = self._open()
         step.basis, step.sent, step.mean = [], [], None
         if mean is not None:
+            self._reserve()
             for matrix in self.layout.matrices:
                 step.basis.append(
                     orthonormal(mean[matrix.p_start : matrix.p_stop].view(matrix.n, matrix.rank))
                 )
-        if mean is None or not self._gives(step):
+        if mean is None or not step.gives:
             return HollowVector(self.layout.second_numel)
-        factors = self.queues.host_memory(self._factor_elements)
         with self.queues.working(), torch.no_grad():
-            copies = []
-            for matrix, given, basis in zip(self.layout.matrices, step.given, step.basis, strict=True):
+            for given, basis in zip(step.given, step.basis, strict=True):
                 step.sent.append(product(given.t(), _to_device_of(basis, given)))
-                copies.append((step.sent[-1], factors[matrix.q_start : matrix.q_stop]))
-            self._fetch(copies)
-        return FlatVector([factors, step.others], NO_QUEUES)
+            factors = [
+                (q, self._second[matrix.q_start : matrix.q_stop])
+                for q, matrix in zip(step.sent, self.layout.matrices, strict=True)
+            ]
+            self._fetch([*factors, *step.others])
+        return FlatVector([self._second], NO_QUEUES)
 
     def commit(self, mean: torch.Tensor | None, *, sent: bool) -> None:
         """Update the residuals: the second all-reduce is committed with this `mean`. `sent`: this member took
@@ -191,23 +204,33 @@ class LowRank:
         lost = self.others.release(self._factor_elements)
         if mean is None:
             return
-        step.mean = mean
-        if sent and self._gives(step):
-            with self.queues.working(), torch.no_grad():
-                for matrix, given, basis, q in zip(
-                    self.layout.matrices, step.given, step.basis, step.sent, strict=True
-                ):
-                    delivered = q - _to_device_of(
-                        lost[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank), q
-                    )
-                    subtract_product(given, _to_device_of(basis, given), delivered)
-            self.queues.finish()
+        if sent and step.gives:
+            try:
+                with self.queues.working(), torch.no_grad():
+                    for matrix, given, basis, q in zip(
+                        self.layout.matrices, step.given, step.basis, step.sent, strict=True
+                    ):
+                        delivered = q - _to_device_of(
+                            lost[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank), q
+                        )
+                        subtract_product(given, _to_device_of(basis, given), delivered)
+            finally:
+                self.queues.finish()  # the trainer's stream uses this memory in the next step
             self._held, self._spare = step.given, self._held
             step.given = []
         self._starts = [
             renewed(mean[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank), self._seed, matrix)
             for matrix in self.layout.matrices
         ]
+        step.mean = self._stay(step, mean) if self.queues else mean
+
+    def _stay(self, step: _Step, mean: torch.Tensor) -> torch.Tensor:
+        """Copy the averages to the memory that devices copy from, where they stay until the next round."""
+        self.queues.finish_uploads()
+        for nth, matrix in enumerate(self.layout.matrices):
+            place = self._basis[matrix.p_start : matrix.p_stop].view(matrix.n, matrix.rank)
+            step.basis[nth] = place.copy_(step.basis[nth])
+        return self._mean.copy_(mean)
 
     def put(self) -> None:
         """Replace the tensors' values by the averages, in the thread that owns the tensors."""
@@ -223,15 +246,20 @@ class LowRank:
         step = self._open()
         mean = step.mean
         assert mean is not None
+        # the largest first: should memory run out, then before anything is written
+        order = sorted(
+            zip(self.layout.matrices, step.basis, strict=True), key=lambda one: -one[0].n * one[0].m
+        )
         with torch.no_grad():
-            for matrix, basis in zip(self.layout.matrices, step.basis, strict=True):
+            for matrix, basis in order:
                 q = mean[matrix.q_start : matrix.q_stop].view(matrix.m, matrix.rank)
                 self._write_matrix(matrix, basis, q, before[matrix.place] if before is not None else None)
+                self.written = True
             for place, start, stop in self._other_places():
                 tensor = self.tensors[place].detach()
-                average = mean[self._factor_elements :][start:stop].view(tensor.shape)
-                _move(tensor, average, before[place] if before is not None else None)
-        self.queues.finish()  # other threads may read the tensors from now on
+                with self._there(mean[start:stop].view(tensor.shape), tensor.device) as average:
+                    _move(tensor, average, before[place] if before is not None else None)
+                self.written = True
         self._step = None
 
     def _write_matrix(
@@ -240,23 +268,47 @@ class LowRank:
         """Write the average p qᵀ: directly into the tensor where possible, else some rows at a time."""
         tensor = self.tensors[matrix.place].detach()
         place = exact_device(tensor.device)
-        p, q = basis.to(place, non_blocking=True), q.to(place, non_blocking=True)
-        if (
-            before is None
-            and tensor.dtype == torch.float32
-            and tensor.is_contiguous()
-            and tensor.device == place
-        ):
-            expand(p, q, tensor.view(matrix.n, matrix.m))
-            return
-        for rows in row_blocks((matrix.n, matrix.m), _WRITTEN_ELEMENTS):
-            average = torch.empty(rows.stop - rows.start, matrix.m, dtype=torch.float32, device=place)
-            expand(p[rows], q, average)
-            _move(
-                tensor[rows], average.view(tensor[rows].shape), before[rows] if before is not None else None
-            )
+        with self._there(basis, place) as p, self._there(q, place) as q_there:
+            if (
+                before is None
+                and tensor.dtype == torch.float32
+                and tensor.is_contiguous()
+                and tensor.device == place
+            ):
+                expand(p, q_there, tensor.view(matrix.n, matrix.m))
+                return
+            for rows in row_blocks((matrix.n, matrix.m), _WRITTEN_ELEMENTS):
+                average = torch.empty(rows.stop - rows.start, matrix.m, dtype=torch.float32, device=place)
+                expand(p[rows], q_there, average)
+                _move(
+                    tensor[rows],
+                    average.view(tensor[rows].shape),
+                    before[rows] if before is not None else None,
+                )
 
-    def _fetch(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _reserve(self) -> None:
+        """Reserve memory on the devices for the copies that `_there` makes."""
+        factors = [max(matrix.n, matrix.m) * matrix.rank for matrix in self.layout.matrices]
+        others = [stop - start for _, start, stop in self._other_places()]
+        slot_bytes = 4 * max([*factors, *others], default=0)
+        if slot_bytes:
+            self.queues.reserve(slot_bytes, _SLOTS)
+
+    @contextmanager
+    def _there(self, values: torch.Tensor, device: torch.device) -> Iterator[torch.Tensor]:
+        """Provide averaged values on a device, for calls to this thread's current stream within the context;
+        on the host where that computes for the device. The host does not wait for a CUDA device.
+        """
+        queue = self.queues.of(device)
+        if queue is None or exact_device(device) != device or not values.numel():
+            yield values
+            return
+        upload = queue.upload(values.view(-1).view(torch.uint8))
+        assert upload is not None, "at most two of the slots are in use"
+        with upload.ready() as payload:
+            yield payload.view(torch.float32).view(values.shape)
+
+    def _fetch(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Copy each source to its flat target on the host, within `queues.working`: all copies are begun
         before one is waited for.
         """
@@ -329,15 +381,16 @@ class LowRank:
         """Return the number of elements at the beginning of the second vector that are factors."""
         return self.layout.matrices[-1].q_stop if self.layout.matrices else 0
 
-    def _gives(self, step: _Step) -> bool:
-        return not isinstance(step.first, HollowVector)
-
     def _open(self) -> _Step:
         assert self._step is not None, "take comes first"
         return self._step
 
-    def _residuals(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the current residuals, and the memory for the next ones."""
+    def _residuals(self, *, gives: bool = True) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the current residuals and the memory for the next ones; empty lists unless this member
+        `gives`.
+        """
+        if not gives:
+            return [], []
         for buffers in (self._held, self._spare):
             if not buffers:
                 for matrix in self.layout.matrices:
@@ -346,28 +399,25 @@ class LowRank:
         return self._held, self._spare
 
     def _other_places(self) -> list[tuple[int, int, int]]:
-        """Return, for each tensor that is no matrix, its place and its range among these tensors, in
-        elements.
-        """
-        starts = [start - self._factor_elements for start in self.layout.other_starts]
-        stops = [*starts[1:], self.layout.second_numel - self._factor_elements]
+        """Return, for each tensor that is no matrix, its place and its range in the second vector."""
+        starts = self.layout.other_starts
+        stops = [*starts[1:], self.layout.second_numel]
         return [*zip(self.layout.others, starts, stops, strict=True)] if starts else []
 
 
 def _to_device_of(factor: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-    """Return a factor, which lies on the host, on the device of `to`. The copy is queued, so that the host
-    does not wait.
+    """Return a factor, which lies on the host, on the device of `to`. The copy is queued: the host does not
+    wait.
     """
     return factor.to(to.device, non_blocking=True)
 
 
 def _move(tensor: torch.Tensor, average: torch.Tensor, before: torch.Tensor | None) -> None:
-    """Write the average to the tensor, or add average - before; the average may be on another device."""
+    """Write the average to the tensor, or add average - before. The average of a tensor on MPS is on the host."""
     if before is None:
-        tensor.copy_(average, non_blocking=tensor.is_cuda)
+        tensor.copy_(average)
     else:
-        there = average.to(tensor.device, non_blocking=tensor.is_cuda)
-        tensor.add_((there - before).to(tensor.dtype))
+        tensor.add_((average.to(tensor.device) - before).to(tensor.dtype))
 
 
 def _matrices(saved: Any, shapes: Sequence[tuple[int, int]], what: str) -> list[torch.Tensor]:

@@ -86,10 +86,23 @@ class Staging:
         the staged copy.
         """
         self.layout.check(self.tensors)
+        pairs = self._pairs(read_in_place=False)
+        # for differences in the tensors' own types: allocated before a tensor is written
+        rooms: dict[tuple[torch.device, torch.dtype], int] = {}
+        for tensor, _ in pairs:
+            kind = (tensor.device, tensor.dtype)
+            rooms[kind] = max(rooms.get(kind, 0), tensor.numel() * (tensor.dtype != torch.float32))
+        scratch = {
+            (device, dtype): torch.empty(numel, dtype=dtype, device=device)
+            for (device, dtype), numel in rooms.items()
+        }
         averages.subtract(self._vector(read_in_place=False))
         with torch.no_grad():
-            for tensor, copy in self._pairs(read_in_place=False):
-                tensor.add_(copy.to(tensor.dtype))
+            for tensor, difference in pairs:
+                if tensor.dtype != torch.float32:
+                    room = scratch[tensor.device, tensor.dtype][: tensor.numel()]
+                    difference = room.view(tensor.shape).copy_(difference)
+                tensor.add_(difference)
 
     def _vector(self, *, read_in_place: bool) -> FlatVector:
         """Return the vector of tensors that are read in place and of ranges of the copies."""

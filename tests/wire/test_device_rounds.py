@@ -124,7 +124,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_network_thread_neither_waits_for_a_device_nor_pins_memory(
+def test_the_network_thread_neither_waits_for_a_device_nor_pins_memory_and_no_trainer_waits(
     nodes: list[Node], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     with party(nodes, monkeypatch, f"waits-{kind}", **KINDS[kind]) as there:
@@ -149,6 +149,7 @@ def test_the_network_thread_neither_waits_for_a_device_nor_pins_memory(
             assert queue.waits
             assert not loops & set(queue.waits)
             assert not loops & set(queue.host_allocations)
+            assert all("pool" in name for name in queue.waits), "nor does the trainer wait"
         assert [read.found for read in reads] == [[]] * NODES
 
 

@@ -2,7 +2,7 @@
 there yet.
 
 Where there is no GPU, `LateQueue` is one: its copies come when they are waited for. Tests with a GPU are in
-`tests/averaging/test_cuda.py`.
+`tests/gpu`.
 """
 
 from __future__ import annotations
@@ -323,6 +323,31 @@ def test_values_that_cannot_be_sent_are_found_on_devices() -> None:
     assert queue.under_way == 0  # those behind it were waited for: their memory is used again
     work.exclude_self(int(messages[-1]))
     assert "nan" in str(work.excluded_reason)
+
+
+@pytest.mark.parametrize("nth", [0, 1, 7])
+def test_decoding_that_runs_out_of_memory_first_leaves_the_tensors_as_they_were(
+    nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queues, _ = late()
+    staging, codec = Staging(tensors(1), queues), find("int8")
+    work = bench(staging.take(lent=True), "int8", None, ResultBuffer(queues))
+    everything(work)
+    before, decode, calls = [tensor.clone() for tensor in staging.tensors], codec.decode, iter(range(99))
+
+    def decode_half_if_there_is_no_room(payload: Any, scratch: torch.Tensor) -> torch.Tensor:
+        values = decode(payload, scratch)
+        if next(calls) == nth:
+            scratch[scratch.numel() // 2 :] = float("nan")
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return values
+
+    monkeypatch.setattr(type(codec), "decode", lambda _, *given: decode_half_if_there_is_no_room(*given))
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        staging.put(work.averages)
+    assert work.averages.written == (nth > 0)
+    unchanged = all(torch.equal(one, other) for one, other in zip(staging.tensors, before, strict=True))
+    assert unchanged == (nth == 0)
 
 
 def test_differences_arrive_on_devices() -> None:

@@ -4,6 +4,7 @@ result, and nothing lost.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from averaging.reduction import powersgd
 from averaging.reduction.devices import Queues
-from averaging.reduction.lowrank import PowerSgd
+from averaging.reduction.lowrank import PowerSgd, expand
 from averaging.reduction.powersgd import LowRank
 from averaging.reduction.vector import HOST, FlatVector, HollowVector
 from swarm.compression import find
@@ -351,6 +353,13 @@ def alone(tensors: list[torch.Tensor], queues: Queues | None = None) -> LowRank:
     """A round of one member, written to its tensors."""
     state = LowRank(tensors, TERMS, find("float32"), seed=b"x", queues=queues)
     state.take(gives=True, keeps=False)
+    mean_of_one(state)
+    state.put()
+    return state
+
+
+def mean_of_one(state: LowRank) -> None:
+    """What a round of one member does between `take` and what lands."""
     first = state.first(alike=True)
     second = state.second(first.read(0, first.numel).clone())
     mean = second.read(0, second.numel).clone()
@@ -358,8 +367,6 @@ def alone(tensors: list[torch.Tensor], queues: Queues | None = None) -> LowRank:
     opened.kept(0, second.numel)
     opened.commit()
     state.commit(mean, sent=True)
-    state.put()
-    return state
 
 
 def drawn(seed: int) -> list[torch.Tensor]:
@@ -384,9 +391,62 @@ def test_copies_from_a_device_are_all_begun_before_one_is_waited_for() -> None:
     state = alone(there, Queues([HOST], NotedQueue))
     assert _same(state.state_dict(), alone(here).state_dict())
     assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
-    in_steps = ["begun"] * 4 + ["waited"] * 4 + ["begun"] * 2 + ["waited"] * 2
-    # take: four tensors, of which two are matrices; second: their factors
+    in_steps = ["begun"] * 2 + ["waited"] * 2 + ["begun"] * 4 + ["waited"] * 4
+    # first: a factor of each of the two matrices; second: the other factors, and the two other tensors
     assert happened[: len(in_steps)] == in_steps
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_the_trainer_neither_waits_for_its_device_nor_pins_memory_and_may_go_on_at_once(delta: bool) -> None:
+    """`first`, `second` and `commit` run in threads of the pool; the trainer's are `take` and what lands."""
+    queues = Queues([HOST], LateQueue)
+    queue = queues.of(HOST)
+    assert isinstance(queue, LateQueue)
+    here, there = drawn(0), drawn(0)
+    states = [
+        LowRank(here, TERMS, find("float32"), seed=b"x"),
+        LowRank(there, TERMS, find("float32"), seed=b"x", queues=queues),
+    ]
+    queue.host_allocations.clear()  # made with the object, once
+    with ThreadPoolExecutor(1, thread_name_prefix="pool") as pool:
+        for seed in range(3):
+            for mine, state in zip((here, there), states, strict=True):
+                for tensor, value in zip(mine, drawn(seed), strict=True):
+                    tensor.copy_(value)
+                state.take(gives=True, keeps=delta)
+                for tensor in mine:
+                    tensor.fill_(seed)  # the next step of the training
+                pool.submit(mean_of_one, state).result()
+                (state.add_difference if delta else state.put)()
+            assert all(torch.equal(one, other) for one, other in zip(here, there, strict=True))
+            assert _same(states[1].state_dict(), states[0].state_dict())
+    assert queue.waits
+    assert all(name.startswith("pool") for name in queue.waits)
+    assert not queue.host_allocations
+    assert len(queue.brought) == 6, "both factors of two matrices, and two other tensors, of the last round"
+    queue.finish_uploads()  # none of this memory was written while it was being copied
+
+
+@pytest.mark.parametrize(("nth", "written"), [(0, False), (1, True)])
+def test_memory_that_runs_out_before_the_first_tensor_is_written_leaves_all_as_they_were(
+    nth: int, written: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, expansions = drawn(1), iter(range(9))
+    state = LowRank(tensors, TERMS, find("float32"), seed=b"x")
+    state.take(gives=True, keeps=False)
+    mean_of_one(state)
+
+    def expand_if_there_is_room(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
+        if next(expansions) == nth:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        expand(p, q, out)
+
+    monkeypatch.setattr(powersgd, "expand", expand_if_there_is_room)
+    before = [tensor.clone() for tensor in tensors]
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        state.put()
+    assert state.written == written
+    assert all(torch.equal(one, other) for one, other in zip(tensors, before, strict=True)) != written
 
 
 def test_the_host_works_on_matrices_that_lie_on_mps() -> None:

@@ -5,9 +5,11 @@ averaged.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from averaging.reduction.averages import Averages, ResultBuffer
 from averaging.reduction.partition import plan_chunks
@@ -104,6 +106,45 @@ def test_a_difference_is_added_to_the_current_tensors() -> None:
     staging.add_difference(averages_of(torch.tensor([3.0, 3.0, 6.0])))
     assert torch.equal(tensor, torch.tensor([13.0, 13.0]))
     assert other.item() == 7.0
+
+
+class NoMemoryAt(TorchDispatchMode):
+    """A context in which the operation of torch that makes the nth tensor of this thread has no memory for
+    it.
+    """
+
+    def __init__(self, nth: int) -> None:
+        super().__init__()
+        self.remaining = nth
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with Allocations() as made:
+            found = func(*args, **(kwargs or {}))
+        self.remaining -= len(made.sizes)
+        if made.sizes and self.remaining < 0:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_difference_is_added_to_all_tensors_or_to_none_wherever_memory_runs_out(dtype: torch.dtype) -> None:
+    codec, failures = find("float16"), 0
+    for nth in range(1000):
+        tensors = [torch.zeros(300, dtype=dtype), torch.zeros(9), torch.zeros(20, 30, dtype=dtype).t()]
+        staging = Staging(tensors)
+        staging.take(lent=False)
+        averages = averages_of(torch.ones(909), codec, 1024)
+        try:
+            with NoMemoryAt(nth):
+                staging.add_difference(averages)
+        except torch.cuda.OutOfMemoryError:
+            failures += 1
+            assert not averages.written
+            assert all(not bool(tensor.any()) for tensor in tensors)
+            continue
+        assert all(bool((tensor == 1.0).all()) for tensor in tensors)
+        break
+    assert failures >= 2
 
 
 def test_the_buffer_is_made_once() -> None:
