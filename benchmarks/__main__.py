@@ -14,14 +14,14 @@ from types import FrameType
 import click
 from rich.console import Console
 
-from benchmarks import churn, quick, report, simulated
+from benchmarks import churn, quick, report, simulated_dht
 from benchmarks.allreduce import Setting
 from benchmarks.environments import NoEnvironment, hivemind_python, machine
+from benchmarks.interleaving import Plan
 from benchmarks.launch import ROOT
 from benchmarks.pages import write as write_pages
 from benchmarks.results import Row
-from benchmarks.sections import SECTIONS, Asked, measure
-from benchmarks.turns import Plan
+from benchmarks.sections import SECTIONS, Request, measure
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
@@ -54,7 +54,7 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
     "--figure",
     "figures",
     multiple=True,
-    type=click.Choice(simulated.figures(simulated.Plan())),
+    type=click.Choice(simulated_dht.figures(simulated_dht.Plan())),
     help="With --only simulated: this one of the DHT's figures. Repeatable.",
 )
 @click.option(
@@ -115,7 +115,7 @@ def main(
         sizes_mib = tuple(int(size) for size in sizes.split(","))
         sections = measure(
             only,
-            Asked(
+            Request(
                 setting=setting,
                 sizes_mib=sizes_mib,
                 figures=frozenset(figures),
@@ -157,7 +157,7 @@ def main(
 def _quickly(only: tuple[str, ...], say: Callable[[str], None]) -> Iterable[list[Row]]:
     # all of it but the swarm of 10,000, which takes gigabytes and most of the time
     if only == ("simulated",):
-        return simulated.rows(say, simulated.Plan(sizes=simulated.SMALL))
+        return simulated_dht.rows(say, simulated_dht.Plan(sizes=simulated_dht.SMALL))
     return [churn.rows(say, churn.QUICK) if only == ("churn",) else quick.rows(say)]
 
 

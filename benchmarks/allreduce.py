@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.contenders import Bare, Contender, Round, Workers, Workload
 from benchmarks.environments import HIVEMIND_VERSION, OWN_PYTHON
+from benchmarks.interleaving import Plan, Tally, interleave
+from benchmarks.measured_systems import Bare, MeasuredSystem, Round, Workers, Workload
 from benchmarks.results import Aim, Row, Series
-from benchmarks.turns import Plan, Tally, take_turns
 
 MIB = 1 << 20
 TENSORS = 16
@@ -48,10 +48,10 @@ def rows(setting: Setting, *, vector_mib: int) -> list[Row]:
     def load(codec: str) -> Workload:
         return Workload(elements=elements, tensors=TENSORS, peers=PEERS, target_group_size=PEERS, codec=codec)
 
-    def own(codec: str) -> Callable[[], Contender]:
+    def own(codec: str) -> Callable[[], MeasuredSystem]:
         return partial(ours, load(codec))
 
-    def theirs(codec: str) -> Callable[[], Contender]:
+    def theirs(codec: str) -> Callable[[], MeasuredSystem]:
         assert setting.hivemind is not None
         return partial(
             Workers,
@@ -64,9 +64,9 @@ def rows(setting: Setting, *, vector_mib: int) -> list[Row]:
     gloo = partial(Workers, "gloo", python=OWN_PYTHON, module="gloo", workload=load("float32"))
     bare = partial(Bare, load("float32"))
 
-    def turns(names: Sequence[str], makers: Sequence[Callable[[], Contender]]) -> list[Tally]:
+    def turns(names: Sequence[str], makers: Sequence[Callable[[], MeasuredSystem]]) -> list[Tally]:
         setting.say(f"all-reduce, {PEERS} × {vector_mib} MiB: {', '.join(names)}")
-        return take_turns(makers, names, setting.plan, setting.say)
+        return interleave(makers, names, setting.plan, setting.say)
 
     float32, bare_tally, gloo_tally = turns(
         ["swarm float32", "bare grpc.aio with TLS", "gloo float32"], [own("float32"), bare, gloo]

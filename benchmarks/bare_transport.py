@@ -70,12 +70,12 @@ class BareButterfly:
                         start_new_session=True,
                     )
                 )
-                self._tell(self._workers[rank], {**self._setup, "rank": rank, "processes": self._processes})
-            ports = [self._hear(worker)["port"] for worker in self._workers]
+                self._send(self._workers[rank], {**self._setup, "rank": rank, "processes": self._processes})
+            ports = [self._receive(worker)["port"] for worker in self._workers]
             for worker in self._workers:
-                self._tell(worker, {"ports": ports})
+                self._send(worker, {"ports": ports})
             for worker in self._workers:
-                self._hear(worker)
+                self._receive(worker)
         except BaseException:
             self._stop()
             raise
@@ -94,11 +94,11 @@ class BareButterfly:
         """One butterfly: (wall seconds, processor seconds of all processes together)."""
         started_s = time.perf_counter()
         for worker in self._workers:
-            self._tell(worker, {"go": True})
-        replies = [self._hear(worker) for worker in self._workers]
+            self._send(worker, {"go": True})
+        replies = [self._receive(worker) for worker in self._workers]
         return time.perf_counter() - started_s, sum(reply["processor_s"] for reply in replies)
 
-    def _tell(self, worker: subprocess.Popen[str], message: dict[str, Any]) -> None:
+    def _send(self, worker: subprocess.Popen[str], message: dict[str, Any]) -> None:
         assert worker.stdin is not None
         try:
             worker.stdin.write(json.dumps(message) + "\n")
@@ -106,7 +106,7 @@ class BareButterfly:
         except BrokenPipeError as error:
             raise RuntimeError(f"a bare transport worker died (exit code {worker.poll()})") from error
 
-    def _hear(self, worker: subprocess.Popen[str]) -> dict[str, Any]:
+    def _receive(self, worker: subprocess.Popen[str]) -> dict[str, Any]:
         assert worker.stdout is not None
         line = worker.stdout.readline()
         if not line:
@@ -190,16 +190,16 @@ async def _work(lines: asyncio.StreamReader) -> None:
     import grpc
     import grpc.aio
 
-    async def hear() -> dict[str, Any]:
+    async def receive() -> dict[str, Any]:
         message = json.loads(await lines.readline() or "{}")  # no line: the parent is gone
         assert isinstance(message, dict)
         return message
 
-    def tell(message: dict[str, Any]) -> None:
+    def send(message: dict[str, Any]) -> None:
         sys.stdout.write(json.dumps(message) + "\n")
         sys.stdout.flush()
 
-    setup = await hear()
+    setup = await receive()
     rank, processes, certificate, key = (
         setup["rank"],
         setup["processes"],
@@ -229,8 +229,8 @@ async def _work(lines: asyncio.StreamReader) -> None:
     )
     port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, certificate)]))
     await server.start()
-    tell({"port": port})
-    ports = (await hear())["ports"]
+    send({"port": port})
+    ports = (await receive())["ports"]
     trust = grpc.ssl_channel_credentials(certificate)
     options = [
         *options,
@@ -244,8 +244,8 @@ async def _work(lines: asyncio.StreamReader) -> None:
     }
     for channel in channels.values():
         await channel.channel_ready()
-    tell({"ready": True})
-    while "go" in await hear():
+    send({"ready": True})
+    while "go" in await receive():
         before = resource.getrusage(resource.RUSAGE_SELF)
         async with asyncio.TaskGroup() as group:
             for other, channel in channels.items():
@@ -253,7 +253,7 @@ async def _work(lines: asyncio.StreamReader) -> None:
         for _ in channels:
             await served.get()
         after = resource.getrusage(resource.RUSAGE_SELF)
-        tell(
+        send(
             {
                 "processor_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
                 "page_faults": after.ru_minflt - before.ru_minflt,

@@ -47,7 +47,7 @@ class Measured:
         self.decode.append(4e-9 * elements / decode_s)
 
 
-class Own:
+class SwarmCodec:
     """A codec of ours at work on a part."""
 
     def __init__(self, codec: Codec, elements: int) -> None:
@@ -108,10 +108,10 @@ def rows(
                 configurations=[{"elements": elements}],
             )
             launch = stack.enter_context(worker)
-            launch.hear("ready", TIMEOUT_S)
+            launch.receive("ready", TIMEOUT_S)
         limit = f"memory copy {_copy_gb_per_s(elements):.3g} GB/s"
         for name in names:
-            own, theirs = Own(find(name), elements), Measured()
+            own, theirs = SwarmCodec(find(name), elements), Measured()
             for nth in range(rounds + 1):
                 own.round()
                 if launch is not None and name in COUNTERPARTS:
@@ -129,8 +129,8 @@ def rows(
 
 
 def _their_round(launch: Launch, codec: str, measured: Measured, elements: int, *, errors: bool) -> None:
-    launch.tell("round", codec=codec, errors=errors)
-    (answer,) = launch.hear("done", TIMEOUT_S)
+    launch.send("round", codec=codec, errors=errors)
+    (answer,) = launch.receive("done", TIMEOUT_S)
     measured.add(elements, answer["encode_s"], answer["decode_s"])
     measured.bits = answer["bits"]
     measured.errors |= answer["errors"]

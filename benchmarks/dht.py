@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.allreduce import HIVEMIND, Setting
-from benchmarks.contenders import READY_TIMEOUT_S, Contender, Round
 from benchmarks.environments import OWN_PYTHON
-from benchmarks.launched import Launched
+from benchmarks.interleaving import Tally, interleave
+from benchmarks.launched_system import LaunchedSystem
+from benchmarks.measured_systems import READY_TIMEOUT_S, MeasuredSystem, Round
 from benchmarks.results import Aim, Row, Series
-from benchmarks.turns import Tally, take_turns
 
 SIZES = (8, 16)
 TIMES_FASTER = {8: 3.0, 16: 5.0}
@@ -49,7 +49,7 @@ class Load:
     far_operations: int
 
 
-class Peers(Launched):
+class Peers(LaunchedSystem):
     """A contender: processes that know `store` and `get`."""
 
     def __init__(self, name: str, *, python: Path, module: str, load: Load) -> None:
@@ -66,21 +66,21 @@ class Peers(Launched):
         """
         load, batch = self._load, next(self._batches)
         before_s = self._launch.processor_s()
-        stores = self._together("store", "own", batch)
-        gets = self._together("get", "any", batch)
+        stores = self._run_concurrently("store", "own", batch)
+        gets = self._run_concurrently("get", "any", batch)
         processor_s = self._launch.processor_s() - before_s
-        far_gets = self._together("get", "elsewhere", batch, load.far_operations)
+        far_gets = self._run_concurrently("get", "elsewhere", batch, load.far_operations)
         batch = next(self._batches)
-        bulk_stores = self._together("store", "own", batch, bulk=True)
-        bulk_gets = self._together("get", "any", batch, bulk=True)
+        bulk_stores = self._run_concurrently("store", "own", batch, bulk=True)
+        bulk_gets = self._run_concurrently("get", "any", batch, bulk=True)
         phases = {"stores": stores.seconds, "gets": gets.seconds, "gets elsewhere": far_gets.seconds}
         phases |= {"bulk stores": bulk_stores.seconds, "bulk gets": bulk_gets.seconds}
         wrong = [*stores.wrong, *gets.wrong, *far_gets.wrong, *bulk_stores.wrong, *bulk_gets.wrong]
         if load.alone:
-            one_store = self._alone("store", "own", next(self._batches), rank=0)
+            one_store = self._run_one_by_one("store", "own", next(self._batches), rank=0)
             batch = next(self._batches)
-            self._together("store", "own", batch, KEYS_FOR_ALONE // load.peers)
-            one_get = self._alone(
+            self._run_concurrently("store", "own", batch, KEYS_FOR_ALONE // load.peers)
+            one_get = self._run_one_by_one(
                 "get", "elsewhere", batch, rank=load.peers - 1, stored=KEYS_FOR_ALONE // load.peers
             )
             phases |= {"one store": one_store.seconds, "one get": one_get.seconds}
@@ -99,31 +99,31 @@ class Peers(Launched):
         """
         deadline_s = time.monotonic() + JOIN_S_MAX
         while True:
-            self._launch.tell("known")
-            known = [answer["peers"] for answer in self._launch.hear("known", READY_TIMEOUT_S)]
+            self._launch.send("known")
+            known = [answer["peers"] for answer in self._launch.receive("known", READY_TIMEOUT_S)]
             if min(known) >= self._load.peers - 1 or time.monotonic() > deadline_s:
                 return
             time.sleep(JOIN_POLL_S)
 
-    def _together(
+    def _run_concurrently(
         self, what: str, which: str, batch: str, count: int | None = None, *, bulk: bool = False
     ) -> _Phase:
         """All peers at once; seconds from the aligned start to the slowest peer's end."""
         load, at_s = self._load, time.monotonic() + START_AHEAD_S
         count = load.operations if count is None else count
-        order = {"how": "bulk" if bulk else "together", "at_s": at_s, "concurrency": load.concurrency}
+        order = {"how": "bulk" if bulk else "concurrent", "at_s": at_s, "concurrency": load.concurrency}
         for rank, worker in enumerate(self._launch.workers):
-            worker.tell(self._order(what, which, batch, rank, count) | order)
-        done = self._launch.hear("done", ORDER_TIMEOUT_S)
+            worker.send(self._order(what, which, batch, rank, count) | order)
+        done = self._launch.receive("done", ORDER_TIMEOUT_S)
         return _Phase(max(report["end_s"] for report in done) - at_s, _faults(done, count))
 
-    def _alone(self, what: str, which: str, batch: str, *, rank: int, stored: int = 0) -> _Phase:
+    def _run_one_by_one(self, what: str, which: str, batch: str, *, rank: int, stored: int = 0) -> _Phase:
         """One peer, one operation after the other, while the others only serve; the median of their seconds."""
         worker = self._launch.workers[rank]
-        worker.tell(
-            self._order(what, which, batch, rank, self._load.alone) | {"how": "alone", "stored": stored}
+        worker.send(
+            self._order(what, which, batch, rank, self._load.alone) | {"how": "one by one", "stored": stored}
         )
-        done = worker.hear("done", time.monotonic() + ORDER_TIMEOUT_S)
+        done = worker.receive("done", time.monotonic() + ORDER_TIMEOUT_S)
         return _Phase(statistics.median(done["seconds"]), _faults([done], self._load.alone))
 
     def _order(self, what: str, which: str, batch: str, rank: int, count: int) -> dict[str, Any]:
@@ -155,10 +155,10 @@ def rows(setting: Setting, *, peers: int) -> list[Row]:
     """The rows of one size; all contenders are open at the same time."""
     load = Load(peers=peers, operations=OPERATIONS[peers], far_operations=OPERATIONS[peers] // 2)
 
-    def own() -> Contender:
+    def own() -> MeasuredSystem:
         return Peers("swarm", python=OWN_PYTHON, module="swarm_dht", load=load)
 
-    def theirs() -> Contender:
+    def theirs() -> MeasuredSystem:
         assert setting.hivemind is not None
         return Peers(HIVEMIND, python=setting.hivemind, module="hivemind_dht", load=load)
 
@@ -168,7 +168,7 @@ def rows(setting: Setting, *, peers: int) -> list[Row]:
         makers.append(theirs)
     setting.say(f"DHT, {peers} peers: {', '.join(names)}")
     plan = replace(setting.plan, warm_up=WARM_UP)  # connections are made in the first rounds
-    tallies = take_turns(makers, names, plan, setting.say)
+    tallies = interleave(makers, names, plan, setting.say)
     return _rows(load, tallies[0], tallies[1] if len(tallies) == 2 else None)
 
 

@@ -20,23 +20,23 @@ Work = Callable[[str], Awaitable[str]]
 BulkWork = Callable[[Sequence[str]], Awaitable[list[str]]]  # one on many, with a word for each
 
 
-def key(batch: str, writer: int, index: int) -> str:
+def key_of(batch: str, writer: int, index: int) -> str:
     """`batch` is never used twice, so that no peer has ever seen the key."""
     return f"benchmark.{batch}.{writer}.{index}"
 
 
-def value(key: str) -> bytes:
+def value_of(key: str) -> bytes:
     """What is stored under a key: a reader knows it without having been told."""
     return b"".join(hashlib.sha256(f"{key} {part}".encode()).digest() for part in range(VALUE_BYTES // 32))
 
 
 def own_keys(batch: str, rank: int, count: int) -> list[str]:
-    return [key(batch, rank, index) for index in range(count)]
+    return [key_of(batch, rank, index) for index in range(count)]
 
 
 def keys_of_others(batch: str, rank: int, count: int, peers: int) -> list[str]:
     """`count` keys that other peers stored, from each other peer as many, and over all ranks every key once."""
-    return [key(batch, (rank + 1 + index % (peers - 1)) % peers, index) for index in range(count)]
+    return [key_of(batch, (rank + 1 + index % (peers - 1)) % peers, index) for index in range(count)]
 
 
 def keys_elsewhere(
@@ -46,7 +46,7 @@ def keys_elsewhere(
     the network.
     """
     others = (
-        key(batch, (rank + 1 + turn) % peers, (index + rank) % stored)
+        key_of(batch, (rank + 1 + turn) % peers, (index + rank) % stored)
         for index in range(stored)
         for turn in range(peers - 1)
     )
@@ -63,7 +63,9 @@ def wanted(order: dict[str, Any], held: Callable[[str], bool]) -> list[str]:
     return keys_elsewhere(batch, rank, count, order["peers"], order["stored"], held)
 
 
-async def together(keys: Sequence[str], work: Work, *, at_s: float, concurrency: int) -> dict[str, Any]:
+async def run_concurrently(
+    keys: Sequence[str], work: Work, *, at_s: float, concurrency: int
+) -> dict[str, Any]:
     """`concurrency` operations at a time from `at_s` (monotonic) on; when the last ended, how many went
     wrong, and why.
     """
@@ -81,13 +83,13 @@ async def together(keys: Sequence[str], work: Work, *, at_s: float, concurrency:
     return _report(len(keys), wrong)
 
 
-async def in_bulk(keys: Sequence[str], work: BulkWork, *, at_s: float) -> dict[str, Any]:
+async def run_in_bulk(keys: Sequence[str], work: BulkWork, *, at_s: float) -> dict[str, Any]:
     """All keys in one call of the contender's own bulk operation."""
     await _sleep_until(at_s)
     return _report(len(keys), [fault for fault in await work(keys) if fault])
 
 
-async def alone(keys: Sequence[str], work: Work) -> dict[str, Any]:
+async def run_one_by_one(keys: Sequence[str], work: Work) -> dict[str, Any]:
     """One operation after the other, each timed; "seconds" of each in the report."""
     seconds: list[float] = []
     wrong: list[str] = []
@@ -114,11 +116,11 @@ class Operations:
         """One order; the report on it."""
         keys = wanted(order, self.held)
         one, many = (self.store, self.store_many) if order["do"] == "store" else (self.get, self.get_many)
-        if order["how"] == "alone":
-            return await alone(keys, one)
+        if order["how"] == "one by one":
+            return await run_one_by_one(keys, one)
         if order["how"] == "bulk":
-            return await in_bulk(keys, many, at_s=order["at_s"])
-        return await together(keys, one, at_s=order["at_s"], concurrency=order["concurrency"])
+            return await run_in_bulk(keys, many, at_s=order["at_s"])
+        return await run_concurrently(keys, one, at_s=order["at_s"], concurrency=order["concurrency"])
 
 
 def _report(performed: int, wrong: Sequence[str]) -> dict[str, Any]:

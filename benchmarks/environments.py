@@ -115,6 +115,6 @@ def memory_copy_bytes_per_s() -> float:
         module="benchmarks.workers.memory_copy",
         configurations=[{}] * min(cores, 8),
     ) as launch:
-        launch.hear("ready", 60.0)
-        launch.tell("copy", at_s=time.monotonic() + 0.1)
-        return float(sum(answer["bytes_per_s"] for answer in launch.hear("copied", 60.0)))
+        launch.receive("ready", 60.0)
+        launch.send("copy", at_s=time.monotonic() + 0.1)
+        return float(sum(answer["bytes_per_s"] for answer in launch.receive("copied", 60.0)))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.conversation import Conversation, wait_until
+from benchmarks.worker_channel import WorkerChannel, wait_until
 
 WIDTH = {"nop": 1024, "ffn": 256}
 BATCH = {"small": 1, "large": 2048, "train": 32}
@@ -42,22 +42,26 @@ class Nop(torch.nn.Module):
         return x.clone()
 
 
-def still(parameters: Any) -> torch.optim.Optimizer:
+def zero_rate_sgd(parameters: Any) -> torch.optim.Optimizer:
     """An optimizer that does its work and changes nothing, so that every result can be checked."""
     return torch.optim.SGD(parameters, lr=0.0)
 
 
-def answer(talk: Conversation, experts: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]) -> None:
+def serve_orders(
+    channel: WorkerChannel, experts: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
+) -> None:
     """A caller that has `experts`, by kind: does as it is told until the command is gone."""
-    talk.say("ready")
+    channel.send("ready")
     while True:
-        order = talk.hear()
+        order = channel.receive()
         if order["do"] == "calls":
-            talk.say("done", **perform(experts[EXPERT[order["what"]]], order, talk.configuration["rank"]))
+            channel.send(
+                "done", **perform(experts[EXPERT[order["what"]]], order, channel.configuration["rank"])
+            )
         elif order["do"] == "first":
             with torch.no_grad():
                 experts["ffn"](torch.zeros(1, WIDTH["ffn"]))
-            talk.say("answered", at_s=time.monotonic())
+            channel.send("answered", at_s=time.monotonic())
 
 
 def perform(

@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.allreduce import HIVEMIND, Setting
-from benchmarks.contenders import READY_TIMEOUT_S, Contender, Round
 from benchmarks.environments import OWN_PYTHON
+from benchmarks.interleaving import Tally, interleave
 from benchmarks.launch import Launch, LaunchFailed, proportional_bytes
-from benchmarks.launched import Launched
+from benchmarks.launched_system import LaunchedSystem
+from benchmarks.measured_systems import READY_TIMEOUT_S, MeasuredSystem, Round
 from benchmarks.results import Aim, Row, Series
-from benchmarks.turns import Tally, take_turns
 
 CLIENTS = 4
 COUNTS = {"small": 150, "large": 6, "train": 40}  # calls of each client in a round
@@ -41,7 +41,7 @@ START_AHEAD_S = 0.1
 ORDER_TIMEOUT_S = 90.0
 
 
-class Callers(Launched):
+class Callers(LaunchedSystem):
     """A contender: a server process, and clients that know `calls`."""
 
     def __init__(self, name: str, *, python: Path, module: str) -> None:
@@ -58,8 +58,8 @@ class Callers(Launched):
         for what, count in COUNTS.items():
             at_s = time.monotonic() + START_AHEAD_S
             for client in clients:
-                client.tell({"do": "calls", "what": what, "count": count, "at_s": at_s})
-            done = [client.hear("done", time.monotonic() + ORDER_TIMEOUT_S) for client in clients]
+                client.send({"do": "calls", "what": what, "count": count, "at_s": at_s})
+            done = [client.receive("done", time.monotonic() + ORDER_TIMEOUT_S) for client in clients]
             phases[what] = max(report["end_s"] for report in done) - at_s
             wrong += [f"{what}: {reason}" for report in done for reason in report["reasons"]]
             wrong += [
@@ -80,7 +80,7 @@ class Callers(Launched):
 def rows(setting: Setting) -> list[Row]:
     """All of the section."""
     names: list[str] = ["swarm"]
-    makers: list[Callable[[], Contender]] = [
+    makers: list[Callable[[], MeasuredSystem]] = [
         lambda: Callers("swarm", python=OWN_PYTHON, module="swarm_experts")
     ]
     hivemind = setting.hivemind
@@ -88,7 +88,7 @@ def rows(setting: Setting) -> list[Row]:
         names.append(HIVEMIND)
         makers.append(lambda: Callers(HIVEMIND, python=hivemind, module="hivemind_experts"))
     setting.say(f"experts, {CLIENTS} clients: {', '.join(names)}")
-    tallies = take_turns(makers, names, replace(setting.plan, warm_up=1), setting.say)
+    tallies = interleave(makers, names, replace(setting.plan, warm_up=1), setting.say)
     own, peer = tallies[0], tallies[1] if len(tallies) == 2 else None
     return [*(_row(what, own, peer) for what in COUNTS), _first_answer(setting), *_crowds(setting)]
 
@@ -158,8 +158,8 @@ def _start(name: str, python: Path, module: str) -> float:
         configurations=[{"handlers": HANDLERS}] * 2,
     ) as launch:
         caller = launch.workers[1]
-        caller.tell({"do": "first"})
-        answered = caller.hear("answered", time.monotonic() + READY_TIMEOUT_S)
+        caller.send({"do": "first"})
+        answered = caller.receive("answered", time.monotonic() + READY_TIMEOUT_S)
         return float(answered["at_s"]) - launch.workers[0].started_s
 
 
@@ -177,22 +177,22 @@ def _crowd(setting: Setting, clients: int) -> Row:
         "swarm", python=OWN_PYTHON, module="benchmarks.workers.swarm_experts", configurations=[{}]
     ) as launch:
         server = launch.workers[0]
-        server.hear("ready", time.monotonic() + READY_TIMEOUT_S)
+        server.receive("ready", time.monotonic() + READY_TIMEOUT_S)
         alone_bytes = proportional_bytes(launch.processes(of=server))
         callers = [
             launch.add({"clients": clients // processes}, "benchmarks.workers.swarm_expert_callers")
             for _ in range(processes)
         ]
         for caller in callers:
-            caller.hear("ready", time.monotonic() + READY_TIMEOUT_S)
+            caller.receive("ready", time.monotonic() + READY_TIMEOUT_S)
         held_bytes = proportional_bytes(launch.processes(of=server))
         medians: list[float] = []
         slow: list[float] = []
         for _ in range(CROWD_READINGS):
             at_s = time.monotonic() + START_AHEAD_S
             for caller in callers:
-                caller.tell({"do": "calls", "seconds": CROWD_S, "at_s": at_s})
-            done = [caller.hear("done", time.monotonic() + ORDER_TIMEOUT_S) for caller in callers]
+                caller.send({"do": "calls", "seconds": CROWD_S, "at_s": at_s})
+            done = [caller.receive("done", time.monotonic() + ORDER_TIMEOUT_S) for caller in callers]
             rates.append(sum(report["performed"] / report["seconds"] for report in done))
             failed += sum(report["failed"] for report in done)
             reasons += [reason for report in done for reason in report["reasons"]]

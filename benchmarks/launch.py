@@ -56,7 +56,7 @@ class Worker:
             self._answers.put(json.loads(line))
         self._answers.put(None)
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -64,7 +64,7 @@ class Worker:
         except OSError as error:
             raise LaunchFailed(f"{self.name} is gone{self._last_words()}") from error
 
-    def hear(self, kind: str, deadline_s: float) -> dict[str, Any]:
+    def receive(self, kind: str, deadline_s: float) -> dict[str, Any]:
         """The next answer of this kind; others are passed over."""
         while True:
             try:
@@ -144,13 +144,13 @@ class Launch:
         self.workers.append(worker)
         return worker
 
-    def tell(self, do: str, **fields: Any) -> None:
+    def send(self, do: str, **fields: Any) -> None:
         for worker in self.workers:
-            worker.tell({"do": do, **fields})
+            worker.send({"do": do, **fields})
 
-    def hear(self, kind: str, timeout_s: float) -> list[dict[str, Any]]:
+    def receive(self, kind: str, timeout_s: float) -> list[dict[str, Any]]:
         deadline_s = time.monotonic() + timeout_s
-        return [worker.hear(kind, deadline_s) for worker in self.workers]
+        return [worker.receive(kind, deadline_s) for worker in self.workers]
 
     def processes(self, of: Worker | None = None) -> list[psutil.Process]:
         """Everything alive that this launch started; `of`: only one worker's tree, known by its session."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.conversation import wait_until
+from benchmarks.worker_channel import wait_until
 
 ROWS = COLUMNS = 4  # of the grid; a server holds a row
 SERVERS = ROWS
@@ -31,7 +31,7 @@ def module_of(row: int, column: int) -> torch.nn.Module:
         )
 
 
-def still(parameters: Any) -> torch.optim.Optimizer:
+def zero_rate_sgd(parameters: Any) -> torch.optim.Optimizer:
     """An optimizer that does its work and changes nothing, so that every result can be checked."""
     return torch.optim.SGD(parameters, lr=0.0)
 

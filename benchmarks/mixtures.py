@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.allreduce import HIVEMIND, Setting
-from benchmarks.contenders import Contender, Round
 from benchmarks.environments import OWN_PYTHON
-from benchmarks.launched import Launched
+from benchmarks.interleaving import Tally, interleave
+from benchmarks.launched_system import LaunchedSystem
+from benchmarks.measured_systems import MeasuredSystem, Round
 from benchmarks.mixture_load import BATCH, COLUMNS, K_BEST, ROWS, SERVERS
 from benchmarks.results import Aim, Row
-from benchmarks.turns import Tally, take_turns
 
 TIMES_FASTER = 10.0
 STEPS = {"swarm": 10, "hivemind": 2}  # in a round: a step of hivemind's takes seconds
@@ -25,7 +25,7 @@ WARM_UP = 2
 LIMIT = "the experts' own arithmetic, on cores that all processes share"
 
 
-class Trainer(Launched):
+class Trainer(LaunchedSystem):
     """A contender: four servers, and behind them a trainer that knows `steps`."""
 
     def __init__(self, name: str, *, python: Path, module: str, steps: int) -> None:
@@ -36,13 +36,13 @@ class Trainer(Launched):
 
     def _prepare(self) -> None:
         self._trainer = self._launch.add({})
-        self._trainer.hear("ready", time.monotonic() + READY_TIMEOUT_S)
+        self._trainer.receive("ready", time.monotonic() + READY_TIMEOUT_S)
 
     def round(self) -> Round:
         before_s = self._launch.processor_s()
         at_s = time.monotonic() + START_AHEAD_S
-        self._trainer.tell({"do": "steps", "count": self._steps, "at_s": at_s})
-        done = self._trainer.hear("done", at_s + ROUND_TIMEOUT_S)
+        self._trainer.send({"do": "steps", "count": self._steps, "at_s": at_s})
+        done = self._trainer.receive("done", at_s + ROUND_TIMEOUT_S)
         reasons = list(done["reasons"])
         if done["performed"] != self._steps:
             reasons.append(f"{done['performed']} steps, not {self._steps}")
@@ -58,7 +58,7 @@ class Trainer(Launched):
 
 def rows(setting: Setting) -> list[Row]:
     """One row, and where its time goes."""
-    makers: list[Callable[[], Contender]] = [
+    makers: list[Callable[[], MeasuredSystem]] = [
         partial(Trainer, "swarm", python=OWN_PYTHON, module="swarm_mixture", steps=STEPS["swarm"])
     ]
     names = ["swarm"]
@@ -70,7 +70,7 @@ def rows(setting: Setting) -> list[Row]:
             )
         )
     setting.say(f"mixture layer: {', '.join(names)}")
-    tallies = take_turns(makers, names, replace(setting.plan, warm_up=WARM_UP), setting.say)
+    tallies = interleave(makers, names, replace(setting.plan, warm_up=WARM_UP), setting.say)
     peer: Tally | None = tallies[1] if len(tallies) == 2 else None
     return [
         Row(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.charts import Bar, bars
-from benchmarks.notes import LIMITED_BY
+from benchmarks.limiting_factors import LIMITED_BY
 from benchmarks.report import NOTHING, ORDER, bound, figure, ratio, replace_file
 
 Record = Mapping[str, Any]

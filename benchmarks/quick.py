@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from benchmarks import groups
+from benchmarks import group_formation
 from benchmarks.allreduce import PEERS, Setting, ours, reduction
-from benchmarks.contenders import Bare, Contender, Workload
+from benchmarks.interleaving import Plan, interleave
+from benchmarks.measured_systems import Bare, MeasuredSystem, Workload
 from benchmarks.results import Row
-from benchmarks.turns import Plan, take_turns
 
 VECTOR_MIB = 4
 CODECS = ("float32", "float16", "bfloat16")
@@ -21,11 +21,11 @@ def rows(say: Callable[[str], None]) -> list[Row]:
     # spans of unequal sizes
     workloads = [Workload(elements=VECTOR_MIB * (1 << 18) + 3, tensors=5, codec=codec) for codec in CODECS]
     say(f"all-reduce, {PEERS} × {VECTOR_MIB} MiB: swarm {', '.join(CODECS)}, bare transport")
-    makers: list[Callable[[], Contender]] = [
+    makers: list[Callable[[], MeasuredSystem]] = [
         *(partial(ours, workload) for workload in workloads),
         partial(Bare, workloads[0]),
     ]
-    *own, bare = take_turns(
+    *own, bare = interleave(
         makers, [*(f"swarm {codec}" for codec in CODECS), Bare.name], Plan(passes=1, rounds=2), say
     )
     found = [
@@ -41,4 +41,4 @@ def rows(say: Callable[[str], None]) -> list[Row]:
         for codec, tally in zip(CODECS, own, strict=True)
     ]
     setting = Setting(plan=Plan(passes=1, rounds=2), hivemind=None, copy_bytes_per_s=1.0, say=say)
-    return [*found, groups.short(setting, rounds=3)]
+    return [*found, group_formation.short(setting, rounds=3)]

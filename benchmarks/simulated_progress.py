@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from benchmarks.results import Row, Series
-from benchmarks.simulated import simulated_row
+from benchmarks.simulated_dht import simulated_row
 from swarm.testing.progress_swarm import OperationCost, ProgressFigures, measure, operations
 
 SIZES = (10, 100, 1000)

@@ -18,7 +18,7 @@ from averaging.allreduce.allreduce import AllReduce, RoundOutcome
 from averaging.allreduce.config import RoundConfig
 from averaging.matchmaking.logic.group import Group, Member
 from benchmarks.results import Row, Series
-from benchmarks.simulated import simulated_row
+from benchmarks.simulated_dht import simulated_row
 from swarm.testing.chance import Chance
 from swarm.testing.network import LinkConfig, SimulatedNetwork, SimulatedPeer
 from swarm.testing.virtual_loop import run_virtual

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.conversation import Conversation
+from benchmarks.worker_channel import WorkerChannel
 
 WIDTH = 512
 LAYERS = 4
@@ -50,13 +50,13 @@ def backward(model: nn.Module, generator: torch.Generator) -> None:
     loss.backward()  # type: ignore[no-untyped-call]
 
 
-def orders(talk: Conversation) -> Callable[[], dict[str, Any] | None]:
+def orders(channel: WorkerChannel) -> Callable[[], dict[str, Any] | None]:
     """Listens beside the training: the returned function gives the next order, or None at once."""
     waiting: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 
     def listen() -> None:
         while True:
-            waiting.put(talk.hear())
+            waiting.put(channel.receive())
 
     threading.Thread(target=listen, daemon=True, name="orders").start()
 
@@ -66,9 +66,9 @@ def orders(talk: Conversation) -> Callable[[], dict[str, Any] | None]:
     return pending
 
 
-def paced(talk: Conversation) -> Iterator[int]:
+def paced(channel: WorkerChannel) -> Iterator[int]:
     """Numbers of steps, one every STEP_S at most, until the order to stop."""
-    pending, step = orders(talk), 0
+    pending, step = orders(channel), 0
     while True:
         due_s = time.monotonic() + STEP_S
         yield step

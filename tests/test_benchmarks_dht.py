@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import asyncio
 
-from benchmarks.contenders import Round
 from benchmarks.dht import Load, _faults, _rows
-from benchmarks.dht_load import VALUE_BYTES, alone, keys_elsewhere, keys_of_others, own_keys, together, value
-from benchmarks.turns import Tally
+from benchmarks.dht_load import (
+    VALUE_BYTES,
+    keys_elsewhere,
+    keys_of_others,
+    own_keys,
+    run_concurrently,
+    run_one_by_one,
+    value_of,
+)
+from benchmarks.interleaving import Tally
+from benchmarks.measured_systems import Round
 
 PEERS, COUNT = 4, 6
 
@@ -18,8 +26,8 @@ def test_every_key_is_read_once_and_never_by_its_writer() -> None:
     assert sorted(read) == sorted(stored)
     for rank in range(PEERS):
         assert not set(keys_of_others("b", rank, COUNT, PEERS)) & set(own_keys("b", rank, COUNT))
-    assert len({value(one) for one in stored}) == len(stored)
-    assert {len(value(one)) for one in stored} == {VALUE_BYTES}
+    assert len({value_of(one) for one in stored}) == len(stored)
+    assert {len(value_of(one)) for one in stored} == {VALUE_BYTES}
 
 
 def test_keys_elsewhere_are_others_and_not_held() -> None:
@@ -37,10 +45,10 @@ def test_every_key_is_worked_on_once_and_faults_are_counted() -> None:
         await asyncio.sleep(0)
         return "odd" if key in "13" else ""
 
-    report = asyncio.run(together("01234", work, at_s=0.0, concurrency=3))
+    report = asyncio.run(run_concurrently("01234", work, at_s=0.0, concurrency=3))
     assert sorted(seen) == list("01234")
     assert (report["performed"], report["wrong"], report["reasons"]) == (5, 2, ["odd"])
-    lone = asyncio.run(alone("024", work))
+    lone = asyncio.run(run_one_by_one("024", work))
     assert (len(lone["seconds"]), lone["wrong"]) == (3, 0)
     assert _faults([report, lone], 5) == ["2 operations: odd", "3 operations, not 5"]
 

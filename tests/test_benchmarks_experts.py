@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.contenders import Round
 from benchmarks.expert_load import EXPERT, WIDTH, module_of, perform
 from benchmarks.experts import AIMS, CLIENTS, COUNTS, _row
-from benchmarks.turns import Tally
+from benchmarks.interleaving import Tally
+from benchmarks.measured_systems import Round
 
 
 def order(what: str) -> dict[str, object]:

@@ -11,8 +11,8 @@ import pytest
 
 from benchmarks import links
 from benchmarks.allreduce import HIVEMIND, Setting
-from benchmarks.contenders import Contender, Round
-from benchmarks.turns import Plan, Tally
+from benchmarks.interleaving import Plan, Tally
+from benchmarks.measured_systems import MeasuredSystem, Round
 from swarm.testing.links import Link
 
 OUTCOME = Round(
@@ -38,8 +38,8 @@ def play(
     measured: list[list[str]] = []
     clock = [0.0]
 
-    def take_turns(
-        makers: Sequence[Callable[[], Contender]],
+    def interleave(
+        makers: Sequence[Callable[[], MeasuredSystem]],
         names: Sequence[str],
         plan: Plan,
         say: Callable[[str], None],
@@ -49,7 +49,7 @@ def play(
         clock[0] += round_s
         return [Tally(name, rounds=[] if broken and name.startswith(broken) else [OUTCOME]) for name in names]
 
-    monkeypatch.setattr(links, "take_turns", take_turns)
+    monkeypatch.setattr(links, "interleave", interleave)
     monkeypatch.setattr(links, "why_not", lambda: None)
     monkeypatch.setattr(links.time, "monotonic", lambda: clock[0])
     rows = [row for found in links.rows(setting([])) for row in found]
@@ -61,7 +61,7 @@ def test_every_codec_has_a_row_in_every_scene_and_all_have_names_of_their_own(
 ) -> None:
     measured, identifiers = play(monkeypatch, round_s=1.0)
     assert len(set(identifiers)) == len(identifiers)
-    assert len(measured) == len(links.SCENES) * len(links.CODECS)
+    assert len(measured) == len(links.SCENARIOS) * len(links.CODECS)
     assert {names[0] for names in measured} == {f"swarm {codec}" for codec in links.CODECS}
     assert any(HIVEMIND in name for names in measured for name in names)
 
@@ -73,7 +73,7 @@ def test_who_has_had_no_round_is_not_tried_again(monkeypatch: pytest.MonkeyPatch
 
 def test_when_time_is_short_ours_alone_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     measured, identifiers = play(monkeypatch, round_s=links.TOTAL_S / 2)
-    assert len(measured) == len(links.SCENES) * len(links.CODECS)
+    assert len(measured) == len(links.SCENARIOS) * len(links.CODECS)
     assert all(len(names) == 1 for names in measured[3:])
     assert identifiers[-1].endswith("-alone")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import notes, pages, report
+from benchmarks import limiting_factors, pages, report
 from benchmarks.launch import Launch, LaunchFailed
 from benchmarks.results import Aim, Row, Series
 
@@ -80,7 +80,7 @@ def test_rows_keep_their_order_by_section_and_size() -> None:
 
 
 def test_the_pages_name_aims_misses_and_failures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(notes.LIMITED_BY, "allreduce-64-slow", "copies.")
+    monkeypatch.setitem(limiting_factors.LIMITED_BY, "allreduce-64-slow", "copies.")
     rows = [
         row("allreduce-64-fast", 0.4),
         row("allreduce-64-slow", 1.0, failed=2),
@@ -137,7 +137,7 @@ def gone(pid: int) -> bool:
 def test_a_launch_ends_everything_it_started_even_in_another_session(tmp_path: Path) -> None:
     python = fake_python(tmp_path, 'setsid sleep 100 & echo \'{"kind": "ready"}\'; exec sleep 100')
     with Launch("fake", python=python, module="none", configurations=[{}]) as launch:
-        launch.hear("ready", 10.0)
+        launch.receive("ready", 10.0)
         deadline_s = time.monotonic() + 10.0
         while len(started := launch.processes()) < 2 and time.monotonic() < deadline_s:
             pass
@@ -151,10 +151,10 @@ def test_a_worker_that_hangs_or_dies_is_told_by_its_log(tmp_path: Path) -> None:
         Launch("fake", python=python, module="none", configurations=[{}]) as launch,
         pytest.raises(LaunchFailed, match="no memory"),
     ):
-        launch.hear("ready", 10.0)
+        launch.receive("ready", 10.0)
     python = fake_python(tmp_path, "exec sleep 100")
     with (
         Launch("fake", python=python, module="none", configurations=[{}]) as launch,
         pytest.raises(LaunchFailed, match="'ready' in time"),
     ):
-        launch.hear("ready", 0.05)
+        launch.receive("ready", 0.05)

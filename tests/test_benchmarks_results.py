@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from benchmarks.allreduce import memory_limit
-from benchmarks.contenders import Round, judge
-from benchmarks.known_values import TOLERANCE, delivered, fill, tensors_of
+from benchmarks.interleaving import FAILED_ROUNDS_MAX, LAUNCHES_MAX, Plan, interleave
 from benchmarks.launch import LaunchFailed
+from benchmarks.measured_systems import Round, judge
+from benchmarks.reference_vectors import TOLERANCE, delivered, fill, tensors_of
 from benchmarks.results import Aim, Row, Series, ratio
-from benchmarks.turns import FAILED_ROUNDS_MAX, LAUNCHES_MAX, Plan, take_turns
 from swarm.compression import find
 
 
@@ -173,7 +173,7 @@ def test_turns_alternate_and_throw_the_warm_up_away() -> None:
         lambda: Scripted("a", [9.0, 1.0, 2.0], journal),
         lambda: Scripted("b", [9.0, 3.0, 4.0], journal),
     ]
-    first, second = take_turns(makers, ["a", "b"], Plan(passes=2, rounds=2), lambda _text: None)
+    first, second = interleave(makers, ["a", "b"], Plan(passes=2, rounds=2), lambda _text: None)
     assert first.series("", lambda outcome: outcome.whole_s).samples == (1.0, 2.0, 1.0, 2.0)
     assert second.series("", lambda outcome: outcome.whole_s).samples == (3.0, 4.0, 3.0, 4.0)
     assert journal[:10] == ["open a", "a", "open b", "b", "a", "b", "a", "b", "close b", "close a"]
@@ -182,14 +182,14 @@ def test_turns_alternate_and_throw_the_warm_up_away() -> None:
 
 
 def test_failed_rounds_are_counted_and_repeated_up_to_a_limit() -> None:
-    (tally,) = take_turns(
+    (tally,) = interleave(
         [lambda: Scripted("a", [9.0, "no group", 1.0], [])],
         ["a"],
         Plan(passes=1, rounds=1),
         lambda _text: None,
     )
     assert (len(tally.rounds), tally.failed, tally.reasons) == (1, 1, ["no group"])
-    (tally,) = take_turns(
+    (tally,) = interleave(
         [lambda: Scripted("a", [9.0] + ["no"] * 9, [])], ["a"], Plan(passes=1, rounds=1), lambda _text: None
     )
     assert (len(tally.rounds), tally.failed) == (0, FAILED_ROUNDS_MAX)
@@ -198,12 +198,12 @@ def test_failed_rounds_are_counted_and_repeated_up_to_a_limit() -> None:
 def test_a_launch_that_breaks_down_is_closed_counted_and_repeated_up_to_a_limit() -> None:
     journal: list[str] = []
     scripts: list[list[float | str | LaunchFailed]] = [[LaunchFailed("hung")], [9.0, 1.0]]
-    (tally,) = take_turns(
+    (tally,) = interleave(
         [lambda: Scripted("a", scripts.pop(0), journal)], ["a"], Plan(passes=1, rounds=1), lambda _text: None
     )
     assert (len(tally.rounds), tally.launches_failed) == (1, 1)
     assert journal == ["open a", "a", "close a", "open a", "a", "a", "close a"]
-    (tally,) = take_turns(
+    (tally,) = interleave(
         [lambda: Scripted("a", [LaunchFailed("hung")], [])],
         ["a"],
         Plan(passes=1, rounds=1),

@@ -18,7 +18,7 @@ MODULE_LINES_MAX = 500
 ALLOWED_LONGER: dict[str, int] = {
     "benchmarks/__main__.py:main": 80,
     "benchmarks/bare_transport.py:_work": 80,
-    "benchmarks/trainers.py:_rows": 80,
+    "benchmarks/trainer_costs.py:_rows": 80,
     "swarm/cli/commands.py": 620,
 }
 PARAMETERS_MAX = 6

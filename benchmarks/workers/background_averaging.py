@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import swarm
-from benchmarks.conversation import Conversation
 from benchmarks.training import BATCH_SAMPLES, LEARNING_RATE, backward, build_model
+from benchmarks.worker_channel import WorkerChannel
 
 WINDOW_S = 2.0
 ROUND_EVERY_S = 0.5
@@ -95,7 +95,7 @@ class Streaming:
         time.sleep(PARTNER_STEP_S)
 
 
-WAYS: dict[str, type[Averaging] | type[Streaming]] = {"averager": Averaging, "streaming": Streaming}
+VARIANTS: dict[str, type[Averaging] | type[Streaming]] = {"averager": Averaging, "streaming": Streaming}
 
 
 def window(model: torch.nn.Module, generator: torch.Generator, step: Step) -> tuple[float, float, int]:
@@ -110,35 +110,35 @@ def window(model: torch.nn.Module, generator: torch.Generator, step: Step) -> tu
 
 
 def main() -> None:
-    talk = Conversation()
-    settings: dict[str, Any] = talk.configuration
+    channel = WorkerChannel()
+    settings: dict[str, Any] = channel.configuration
     torch.set_num_threads(1)
-    bootstrap = [] if settings["rank"] == 0 else [talk.published("address")]
+    bootstrap = [] if settings["rank"] == 0 else [channel.published("address")]
     with swarm.Node(bootstrap=bootstrap, listen="127.0.0.1:0") as node:
         if settings["rank"] == 0:
-            talk.publish("address", node.addresses[0])
+            channel.publish("address", node.addresses[0])
         model = build_model()
-        way = WAYS[settings["way"]](node, model)
+        variant = VARIANTS[settings["variant"]](node, model)
         if settings["rank"]:
-            talk.say("ready")
+            channel.send("ready")
             while True:  # until the command ends this process
-                way.partner()
+                variant.partner()
         generator = torch.Generator().manual_seed(0)
-        while not window(model, generator, way.averaged)[2]:  # until the two have met
+        while not window(model, generator, variant.averaged)[2]:  # until the two have met
             continue
-        talk.say("ready")
+        channel.send("ready")
         for _ in range(settings["pairs"]):
-            way.settle()
-            without_s, without_cpu_s, _ = window(model, generator, way.plain)
-            with_s, with_cpu_s, rounds = window(model, generator, way.averaged)
-            talk.say(
+            variant.settle()
+            without_s, without_cpu_s, _ = window(model, generator, variant.plain)
+            with_s, with_cpu_s, rounds = window(model, generator, variant.averaged)
+            channel.send(
                 "pair",
                 without_s=without_s,
                 with_s=with_s,
                 more_cpu=with_cpu_s / without_cpu_s - 1.0,
                 rounds=rounds,
             )
-        talk.say("done")
+        channel.send("done")
 
 
 if __name__ == "__main__":

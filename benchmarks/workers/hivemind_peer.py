@@ -8,13 +8,13 @@ from typing import Any
 
 import hivemind  # type: ignore[import-not-found,unused-ignore]
 
-from benchmarks.conversation import Conversation
+from benchmarks.worker_channel import WorkerChannel
 
 
-def joined(talk: Conversation, **settings: Any) -> Any:
+def joined(channel: WorkerChannel, **settings: Any) -> Any:
     """A running hivemind.DHT in this launch's swarm."""
-    if talk.configuration["rank"] == 0:
+    if channel.configuration["rank"] == 0:
         dht = hivemind.DHT(start=True, **settings)
-        talk.publish("address", str(dht.get_visible_maddrs()[0]))
+        channel.publish("address", str(dht.get_visible_maddrs()[0]))
         return dht
-    return hivemind.DHT(initial_peers=[talk.published("address")], start=True, **settings)
+    return hivemind.DHT(initial_peers=[channel.published("address")], start=True, **settings)

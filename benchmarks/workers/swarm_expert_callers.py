@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.conversation import Conversation, wait_until
 from benchmarks.expert_load import WIDTH
+from benchmarks.worker_channel import WorkerChannel, wait_until
 from moe.protocol.calls import ExpertCalls
 from moe.protocol.declarations import ExpertReplica
 from moe.protocol.names import ExpertUid
@@ -26,16 +26,16 @@ TIMEOUT_S = 30.0
 
 
 def main() -> None:
-    talk = Conversation()
+    channel = WorkerChannel()
     network = NetworkThread()
-    contact = Contact.parse(talk.published("address"))
-    callers = network.run(connected(contact, talk.configuration["clients"], network), 120.0)
-    talk.say("ready")
+    contact = Contact.parse(channel.published("address"))
+    callers = network.run(connected(contact, channel.configuration["clients"], network), 120.0)
+    channel.send("ready")
     while True:
-        order = talk.hear()
+        order = channel.receive()
         if order["do"] == "calls":
             wait_until(order["at_s"])
-            talk.say("done", **network.run(together(callers, order["seconds"]), order["seconds"] + 60.0))
+            channel.send("done", **network.run(together(callers, order["seconds"]), order["seconds"] + 60.0))
 
 
 async def connected(

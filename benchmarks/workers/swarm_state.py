@@ -13,22 +13,22 @@ import torch
 import swarm
 from averaging.optim.state.donor import Donor
 from averaging.optim.state.view import StateView
-from benchmarks.conversation import Conversation
+from benchmarks.worker_channel import WorkerChannel
 
 LOAD_TIMEOUT_S = 180.0
 STEPS = 12  # of a donor that trains, in one measurement
 
 
 def main() -> None:
-    talk = Conversation()
-    settings = talk.configuration
+    channel = WorkerChannel()
+    settings = channel.configuration
     torch.set_num_threads(1)
     if settings["bytes_per_s"]:
         pace(settings["bytes_per_s"])
-    bootstrap = [] if settings["rank"] == 0 else [talk.published("address")]
+    bootstrap = [] if settings["rank"] == 0 else [channel.published("address")]
     with swarm.Node(bootstrap=bootstrap, listen="127.0.0.1:0") as node:
         if settings["rank"] == 0:
-            talk.publish("address", node.addresses[0])
+            channel.publish("address", node.addresses[0])
         torch.manual_seed(1 if settings["gives"] else 2)
         parameters = [torch.nn.Parameter(torch.randn(settings["elements"] // 16)) for _ in range(16)]
         inner = torch.optim.SGD(parameters, lr=1e-3)
@@ -38,15 +38,17 @@ def main() -> None:
             if settings["gives"]:
                 # the first one is alone, the others have its state
                 loaded = optimizer.load_state_from_peers(timeout_s=LOAD_TIMEOUT_S)
-                talk.publish("address", node.addresses[0])  # the first may have left when the next one comes
-            talk.say("ready")
-            while (order := talk.hear())["do"] != "stop":
+                channel.publish(
+                    "address", node.addresses[0]
+                )  # the first may have left when the next one comes
+            channel.send("ready")
+            while (order := channel.receive())["do"] != "stop":
                 if order["do"] == "load":
                     began_s = time.monotonic()
                     loaded = optimizer.load_state_from_peers(timeout_s=LOAD_TIMEOUT_S)
                     took_s = time.monotonic() - began_s
                     right = bool(torch.equal(parameters[3].detach()[:100], _expected(settings)[:100]))
-                    talk.say(
+                    channel.send(
                         "loaded",
                         ok=loaded.loaded and right,
                         reason=loaded.reason,
@@ -54,8 +56,8 @@ def main() -> None:
                         donors=len(loaded.donors),
                     )
                 elif order["do"] == "train":
-                    talk.say("trained", steps_s=train(optimizer, parameters))
-    talk.say("stopped")
+                    channel.send("trained", steps_s=train(optimizer, parameters))
+    channel.send("stopped")
 
 
 def _expected(settings: dict[str, Any]) -> torch.Tensor:

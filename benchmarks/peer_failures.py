@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from benchmarks.allreduce import HIVEMIND, PEERS, TENSORS, Setting
-from benchmarks.contenders import READY_TIMEOUT_S, ROUND_TIMEOUT_S, START_AHEAD_S, Workers, Workload
 from benchmarks.environments import OWN_PYTHON
 from benchmarks.launch import LaunchFailed
+from benchmarks.measured_systems import READY_TIMEOUT_S, ROUND_TIMEOUT_S, START_AHEAD_S, Workers, Workload
 from benchmarks.results import Aim, Row, Series
 
 VECTOR_MIB = 64
@@ -26,7 +26,7 @@ LAUNCHES_MAX = 3  # that fail, of one contender
 
 
 @dataclass(frozen=True, slots=True)
-class Blow:
+class Fault:
     """What befalls the peer."""
 
     identifier: str
@@ -37,14 +37,14 @@ class Blow:
     their_times: int
 
 
-BLOWS = (
-    Blow("killed", "kill -9 of one in the middle", signal.SIGKILL, 0.5, 5, 3),
-    Blow("frozen", "SIGSTOP of one in the middle", signal.SIGSTOP, 1.0, 5, 2),
+FAULTS = (
+    Fault("killed", "kill -9 of one in the middle", signal.SIGKILL, 0.5, 5, 3),
+    Fault("frozen", "SIGSTOP of one in the middle", signal.SIGSTOP, 1.0, 5, 2),
 )
 
 
 @dataclass(slots=True)
-class Fate:
+class FailureResults:
     """What the survivors of some rounds told, all rounds of one contender together."""
 
     # longer than its usual round, until the last survivor had its result
@@ -73,26 +73,26 @@ class Fate:
         )
 
 
-class Struck(Workers):
+class FailingWorkers(Workers):
     """Workers of whom one is lost in the middle of a round, after which this launch is of no more use."""
 
-    def lose_one(self, usual_s: float, grouped_s: float, blow: signal.Signals) -> tuple[float, float, str]:
+    def fail_one(self, usual_s: float, grouped_s: float, fault: signal.Signals) -> tuple[float, float, str]:
         """(seconds to the last survivor's end, fraction averaged, what was wrong with it all the same)."""
         launch = self._launch
-        launch.tell("prepare")
-        launch.hear("prepared", READY_TIMEOUT_S)
+        launch.send("prepare")
+        launch.receive("prepared", READY_TIMEOUT_S)
         at_s = time.monotonic() + START_AHEAD_S
-        launch.tell("round", at_s=at_s, timeout_s=ROUND_TIMEOUT_S)
+        launch.send("round", at_s=at_s, timeout_s=ROUND_TIMEOUT_S)
         # half of what follows the group's beginning
         time.sleep(max(at_s + (usual_s + grouped_s) / 2 - time.monotonic(), 0.0))
         victim = launch.workers[VICTIM]
-        os.killpg(victim.process.pid, blow)
+        os.killpg(victim.process.pid, fault)
         survivors = [worker for worker in launch.workers if worker is not victim]
         deadline_s = time.monotonic() + ROUND_TIMEOUT_S + 10.0
-        done = [worker.hear("done", deadline_s) for worker in survivors]
+        done = [worker.receive("done", deadline_s) for worker in survivors]
         for worker in survivors:
-            worker.tell({"do": "check", "lost": VICTIM})
-        checked = [worker.hear("checked", time.monotonic() + READY_TIMEOUT_S) for worker in survivors]
+            worker.send({"do": "check", "lost": VICTIM})
+        checked = [worker.receive("checked", time.monotonic() + READY_TIMEOUT_S) for worker in survivors]
         digests = {report["digest"] for report in done if "digest" in report}
         wrong = "the survivors hold different results" if len(digests) > 1 else ""
         return (
@@ -111,61 +111,68 @@ def rows(setting: Setting) -> list[Row]:
         codec=CODEC,
     )
     found = []
-    for blow in BLOWS:
-        own = partial(Struck, "swarm", python=OWN_PYTHON, module="swarm_averager", workload=workload)
+    for fault in FAULTS:
+        own = partial(FailingWorkers, "swarm", python=OWN_PYTHON, module="swarm_averager", workload=workload)
         setting.say(
-            f"{PEERS} × {VECTOR_MIB} MiB, {blow.words}: swarm" + (f", {HIVEMIND}" if setting.hivemind else "")
+            f"{PEERS} × {VECTOR_MIB} MiB, {fault.words}: swarm"
+            + (f", {HIVEMIND}" if setting.hivemind else "")
         )
-        our_fate = suffer(own, blow, blow.own_times, setting.say)
-        their_fate = None
+        our_results = measure_failures(own, fault, fault.own_times, setting.say)
+        their_results = None
         if setting.hivemind is not None:
             theirs = partial(
-                Struck, HIVEMIND, python=setting.hivemind, module="hivemind_averager", workload=workload
+                FailingWorkers,
+                HIVEMIND,
+                python=setting.hivemind,
+                module="hivemind_averager",
+                workload=workload,
             )
-            their_fate = suffer(theirs, blow, blow.their_times, setting.say)
-        found += _rows(blow, our_fate, their_fate)
+            their_results = measure_failures(theirs, fault, fault.their_times, setting.say)
+        found += _rows(fault, our_results, their_results)
     return found
 
 
-def suffer(make: Callable[[], Struck], blow: Blow, times: int, say: Callable[[str], None]) -> Fate:
+def measure_failures(
+    make: Callable[[], FailingWorkers], fault: Fault, times: int, say: Callable[[str], None]
+) -> FailureResults:
     """As many rounds with a loss, each in a launch of its own."""
-    fate = Fate()
-    while len(fate.stalls_s) < times and fate.failed < LAUNCHES_MAX:
+    results = FailureResults()
+    while len(results.stalls_s) < times and results.failed < LAUNCHES_MAX:
         try:
             with make() as contender:
                 contender.round()  # connections, memory
                 usual = [contender.round() for _ in range(USUAL_ROUNDS)]
                 usual_s = statistics.median(outcome.whole_s for outcome in usual)
                 grouped_s = statistics.median(outcome.group_s or 0.0 for outcome in usual)
-                took_s, averaged, wrong = contender.lose_one(usual_s, grouped_s, blow.signal)
+                duration_s, averaged, wrong = contender.fail_one(usual_s, grouped_s, fault.signal)
         except LaunchFailed as failure:
-            fate.failed += 1
-            fate.reasons.append(str(failure))
+            results.failed += 1
+            results.reasons.append(str(failure))
             continue
-        say(f"  {contender.name}: {took_s:.2f} s instead of {usual_s:.2f} s, {averaged:.0%} averaged")
+        say(f"  {contender.name}: {duration_s:.2f} s instead of {usual_s:.2f} s, {averaged:.0%} averaged")
         if wrong:
-            fate.failed += 1
-            fate.reasons.append(wrong)
+            results.failed += 1
+            results.reasons.append(wrong)
         else:
-            fate.stalls_s.append(took_s - usual_s)
-            fate.averaged.append(100.0 * averaged)
-    return fate
+            results.stalls_s.append(duration_s - usual_s)
+            results.averaged.append(100.0 * averaged)
+    return results
 
 
-def _rows(blow: Blow, own: Fate, peer: Fate | None) -> list[Row]:
-    workload = f"all-reduce, {PEERS} peers × {VECTOR_MIB} MiB, {CODEC}: {blow.words}"
+def _rows(fault: Fault, own: FailureResults, peer: FailureResults | None) -> list[Row]:
+    workload = f"all-reduce, {PEERS} peers × {VECTOR_MIB} MiB, {CODEC}: {fault.words}"
     return [
         Row(
-            identifier=f"{blow.identifier}-stall",
+            identifier=f"{fault.identifier}-stall",
             workload=workload,
             quantity="how much longer than its usual round it took until the last survivor had its result",
             ours=own.stalls("swarm"),
             peer=None if peer is None else peer.stalls(HIVEMIND),
-            aim=Aim(of="ours", sense="at most", value=blow.aim_s),
+            aim=Aim(of="ours", sense="at most", value=fault.aim_s),
             limit="what the survivors must send and reduce anew of the lost peer's quarter, and the notice of its loss",
         ),
         Row(
-            identifier=f"{blow.identifier}-averaged",
+            identifier=f"{fault.identifier}-averaged",
             workload=workload,
             quantity="elements that hold an average, of all four or of the three, on the survivor that has fewest",
             ours=own.fractions("swarm"),

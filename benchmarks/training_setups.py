@@ -12,33 +12,33 @@ from averaging.reduction.lowrank import PowerSgd
 
 LOCAL_STEPS = 15  # between two rounds of the same parameters
 STREAMING = 3
-SEEDS = (0, 1, 2)  # of the headline ways; the others take the first
+SEEDS = (0, 1, 2)  # of the headline setups; the others take the first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """One way: a mode, a codec, and how many local steps lie between two rounds."""
+class TrainingSetup:
+    """One setup: a mode, a codec, and how many local steps lie between two rounds."""
 
     name: str
     mode: ModeSettings
     codec: str = "float32"
     error_feedback: bool = False
     strategy: PowerSgd | None = None
-    span: int = LOCAL_STEPS  # local steps of each peer from one round to the next
-    land_after: int = 0  # of an overlapped mode: steps after which the round that was begun is applied
+    local_steps: int = LOCAL_STEPS  # local steps of each peer from one round to the next
+    delay_steps: int = 0  # of an overlapped mode: steps after which the round that was begun is applied
     seeds: tuple[int, ...] = (0,)
     # the aim: by what factor less is sent than in synchronous float32 to come within 2 % of its loss
     fewer_bytes_min: float | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What a kept outcome must have in common with this way."""
+        """What a kept outcome must have in common with this setup."""
         found = {
             "mode": repr(self.mode),
             "codec": self.codec,
-            "feedback": self.error_feedback,
-            "span": self.span,
-            "land": self.land_after,
+            "error_feedback": self.error_feedback,
+            "local_steps": self.local_steps,
+            "delay_steps": self.delay_steps,
         }
         return found if self.strategy is None else {**found, "strategy": self.strategy.terms}
 
@@ -50,11 +50,11 @@ CAUTIOUS = Diloco(outer_lr=0.8, momentum=0.4)
 # For codecs whose error feedback holds most of every round back (arXiv 2508.15706): momentum on top of that
 # goes too far
 MEAN = Diloco(outer_lr=1.0, momentum=0.0)
-SYNCHRONOUS = Way(name="synchronous float32", mode=Gradients(), span=1, seeds=SEEDS)
+SYNCHRONOUS = TrainingSetup(name="synchronous float32", mode=Gradients(), local_steps=1, seeds=SEEDS)
 _HEADLINES = (
-    Way(name="diloco int8", mode=OUTER, codec="int8", seeds=SEEDS, fewer_bytes_min=60.0),
-    Way(name="diloco int4", mode=OUTER, codec="int4", seeds=SEEDS, fewer_bytes_min=110.0),
-    Way(
+    TrainingSetup(name="diloco int8", mode=OUTER, codec="int8", seeds=SEEDS, fewer_bytes_min=60.0),
+    TrainingSetup(name="diloco int4", mode=OUTER, codec="int4", seeds=SEEDS, fewer_bytes_min=110.0),
+    TrainingSetup(
         name="diloco int2 with error feedback",
         mode=OUTER,
         codec="int2",
@@ -64,32 +64,46 @@ _HEADLINES = (
     ),
 )
 _MODES = (
-    Way(name="gradients float32, delayed by one step", mode=Gradients(delayed=True), span=1, land_after=1),
-    Way(name="local float32", mode=Local()),
-    Way(name="diloco float32", mode=OUTER),
-    Way(name="diloco float32, outer step 0.8 with momentum 0.4", mode=CAUTIOUS),
-    Way(
+    TrainingSetup(
+        name="gradients float32, delayed by one step",
+        mode=Gradients(delayed=True),
+        local_steps=1,
+        delay_steps=1,
+    ),
+    TrainingSetup(name="local float32", mode=Local()),
+    TrainingSetup(name="diloco float32", mode=OUTER),
+    TrainingSetup(name="diloco float32, outer step 0.8 with momentum 0.4", mode=CAUTIOUS),
+    TrainingSetup(
         name=f"diloco float32, streaming={STREAMING}",
         mode=replace(OUTER, streaming=STREAMING),
-        span=LOCAL_STEPS // STREAMING,
-        land_after=2,
+        local_steps=LOCAL_STEPS // STREAMING,
+        delay_steps=2,
     ),
-    Way(name="gossip float32", mode=Gossip()),
+    TrainingSetup(name="gossip float32", mode=Gossip()),
 )
 _CODECS = (
-    *(Way(name=f"diloco {codec}", mode=OUTER, codec=codec) for codec in ("float16", "bfloat16")),
+    *(TrainingSetup(name=f"diloco {codec}", mode=OUTER, codec=codec) for codec in ("float16", "bfloat16")),
     *(
-        Way(name=f"diloco {codec} with error feedback", mode=OUTER, codec=codec, error_feedback=True)
+        TrainingSetup(
+            name=f"diloco {codec} with error feedback", mode=OUTER, codec=codec, error_feedback=True
+        )
         for codec in ("sign", "topk")
     ),
     *(
-        Way(name=f"diloco int4, a round every {span} steps", mode=OUTER, codec="int4", span=span)
-        for span in (30, 60)
+        TrainingSetup(
+            name=f"diloco int4, a round every {local_steps} steps",
+            mode=OUTER,
+            codec="int4",
+            local_steps=local_steps,
+        )
+        for local_steps in (30, 60)
     ),
-    Way(name="diloco int2 without error feedback", mode=OUTER, codec="int2"),
-    Way(name="diloco PowerSGD of rank 4, float16", mode=OUTER, codec="float16", strategy=PowerSgd(rank=4)),
+    TrainingSetup(name="diloco int2 without error feedback", mode=OUTER, codec="int2"),
+    TrainingSetup(
+        name="diloco PowerSGD of rank 4, float16", mode=OUTER, codec="float16", strategy=PowerSgd(rank=4)
+    ),
     *(
-        Way(
+        TrainingSetup(
             name=f"diloco {codec} with error feedback, no outer momentum",
             mode=MEAN,
             codec=codec,
@@ -97,23 +111,23 @@ _CODECS = (
         )
         for codec in ("sign", "topk")
     ),
-    Way(
+    TrainingSetup(
         name="diloco PowerSGD of rank 4, float16, no outer momentum",
         mode=MEAN,
         codec="float16",
         strategy=PowerSgd(rank=4),
     ),
 )
-WAYS = (SYNCHRONOUS, *_HEADLINES, *_MODES, *_CODECS)
+SETUPS = (SYNCHRONOUS, *_HEADLINES, *_MODES, *_CODECS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How large the model and how long the training is; equal for all ways that are compared.
+    """How large the model and how long the training is; equal for all setups that are compared.
 
     The learning rate rises over the first steps and falls by a cosine to 0 at the last. As in the paper of
     DiLoCo (arXiv 2311.08105), where a pretrained model is what peers begin with, the first steps are one
-    machine's, on the batches of all four: the same for every way.
+    machine's, on the batches of all four: the same for every setup.
     """
 
     width: int = 48
@@ -139,7 +153,7 @@ class Outcome:
     sent.
     """
 
-    way: str
+    setup: str
     seed: int
     settings: dict[str, Any]
     parameters: int = 0

@@ -103,7 +103,7 @@ def _read_idle(costs: Costs) -> None:
         module="benchmarks.workers.idle_trainer",
         configurations=[{}] * TRAINERS,
     ) as launch:
-        launch.hear("steady", 60.0)
+        launch.receive("steady", 60.0)
         costs.idle_bytes += _readings(launch)[0]
 
 
@@ -128,9 +128,9 @@ def _measure(costs: Costs, say: Callable[[str], None]) -> None:
                 module=costs.module,
                 configurations=[{"joins": False}] * TRAINERS,
             ) as launch:
-                launch.hear("started", STEADY_TIMEOUT_S)
+                launch.receive("started", STEADY_TIMEOUT_S)
                 for _ in range(JOINT_ROUNDS):
-                    launch.hear("joint", STEADY_TIMEOUT_S)
+                    launch.receive("joint", STEADY_TIMEOUT_S)
                 taken, processes = _readings(launch)
                 costs.trainer_bytes += taken
                 costs.processes += processes
@@ -151,8 +151,8 @@ def _join(launch: Launch, costs: Costs) -> None:
     worker = launch.add({"joins": True})
     deadline_s = time.monotonic() + JOIN_TIMEOUT_S
     try:
-        started = worker.hear("started", deadline_s)
-        joint = worker.hear("joint", deadline_s)
+        started = worker.receive("started", deadline_s)
+        joint = worker.receive("joint", deadline_s)
         costs.starts.append({**started["phases"], "first joint round": joint["at_s"] - started["loaded_s"]})
         costs.loaded_s.append(started["loaded_s"] - started["imported_s"])
         costs.joined_s.append(joint["at_s"] - started["imported_s"])
@@ -166,8 +166,8 @@ def _join(launch: Launch, costs: Costs) -> None:
 
 
 def _leave(worker: Worker) -> None:
-    worker.tell({"do": "stop"})
-    worker.hear("stopped", time.monotonic() + STOP_TIMEOUT_S)
+    worker.send({"do": "stop"})
+    worker.receive("stopped", time.monotonic() + STOP_TIMEOUT_S)
 
 
 def _rows(own: Costs, peer: Costs | None) -> list[Row]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from benchmarks.results import Aim, Row, Series
-from benchmarks.simulated import simulated_row
+from benchmarks.simulated_dht import simulated_row
 from swarm.testing.grid_swarm import GridFigures, measure
 
 Say = Callable[[str], None]

@@ -10,12 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from benchmarks.contenders import READY_TIMEOUT_S
 from benchmarks.launch import Launch
+from benchmarks.measured_systems import READY_TIMEOUT_S
 
 
-class Launched:
-    """The part of `benchmarks.contenders.Contender` that opens and closes; a round is its heirs'."""
+class LaunchedSystem:
+    """The part of `benchmarks.measured_systems.MeasuredSystem` that opens and closes; a round is its heirs'."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Launched:
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._launch)
-            self._launch.hear("ready", self._ready_timeout_s)
+            self._launch.receive("ready", self._ready_timeout_s)
             self._prepare()
             stack.pop_all()
         return self

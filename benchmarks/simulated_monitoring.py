@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.results import Aim, Row, Series
-from benchmarks.simulated import Say, simulated_row
+from benchmarks.simulated_dht import Say, simulated_row
 from swarm.dht.logic.records import encode_value
 from swarm.metrics.record import Metrics, RoundReport
 from swarm.metrics.reporter import MetricsConfig, Reporter

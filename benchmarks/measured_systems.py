@@ -41,10 +41,10 @@ class Round:
     carried_bytes: int = 0  # what TCP carried in them
 
 
-class Contender(Protocol):
+class MeasuredSystem(Protocol):
     @property
     def name(self) -> str: ...
-    def __enter__(self) -> Contender: ...
+    def __enter__(self) -> MeasuredSystem: ...
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
@@ -100,7 +100,7 @@ class Workers:
             if self._links is not None:
                 stack.enter_context(self._links)
             stack.enter_context(self._launch)
-            self._launch.hear("ready", READY_TIMEOUT_S)
+            self._launch.receive("ready", READY_TIMEOUT_S)
             self._open = stack.pop_all()
         return self
 
@@ -111,18 +111,18 @@ class Workers:
 
     def round(self) -> Round:
         launch = self._launch
-        launch.tell("prepare")
-        launch.hear("prepared", READY_TIMEOUT_S)
+        launch.send("prepare")
+        launch.receive("prepared", READY_TIMEOUT_S)
         before_s, before = launch.processor_s(), self._links.traffic() if self._links is not None else []
         at_s = time.monotonic() + START_AHEAD_S
-        launch.tell("round", at_s=at_s, timeout_s=ROUND_TIMEOUT_S)
-        done = launch.hear("done", ROUND_TIMEOUT_S + 10.0)
+        launch.send("round", at_s=at_s, timeout_s=ROUND_TIMEOUT_S)
+        done = launch.receive("done", ROUND_TIMEOUT_S + 10.0)
         processor_s, after = (
             launch.processor_s() - before_s,
             self._links.traffic() if self._links is not None else [],
         )
-        launch.tell("check")
-        checked = launch.hear("checked", READY_TIMEOUT_S)
+        launch.send("check")
+        checked = launch.receive("checked", READY_TIMEOUT_S)
         outcome = judge(done, checked, at_s=at_s, peers=self._workload.peers, processor_s=processor_s)
         return replace(
             outcome,

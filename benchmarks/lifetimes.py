@@ -26,7 +26,7 @@ class Kill:
     peer: int
 
 
-def kills(rng: random.Random, *, peers: int, mean_s: float, seconds: float) -> list[Kill]:
+def draw_kills(rng: random.Random, *, peers: int, mean_s: float, seconds: float) -> list[Kill]:
     """Every peer on its own: the time to its next kill is exponential, whether it trains meanwhile or is
     still starting.
     """
@@ -40,12 +40,12 @@ def kills(rng: random.Random, *, peers: int, mean_s: float, seconds: float) -> l
 
 
 @dataclass(slots=True)
-class Life:
+class ProcessLifetime:
     """One process of one peer, from its start to its end; moments are of one clock."""
 
     peer: int
     started_s: float
-    again: bool  # it follows a kill
+    restarted: bool  # it follows a kill
     moments_s: dict[str, float] = field(default_factory=dict)  # of the first event of each kind
     # samples in the swarm's steps, and when they were told
     counted: list[tuple[float, int]] = field(default_factory=list)
@@ -91,36 +91,42 @@ class Life:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sums:
+class ChurnSummary:
     """What all peers together did in a window."""
 
     samples_per_s: float  # that count in the swarm
     samples_per_peer_s: float  # the same for each second of a peer that trains, not dead or starting
     trained: float  # part of the window in which a peer trains, mean over the peers
     loss: float | None  # held-out, the last that the living peers told
-    restarts_s: tuple[float, ...]  # from a kill to the first sample that counts again
+    restarts_s: tuple[float, ...]  # from a kill to the first sample that counts restarted
     unfinished: int  # restarts that a further kill, or the end, cut short
     failed_rounds: int
     resynchronised: int
 
 
-def sums(lives: Iterable[Life], *, peers: int, since_s: float, until_s: float) -> Sums:
-    everyone = list(lives)
+def summarize(
+    lifetimes: Iterable[ProcessLifetime], *, peers: int, since_s: float, until_s: float
+) -> ChurnSummary:
+    everyone = list(lifetimes)
     window_s = until_s - since_s
-    samples = sum(count for life in everyone for at_s, count in life.counted if since_s < at_s <= until_s)
-    trained_s = sum(life.contributing_s(since_s, until_s) for life in everyone)
-    again = [life for life in everyone if life.again]
-    last = [life.losses[-1][1] for life in everyone if life.losses and life.ended_s is None]
-    restarts_s = tuple(
-        life.moments_s["contributing"] - life.started_s for life in again if "contributing" in life.moments_s
+    samples = sum(
+        count for lifetime in everyone for at_s, count in lifetime.counted if since_s < at_s <= until_s
     )
-    return Sums(
+    trained_s = sum(lifetime.contributing_s(since_s, until_s) for lifetime in everyone)
+    restarted = [lifetime for lifetime in everyone if lifetime.restarted]
+    last = [lifetime.losses[-1][1] for lifetime in everyone if lifetime.losses and lifetime.ended_s is None]
+    restarts_s = tuple(
+        lifetime.moments_s["contributing"] - lifetime.started_s
+        for lifetime in restarted
+        if "contributing" in lifetime.moments_s
+    )
+    return ChurnSummary(
         samples_per_s=samples / window_s,
         samples_per_peer_s=samples / trained_s if trained_s else 0.0,
         trained=trained_s / (peers * window_s),
         loss=statistics.median(last) if last else None,
         restarts_s=restarts_s,
-        unfinished=len(again) - len(restarts_s),
-        failed_rounds=sum(life.failed_rounds for life in everyone),
-        resynchronised=sum(life.resynchronised for life in everyone),
+        unfinished=len(restarted) - len(restarts_s),
+        failed_rounds=sum(lifetime.failed_rounds for lifetime in everyone),
+        resynchronised=sum(lifetime.resynchronised for lifetime in everyone),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.monitoring import costs, rows
+from benchmarks.simulated_monitoring import costs, rows
 
 
 def test_every_peer_is_seen_and_what_it_costs_is_counted() -> None:

@@ -9,8 +9,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.contenders import Contender, Round
 from benchmarks.launch import LaunchFailed
+from benchmarks.measured_systems import MeasuredSystem, Round
 from benchmarks.results import Series
 
 LAUNCHES_MAX = 3  # of one contender in one pass: some launches of hivemind never produce a round
@@ -66,22 +66,26 @@ class Plan:
     warm_up: int = 1  # rounds thrown away after each launch
 
 
-class _Seat:
+class _SystemRun:
     """One contender in one pass: launched when it is first needed, launched again when it breaks down."""
 
     def __init__(
-        self, make: Callable[[], Contender], tally: Tally, plan: Plan, open_contenders: contextlib.ExitStack
+        self,
+        make: Callable[[], MeasuredSystem],
+        tally: Tally,
+        plan: Plan,
+        open_contenders: contextlib.ExitStack,
     ) -> None:
         self._make, self._tally, self._plan, self._stack = make, tally, plan, open_contenders
-        self._contender: Contender | None = None
+        self._contender: MeasuredSystem | None = None
         self._own: contextlib.ExitStack | None = None
         self._launches, self._failed, self._left = 0, 0, plan.rounds
 
     @property
-    def wants(self) -> bool:
+    def unfinished(self) -> bool:
         return self._left > 0
 
-    def turn(self) -> None:
+    def advance(self) -> None:
         """One measured round, or the launch and warm-up that come before it."""
         try:
             if self._contender is None:
@@ -103,7 +107,7 @@ class _Seat:
             contender.round()
         self._contender = contender
 
-    def _measure(self, contender: Contender) -> None:
+    def _measure(self, contender: MeasuredSystem) -> None:
         outcome = contender.round()
         if outcome.ok:
             self._tally.rounds.append(outcome)
@@ -122,8 +126,11 @@ class _Seat:
         self._contender = self._own = None
 
 
-def take_turns(
-    makers: Sequence[Callable[[], Contender]], names: Sequence[str], plan: Plan, say: Callable[[str], None]
+def interleave(
+    makers: Sequence[Callable[[], MeasuredSystem]],
+    names: Sequence[str],
+    plan: Plan,
+    say: Callable[[str], None],
 ) -> list[Tally]:
     """All contenders are open at once and idle while another has its round; every pass starts fresh
     processes, in the other order.
@@ -134,11 +141,11 @@ def take_turns(
         if number % 2:
             order.reverse()
         with contextlib.ExitStack() as stack:
-            seats = [_Seat(make, tally, plan, stack) for make, tally in order]
-            while any(seat.wants for seat in seats):
-                for seat in seats:
-                    if seat.wants:
-                        seat.turn()
+            runs = [_SystemRun(make, tally, plan, stack) for make, tally in order]
+            while any(run.unfinished for run in runs):
+                for run in runs:
+                    if run.unfinished:
+                        run.advance()
         say(f"  pass {number + 1} of {plan.passes}: " + ", ".join(_progress(tally) for tally in tallies))
     return tallies
 

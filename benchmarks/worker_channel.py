@@ -1,4 +1,4 @@
-"""A worker's end of its talk with the command that started it: JSON lines over pipes.
+"""A worker's end of its channel with the command that started it: JSON lines over pipes.
 
 Standard library only, since it also runs in the environments of peers.
 """
@@ -16,7 +16,7 @@ from typing import Any
 POLL_S = 0.005
 
 
-class Conversation:
+class WorkerChannel:
     """Standard output is kept for answers: what libraries print goes to the log with standard error."""
 
     def __init__(self) -> None:
@@ -24,10 +24,10 @@ class Conversation:
         self._answers = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
 
-    def say(self, kind: str, **fields: Any) -> None:
+    def send(self, kind: str, **fields: Any) -> None:
         self._answers.write(json.dumps({"kind": kind, **fields}) + "\n")
 
-    def hear(self) -> dict[str, Any]:
+    def receive(self) -> dict[str, Any]:
         """The next order. When the command is gone, this worker and all it started end at once."""
         line = sys.stdin.readline()
         if not line:

@@ -35,7 +35,7 @@ from averaging.matchmaking.service.presence import PresenceConfig
 from averaging.optim.epoch_averager import AveragingOptions, BackgroundRound, EpochAverager
 from averaging.optim.modes import Mode, ModeParts
 from averaging.optim.optimizer import OptimizerConfig
-from benchmarks.ways import Scale, Way
+from benchmarks.training_setups import Scale, TrainingSetup
 from swarm.core.ids import PeerId
 from swarm.node import Node
 from swarm.run.task import Draw
@@ -44,7 +44,7 @@ from swarm.run.tasks.corpus import read_corpus
 
 PEERS = 4
 ATTEMPTS_MAX = 3
-AGAIN_S = 1.0
+RETRY_S = 1.0
 READY_S = 60.0
 SLOW_S = 60.0
 HELD_OUT_SAMPLES = 512
@@ -68,7 +68,7 @@ class Data:
         self._samples = scale.samples
 
     def loss(self, model: ByteTransformer, seed: int, step: int, peer: int) -> torch.Tensor:
-        """Of the same batch for the same step of the same peer, whatever the way."""
+        """Of the same batch for the same step of the same peer, whatever the setup."""
         self._training.start_epoch(Draw(f"convergence {seed}", step, PeerId(bytes([peer + 1]) * 32)))
         return self._training.loss(model, self._samples)
 
@@ -105,8 +105,8 @@ def set_rate(inner: torch.optim.Optimizer, scale: Scale, step: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
-    """A model and its optimizer after the common steps: what every way of this scale and seed goes on from."""
+class StartingPoint:
+    """A model and its optimizer after the common steps: what every setup of this scale and seed goes on from."""
 
     model: dict[str, Any]
     inner: dict[str, Any]
@@ -118,11 +118,11 @@ class Begun:
         return model, inner
 
 
-def begin(data: Data, scale: Scale, seed: int) -> Begun:
+def common_start(data: Data, scale: Scale, seed: int) -> StartingPoint:
     model, inner = build(scale, seed)
     for step in range(scale.common_steps):
         _lone_step(model, inner, data, scale, (seed, step, PEERS))
-    return Begun(model.state_dict(), inner.state_dict())
+    return StartingPoint(model.state_dict(), inner.state_dict())
 
 
 def _lone_step(
@@ -140,20 +140,22 @@ def _lone_step(
     inner.step()
 
 
-Look = Callable[[int, float, float], None]  # step, held-out loss, bytes sent so far
+OnEvaluation = Callable[[int, float, float], None]  # step, held-out loss, bytes sent so far
 
 
-def alone(data: Data, begun: Begun, scale: Scale, seed: int, *, peers: int, look: Look) -> None:
+def train_alone(
+    data: Data, start: StartingPoint, scale: Scale, seed: int, *, peers: int, on_evaluation: OnEvaluation
+) -> None:
     """One machine without a swarm: each step on the batches of so many peers together, in plain torch."""
-    model, inner = begun.on(scale, seed)
+    model, inner = start.on(scale, seed)
     for step in range(scale.common_steps, scale.steps):
         _lone_step(model, inner, data, scale, (seed, step, peers))
         if (step + 1) % (scale.steps // scale.points) == 0:
-            look(step + 1, data.held_out_loss(model), 0.0)
+            on_evaluation(step + 1, data.held_out_loss(model), 0.0)
 
 
 @dataclass(slots=True)
-class Course:
+class PeerHistory:
     """What one peer saw of its training."""
 
     rounds: int = 0
@@ -165,63 +167,69 @@ class Course:
 class Peer:
     """One of the four. Rounds wait for the others, which keeps them in step."""
 
-    def __init__(self, node: Node, number: int, way: Way, run: str) -> None:
-        self._node, self._number, self._way, self._run = node, number, way, run
-        self._flight: BackgroundRound | None = None
+    def __init__(self, node: Node, number: int, setup: TrainingSetup, run: str) -> None:
+        self._node, self._number, self._setup, self._run = node, number, setup, run
+        self._pending: BackgroundRound | None = None
         self._sent_bytes = 0
-        self.course = Course()
+        self.history = PeerHistory()
 
-    def train(self, data: Data, begun: Begun, scale: Scale, seed: int, ready: Callable[[], None]) -> Course:
+    def train(
+        self, data: Data, start: StartingPoint, scale: Scale, seed: int, ready: Callable[[], None]
+    ) -> PeerHistory:
         """`ready` is called once the others can find this peer, and waits for them. RoundsFailed: this
         machine is too busy for it.
         """
-        model, inner = begun.on(scale, seed)
-        mode = self._way.mode.build(ModeParts(inner=inner))
-        rounds = _rounds(self._node, self._run, mode, self._way)
+        model, inner = start.on(scale, seed)
+        mode = self._setup.mode.build(ModeParts(inner=inner))
+        rounds = _rounds(self._node, self._run, mode, self._setup)
         rounds.open()
         ready()
         # elsewhere the peers' losses are the same
         looks = self._number == 0 or mode.traits.overlapped or not mode.traits.canonical
-        way, every, looked = self._way, max(self._way.span, scale.steps // scale.points), scale.common_steps
+        setup, every, looked = (
+            self._setup,
+            max(self._setup.local_steps, scale.steps // scale.points),
+            scale.common_steps,
+        )
         try:
-            for step in range(scale.common_steps, scale.steps, way.span):
-                for nth in range(way.span):
+            for step in range(scale.common_steps, scale.steps, setup.local_steps):
+                for nth in range(setup.local_steps):
                     model.zero_grad()
                     data.loss(model, seed, step + nth, self._number).backward()  # type: ignore[no-untyped-call]
                     set_rate(inner, scale, step + nth)
                     mode.learner.accumulate(scale.samples)
-                    if nth + 1 == way.land_after:
-                        self._land(mode, rounds)
-                self._land(mode, rounds)
-                self._flight = rounds.begin(mode.state.epoch, lambda: False, math.inf)
-                if not way.land_after:
-                    self._land(mode, rounds)
-                done = step + way.span
+                    if nth + 1 == setup.delay_steps:
+                        self._finish_round(mode, rounds)
+                self._finish_round(mode, rounds)
+                self._pending = rounds.begin(mode.state.epoch, lambda: False, math.inf)
+                if not setup.delay_steps:
+                    self._finish_round(mode, rounds)
+                done = step + setup.local_steps
                 if done - looked >= every or done >= scale.steps:
                     looked = done
-                    self.course.curve.append(
+                    self.history.curve.append(
                         (done, data.held_out_loss(model) if looks else None, float(self._sent_bytes))
                     )
-            self._land(mode, rounds)
+            self._finish_round(mode, rounds)
         finally:
-            if self._flight is not None:
-                self._flight.cancel()
+            if self._pending is not None:
+                self._pending.cancel()
             rounds.close()
-        return self.course
+        return self.history
 
-    def _land(self, mode: Mode, rounds: EpochAverager) -> None:
+    def _finish_round(self, mode: Mode, rounds: EpochAverager) -> None:
         """Take what the round in the background brought; who found nobody in a mode where that may be goes on
         alone.
         """
         for attempt in range(1, ATTEMPTS_MAX + 1):
-            if self._flight is None:
+            if self._pending is None:
                 return
-            self.course.rounds += attempt == 1
-            result, self._flight = self._flight.result(), None
+            self.history.rounds += attempt == 1
+            result, self._pending = self._pending.result(), None
             self._sent_bytes += result.bytes_sent
             if not result.failed:
                 if not mode.traits.lone:
-                    self.course.missing += 1.0 - sum(result.contributions.values()) / PEERS
+                    self.history.missing += 1.0 - sum(result.contributions.values()) / PEERS
                 _advance(mode, list(result.gathered.values()))
                 return
             mode.failed(result.reason)
@@ -229,13 +237,13 @@ class Peer:
                 mode.prepare(mode.state.epoch)
                 _advance(mode, [])
             elif attempt == ATTEMPTS_MAX or result.reason == "passed":
-                raise RoundsFailed(f"{self._way.name}: {result.detail or result.reason}")
+                raise RoundsFailed(f"{self._setup.name}: {result.detail or result.reason}")
             else:
-                time.sleep(AGAIN_S)
-                self._flight = rounds.begin(mode.state.epoch, lambda: False, math.inf)
+                time.sleep(RETRY_S)
+                self._pending = rounds.begin(mode.state.epoch, lambda: False, math.inf)
 
 
-def _unhurried() -> OptimizerConfig:
+def _patient_config() -> OptimizerConfig:
     """Nobody is missing here, only slow: a machine that is busy with other things must not change what is
     averaged.
     """
@@ -256,41 +264,45 @@ def _unhurried() -> OptimizerConfig:
     )
 
 
-def _rounds(node: Node, run: str, mode: Mode, way: Way) -> EpochAverager:
-    manner = AveragingOptions(codec=way.codec, error_feedback=way.error_feedback, strategy=way.strategy)
+def _rounds(node: Node, run: str, mode: Mode, setup: TrainingSetup) -> EpochAverager:
+    options = AveragingOptions(
+        codec=setup.codec, error_feedback=setup.error_feedback, strategy=setup.strategy
+    )
     # where nobody need come, who waits long for a partner that has found another holds both up
     return EpochAverager(
-        node, run, mode, mode.state, manner, OptimizerConfig() if mode.traits.lone else _unhurried()
+        node, run, mode, mode.state, options, OptimizerConfig() if mode.traits.lone else _patient_config()
     )
 
 
-def _advance(mode: Mode, told: list[object]) -> None:
+def _advance(mode: Mode, gathered: list[object]) -> None:
     with mode.state.lock:
-        mode.apply(told)
+        mode.apply(gathered)
         mode.state.moved(mode.state.epoch + 1)
 
 
-def together(courses: Sequence[Course]) -> list[tuple[int, float, float]]:
+def mean_curve(histories: Sequence[PeerHistory]) -> list[tuple[int, float, float]]:
     """One curve of all peers: the mean of the losses of those who looked, and of the bytes that each sent."""
     found = []
-    for looks in zip(*(course.curve for course in courses), strict=True):
+    for looks in zip(*(history.curve for history in histories), strict=True):
         losses = [loss for _, loss, _ in looks if loss is not None]
         found.append((looks[0][0], sum(losses) / len(losses), sum(sent for _, _, sent in looks) / len(looks)))
     return found
 
 
-def in_threads(nodes: Sequence[Node], data: Data, scale: Scale) -> Callable[[Way, Begun, int], list[Course]]:
+def in_threads(
+    nodes: Sequence[Node], data: Data, scale: Scale
+) -> Callable[[TrainingSetup, StartingPoint, int], list[PeerHistory]]:
     """Makes four peers of this process train: for the tests, since four processes would import torch four
     times.
     """
     trained = count()
 
-    def four(way: Way, begun: Begun, seed: int) -> list[Course]:
+    def four(setup: TrainingSetup, start: StartingPoint, seed: int) -> list[PeerHistory]:
         together, run = threading.Barrier(PEERS), f"convergence {next(trained)}"
 
-        def train(number: int) -> Course:
-            return Peer(nodes[number], number, way, run).train(
-                data, begun, scale, seed, lambda: _ready(together)
+        def train(number: int) -> PeerHistory:
+            return Peer(nodes[number], number, setup, run).train(
+                data, start, scale, seed, lambda: _ready(together)
             )
 
         with ThreadPoolExecutor(PEERS) as pool:

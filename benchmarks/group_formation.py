@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 
 from benchmarks.allreduce import HIVEMIND, Setting, ours
-from benchmarks.contenders import Contender, Round, Workers, Workload
+from benchmarks.interleaving import Plan, interleave
+from benchmarks.measured_systems import MeasuredSystem, Round, Workers, Workload
 from benchmarks.results import Aim, Row
-from benchmarks.turns import Plan, take_turns
 
 ELEMENTS = 10_000  # small, so that the group is what takes time
 OWN_ROUNDS = 11
@@ -51,7 +51,7 @@ def short(setting: Setting, *, rounds: int) -> Row:
 def _row(setting: Setting, workload: Workload, rounds: int, identifier: str, title: str, aim: Aim) -> Row:
     name = f"{HIVEMIND} (default min_matchmaking_time, 5 s)"
     setting.say(f"{title}: swarm" + (f", {name}" if setting.hivemind else ""))
-    own = take_turns(
+    own = interleave(
         [partial(ours, workload)],
         ["swarm"],
         Plan(passes=1, rounds=max(rounds, OWN_ROUNDS) if setting.hivemind else rounds),
@@ -60,11 +60,11 @@ def _row(setting: Setting, workload: Workload, rounds: int, identifier: str, tit
     peer = None
     if setting.hivemind is not None:
 
-        def theirs() -> Contender:
+        def theirs() -> MeasuredSystem:
             assert setting.hivemind is not None
             return Workers(name, python=setting.hivemind, module="hivemind_averager", workload=workload)
 
-        peer = take_turns([theirs], [name], Plan(passes=1, rounds=rounds), setting.say)[0]
+        peer = interleave([theirs], [name], Plan(passes=1, rounds=rounds), setting.say)[0]
     return Row(
         identifier=identifier,
         workload=title,
