@@ -1,4 +1,6 @@
-"""The command: runs the workloads, prints the table, keeps benchmarks/figures and writes docs/benchmarks."""
+"""The command `python -m benchmarks`: run workloads, print the table, save the figures, write
+docs/benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +164,7 @@ def _quickly(only: tuple[str, ...], say: Callable[[str], None]) -> Iterable[list
 
 
 def _measurable(only: tuple[str, ...], say: Callable[[str], None]) -> tuple[str, ...]:
-    """The sections asked for; if none were, all that this machine can measure."""
+    """Return the sections asked for; without any, all sections that this machine can measure."""
     found = []
     for name in only or SECTIONS:
         try:
@@ -176,7 +178,7 @@ def _measurable(only: tuple[str, ...], say: Callable[[str], None]) -> tuple[str,
 
 
 def _command(arguments: list[str]) -> str:
-    """As typed, less where the page went."""
+    """Return the command line as typed, without the options that name output folders."""
     kept = [
         argument
         for before, argument in zip(["", *arguments], arguments, strict=False)

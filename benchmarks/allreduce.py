@@ -1,4 +1,4 @@
-"""All-reduce of four peers on loopback: ours beside hivemind, gloo and the bare transport."""
+"""All-reduce of four peers on loopback: swarm beside hivemind, gloo and the bare transport."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HIVEMIND = f"hivemind {HIVEMIND_VERSION}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What the workloads of this run share."""
+    """Settings that all workloads of one run share."""
 
     plan: Plan
     hivemind: Path | None  # its interpreter; None: leave it out
@@ -42,7 +42,9 @@ def ours(workload: Workload) -> Workers:
 
 
 def rows(setting: Setting, *, vector_mib: int) -> list[Row]:
-    """The rows of one vector size. Contenders that a ratio joins are measured in turn, open at the same time."""
+    """Measure one vector size and return its rows. Systems that share a ratio take turns and are open
+    together.
+    """
     elements = vector_mib * MIB // 4
 
     def load(codec: str) -> Workload:
@@ -146,8 +148,8 @@ def _row(
 
 
 def memory_limit(copy_bytes_per_s: float, elements: int, codec: str) -> str:
-    """On loopback: every byte a peer sends is copied into the kernel and out of it, and no copy is faster
-    than memory.
+    """Return the physical limit on loopback in words: every sent byte is copied into the kernel and out of
+    it, and no copy is faster than memory.
     """
     moved = 2 * (PEERS - 1) * elements * CODEC_BYTES[codec]
     return f"{2 * moved / copy_bytes_per_s:.3f} s: {moved / 1e6:.0f} MB through the kernel, two copies at {copy_bytes_per_s / 1e9:.1f} GB/s"

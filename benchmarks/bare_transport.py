@@ -1,16 +1,15 @@
-"""The floor of an all-reduce: `grpc.aio` moving a butterfly's bytes over TLS between processes on loopback,
-and nothing else.
+"""The lower bound of an all-reduce: `grpc.aio` moves a butterfly's bytes over TLS between local processes.
 
-Every process cuts its vector into one span per process, streams each span to its owner in messages of
-`message_bytes`, and gets as many bytes back on the same stream. Messages are made before the clock starts,
-from as many different bytes as the vector has; what comes is dropped. Nothing is encoded, added, checked or
-decoded: what remains is what gRPC, TLS, the kernel and the event loop cost. `averaging.allreduce.allreduce`
-is measured beside it, in turn, in the same run.
+Every process cuts its vector into one shard per process, streams each shard to its owner in messages of
+`message_bytes`, and receives as many bytes on the same stream. Messages are made before the clock starts,
+from as many different bytes as the vector has; received bytes are dropped. Nothing is encoded, added, checked
+or decoded. What remains is the cost of gRPC, TLS, the kernel and the event loop.
+`averaging.allreduce.allreduce` is measured beside it, in turn, in the same run.
 
     with BareButterfly(vector_bytes=64 << 20) as bare:
         seconds = bare.round()
 
-Run as a program it prints the seconds of a few rounds as JSON.
+Run as a program, it prints the seconds of a few rounds as JSON.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ SPLIT_BYTES_MAX = 4 << 20  # larger messages than the round's parts would be ano
 
 
 class BareButterfly:
-    """Worker processes that stand ready, so that rounds can be taken in turn with other measurements; idle
-    between rounds.
+    """Worker processes that idle between rounds, so that rounds can take turns with other measurements.
 
     Raises RuntimeError when a worker dies. Workers end with their parent.
     """
@@ -87,11 +85,11 @@ class BareButterfly:
         self._stop()
 
     def round(self) -> float:
-        """One butterfly; returns its seconds, from the word "go" to the last process's end."""
+        """Run one butterfly. Return its seconds, from the start message to the end of the last process."""
         return self.round_detail()[0]
 
     def round_detail(self) -> tuple[float, float]:
-        """One butterfly: (wall seconds, processor seconds of all processes together)."""
+        """Run one butterfly. Return (wall seconds, processor seconds of all processes together)."""
         started_s = time.perf_counter()
         for worker in self._workers:
             self._send(worker, {"go": True})
@@ -128,14 +126,14 @@ class BareButterfly:
 def seconds_per_round(
     *, vector_bytes: int, processes: int = 4, rounds: int = 5, message_bytes: int = 1 << 20
 ) -> list[float]:
-    """The seconds of `rounds` rounds after one to warm up."""
+    """Return the seconds of `rounds` rounds, after one warm-up round."""
     with BareButterfly(vector_bytes=vector_bytes, processes=processes, message_bytes=message_bytes) as bare:
         bare.round()
         return [bare.round() for _ in range(rounds)]
 
 
 def _self_signed() -> tuple[str, str]:
-    """A certificate and key for `localhost`, as PEM text."""
+    """Return a certificate and its key for `localhost`, as PEM text."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -160,13 +158,13 @@ def _self_signed() -> tuple[str, str]:
     return certificate.public_bytes(serialization.Encoding.PEM).decode(), private.decode()
 
 
-def span_messages(vector_bytes: int, processes: int, message_bytes: int) -> list[list[int]]:
-    """For each process the sizes of the messages that carry its span to it."""
+def shard_messages(vector_bytes: int, processes: int, message_bytes: int) -> list[list[int]]:
+    """Return, for each process, the sizes of the messages that carry its shard to it."""
     edges = [vector_bytes * rank // processes for rank in range(processes + 1)]
-    spans = itertools.pairwise(edges)
+    shards = itertools.pairwise(edges)
     return [
         [min(message_bytes, end - offset) for offset in range(start, end, message_bytes)]
-        for start, end in spans
+        for start, end in shards
     ]
 
 
@@ -206,9 +204,9 @@ async def _work(lines: asyncio.StreamReader) -> None:
         setup["certificate"].encode(),
         setup["key"].encode(),
     )
-    spans = span_messages(setup["vector_bytes"], processes, setup["message_bytes"])
+    shards = shard_messages(setup["vector_bytes"], processes, setup["message_bytes"])
     # the parts of the vector; our own span's stand for averages
-    payloads = [[os.urandom(size) for size in sizes] for sizes in spans]
+    payloads = [[os.urandom(size) for size in sizes] for sizes in shards]
     served: asyncio.Queue[None] = asyncio.Queue()
 
     async def echo(_request: Any, context: Any) -> None:

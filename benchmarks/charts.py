@@ -1,4 +1,4 @@
-"""Charts as SVG, readable on a light and on a dark page. Drawn by the commands that measure."""
+"""Bar charts as SVG, readable on a light and on a dark page."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BLUE, _RED, _INK, _PALE = "#2f81f7", "#cf222e", "#1f2328", "#57606a"
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar: what it is about, how long it is, and what stands at its end. `marked`: it is below its aim."""
+    """One bar: its label, its length, and the text at its end. `marked` bars are below their aim."""
 
     label: str
     value: float

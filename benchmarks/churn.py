@@ -1,9 +1,8 @@
-"""Four volunteers of one run, each killed and started again at random: what of their work counts, and where
-it leaves the loss.
+"""Four volunteers of one run, each killed and restarted at random: goodput and final loss.
 
-The volunteers are the real commands, `swarm start` and `swarm join`, beside a `swarm bootstrap` that is left
-alone. A step takes each of them equally long (`benchmarks.paced_task`). The same five minutes without a kill are
-what it is compared with.
+The volunteers are the real commands, `swarm start` and `swarm join`, beside a `swarm bootstrap` that is never
+killed. A training step takes the same time on each of them (`benchmarks.paced_task`). The baseline is the
+same five minutes without kills.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ QUICK = Churn(peers=3, mean_s=15.0, seconds=20.0)
 
 @contextlib.contextmanager
 def _task_installed(folder: Path) -> Iterator[None]:
-    """For the processes that this one starts: they inherit where Python looks for packages."""
+    """Install the paced task for child processes, which inherit Python's search path, and undo it afterwards."""
     paced_task.install(folder)
     before = os.environ.get(_PATH)
     os.environ[_PATH] = os.pathsep.join(filter(None, (str(folder), before)))
@@ -88,7 +87,9 @@ def _task_installed(folder: Path) -> Iterator[None]:
 
 
 class _Swarm:
-    """The processes, and what each told. A process is one lifetime of a peer, and has a name of its own."""
+    """The processes and the events that each reported. Every restart of a peer is a process with its own
+    name.
+    """
 
     def __init__(self, children: Children, folder: Path, churn: Churn) -> None:
         self._children, self._folder = children, folder
@@ -103,7 +104,7 @@ class _Swarm:
         self.lifetimes: dict[str, ProcessLifetime] = {}
 
     def open(self, peers: int) -> None:
-        """All peers train. LaunchFailed: they do not."""
+        """Start all peers and wait until each trains. Raises LaunchFailed when one does not in time."""
         deadline_s = time.monotonic() + READY_S
         self._children.start(_BOOTSTRAP, "bootstrap", "--identity", "new", *_LISTEN)
         while not self._address:
@@ -117,8 +118,10 @@ class _Swarm:
             self._look(deadline_s)
 
     def begin(self, peer: int) -> None:
-        """The founder starts again by the command that founded the run: with the same identity, it takes part
-        in what is there.
+        """Start or restart a peer.
+
+        The creator restarts with the command that created the run: with the same identity it joins the
+        existing run.
         """
         lived = sum(lifetime.peer == peer for lifetime in self.lifetimes.values())
         name = self._names[peer] = f"peer {peer}, lifetime {lived}"
@@ -167,8 +170,9 @@ class _Swarm:
 
 
 def train(churn: Churn, say: Say, *, killed: bool) -> tuple[list[ProcessLifetime], ChurnSummary]:
-    """`seconds` of training, from the moment at which every peer has contributed. LaunchFailed: the swarm did
-    not come about, or a process ended by itself.
+    """Train for `seconds`, counted from the moment at which every peer has contributed.
+
+    Raises LaunchFailed when the peers do not all start to train, or when a process ends by itself.
     """
     with (
         tempfile.TemporaryDirectory(prefix="swarm-churn-") as name,
@@ -190,7 +194,7 @@ def train(churn: Churn, say: Say, *, killed: bool) -> tuple[list[ProcessLifetime
 
 
 def rows(say: Say, churn: Churn | None = None) -> list[Row]:
-    """The section."""
+    """Measure the section and return its rows."""
     churn = churn or Churn()
     say(f"{churn.peers} volunteers, {churn.seconds:g} s without a kill")
     _, calm = train(churn, say, killed=False)

@@ -1,8 +1,8 @@
-"""The codecs, one thread: bits per element, throughput beside a memory copy's, and the error on normal and on
-heavy-tailed values.
+"""Codecs on one thread: bits per element, throughput beside a memory copy, and the error on two
+distributions.
 
-A part of a round is encoded and decoded as a reducer does it, block by block. hivemind's counterpart, where
-it has one, works on the same values in a process of its own, in turn with ours.
+A part is encoded and decoded block by block, as a reducer does it. hivemind's counterpart, where one exists,
+works on the same values in another process, in turn with the codec of swarm.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ENCODE_AIMS = {"int8": 1.0, "int4": 1.0}  # GB/s of float32
 
 @dataclass(slots=True)
 class Measured:
-    """One contender's codec."""
+    """The measurements of one codec of one system."""
 
     encode: list[float] = field(default_factory=list)  # GB/s of float32
     decode: list[float] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Measured:
 
 
 class SwarmCodec:
-    """A codec of ours at work on a part."""
+    """A codec of swarm that encodes and decodes one part."""
 
     def __init__(self, codec: Codec, elements: int) -> None:
         self._codec = codec
@@ -68,7 +68,7 @@ class SwarmCodec:
         self.measured.add(values.numel(), encoded_s - started_s, time.perf_counter() - encoded_s)
 
     def _encode(self, values: torch.Tensor) -> torch.Tensor:
-        """The part's bytes, in one piece as they travel: what a codec hands out as it is, is copied there."""
+        """Return the encoded part as one contiguous tensor. Codecs that return a view are copied into it."""
         for block in self._blocks:
             place = self._encoded[block.first_byte : block.end_byte]
             view = self._codec.encode(values[block.start : block.stop], place)
@@ -96,7 +96,7 @@ def rows(
     elements: int = ELEMENTS,
     rounds: int = ROUNDS,
 ) -> list[Row]:
-    """All of the section; `hivemind`: its interpreter, None for ours alone."""
+    """Measure the section and return its rows. `hivemind` is its interpreter; None measures swarm alone."""
     found: list[Row] = []
     with one_thread(), contextlib.ExitStack() as stack:
         launch = None
@@ -180,7 +180,7 @@ def _rows_of(name: str, ours: Measured, theirs: Measured | None, limit: str) -> 
 
 
 def _copy_gb_per_s(elements: int) -> float:
-    """One thread, from one part to another of the same size: the best of a few."""
+    """Return the best GB/s of a few copies on one thread, from one part to another of the same size."""
     source, target = torch.ones(elements), torch.zeros(elements)
     best_s = float("inf")
     for _ in range(ROUNDS):

@@ -1,9 +1,9 @@
-"""What a mode and its codec cost in loss, and save in bytes: four peers and real text, against one machine
-and synchronous float32.
+"""What a mode and its codec cost in loss and save in bytes: four peers against one machine and synchronous
+float32.
 
-Every training is store in `convergence.json` beside the figures as soon as it is over: who interrupts the section
-goes on where it stopped, by the same command. Trainings of another scale, or of a setup whose settings have
-changed, are made anew.
+Every finished training is stored in `convergence.json` beside the figures, so an interrupted section
+continues with the same command. A training is repeated when the scale or the settings of its setup have
+changed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ALONE = {WHOLE: PEERS, QUARTER: 1}
 
 
 class OutcomeStore:
-    """Outcomes on disk, one file, replaced at once."""
+    """Outcomes on disk, in one file that is replaced atomically. Without a path nothing is stored."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -72,8 +72,8 @@ def _read(record: dict[str, Any]) -> Outcome:
 
 
 class FourProcesses:
-    """Four peers, each a process of its own, who make one training after the other. A context manager;
-    started when needed first.
+    """Four peers, each in a process, that run one training after the other. A context manager; starts them on
+    first use.
     """
 
     def __init__(self, scale: Scale, text: Path | None = None) -> None:
@@ -89,7 +89,10 @@ class FourProcesses:
         self._stack.close()
 
     def __call__(self, setup: TrainingSetup, start: StartingPoint, seed: int) -> list[PeerHistory]:
-        """RoundsFailed: and whoever comes next finds new processes."""
+        """Run one training and return the history of each peer.
+
+        Raises RoundsFailed when the peers fail; the next call then starts new processes.
+        """
         self._trained += 1
         try:
             with tempfile.TemporaryDirectory(prefix="swarm-four-") as folder:
@@ -140,7 +143,7 @@ Four = Callable[[TrainingSetup, StartingPoint, int], list[PeerHistory]]
 
 
 class Section:
-    """All trainings of one scale. `four`: makes the four peers train."""
+    """All trainings of one scale."""
 
     def __init__(
         self,
@@ -154,7 +157,10 @@ class Section:
         self._begun: dict[int, StartingPoint] = {}
 
     def rows(self, four: Four) -> Iterator[list[Row]]:
-        """Rows as they are measured: everything with its first seed, then the headlines' other seeds."""
+        """Yield rows as they are measured: every setup with its first seed, then the headlines' other seeds.
+
+        `four` makes the four peers train.
+        """
         with one_thread():
             yield from self._rows(four)
 
@@ -211,7 +217,7 @@ class Section:
     def _measured(
         self, name: str, seeds: Sequence[int], settings: dict[str, Any], train: Callable[[int], Outcome]
     ) -> tuple[list[Outcome], list[str]]:
-        """What is store, and what is not yet."""
+        """Return the stored outcomes, training those that are missing, and the reasons of failed trainings."""
         found, reasons = [], []
         for seed in seeds:
             outcome = self._store.get(name, seed, settings)
@@ -329,7 +335,7 @@ def _slug(name: str) -> str:
 
 
 def rows(say: Say, folder: Path | None) -> Iterator[list[Row]]:
-    """The section; `folder` keeps the trainings (None: nothing does)."""
+    """Measure the section and yield its rows. `folder` stores the trainings; None stores nothing."""
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     store, scale = OutcomeStore(None if folder is None else folder / "convergence.json"), Scale()

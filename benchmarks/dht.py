@@ -1,5 +1,5 @@
-"""The DHT, a process a peer on loopback: stores and gets from all peers at once, and one operation alone,
-ours beside hivemind.
+"""The DHT on loopback, one process per peer: concurrent stores and gets, and single operations, beside
+hivemind.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ALONE_LIMIT = "one round trip"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What every peer does in a round."""
+    """The operations of every peer in a round."""
 
     peers: int
     operations: int  # stores, and as many gets
@@ -50,7 +50,7 @@ class Load:
 
 
 class Peers(LaunchedSystem):
-    """A contender: processes that know `store` and `get`."""
+    """Processes that accept the orders `store` and `get`."""
 
     def __init__(self, name: str, *, python: Path, module: str, load: Load) -> None:
         super().__init__(
@@ -60,9 +60,12 @@ class Peers(LaunchedSystem):
         self._batches = (f"{uuid.uuid4().hex[:8]}.{number}" for number in itertools.count())
 
     def round(self) -> Round:
-        """Stores from all, a pause in which everybody has finished, gets from all, and gets of what the
-        readers do not hold, each with `concurrency` calls of one key in flight; stores and gets again, all
-        keys of a peer in one bulk call; then one peer alone.
+        """Run one round: concurrent operations of all peers, then bulk operations, then those of one peer
+        alone.
+
+        All peers store, then all get, then all get keys that they do not hold, each with `concurrency` calls
+        of one key in flight. Then all peers store and get again, each with all keys in one bulk call. Finally
+        one peer performs one operation after the other.
         """
         load, batch = self._load, next(self._batches)
         before_s = self._launch.processor_s()
@@ -94,8 +97,8 @@ class Peers(LaunchedSystem):
         )
 
     def _prepare(self) -> None:
-        """Until every peer knows every other; not longer than JOIN_S_MAX: hivemind's peers meet the last ones
-        in the warm-up.
+        """Wait until every peer knows every other, at most JOIN_S_MAX: hivemind's peers meet the last ones in
+        the warm-up.
         """
         deadline_s = time.monotonic() + JOIN_S_MAX
         while True:
@@ -108,7 +111,9 @@ class Peers(LaunchedSystem):
     def _run_concurrently(
         self, what: str, which: str, batch: str, count: int | None = None, *, bulk: bool = False
     ) -> _Phase:
-        """All peers at once; seconds from the aligned start to the slowest peer's end."""
+        """Let all peers work at once. The seconds count from the aligned start to the end of the slowest
+        peer.
+        """
         load, at_s = self._load, time.monotonic() + START_AHEAD_S
         count = load.operations if count is None else count
         order = {"how": "bulk" if bulk else "concurrent", "at_s": at_s, "concurrency": load.concurrency}
@@ -118,7 +123,9 @@ class Peers(LaunchedSystem):
         return _Phase(max(report["end_s"] for report in done) - at_s, _faults(done, count))
 
     def _run_one_by_one(self, what: str, which: str, batch: str, *, rank: int, stored: int = 0) -> _Phase:
-        """One peer, one operation after the other, while the others only serve; the median of their seconds."""
+        """Let one peer perform one operation after the other while the others only serve. Return the median
+        seconds.
+        """
         worker = self._launch.workers[rank]
         worker.send(
             self._order(what, which, batch, rank, self._load.alone) | {"how": "one by one", "stored": stored}
@@ -152,7 +159,7 @@ def _faults(done: Sequence[dict[str, Any]], count: int) -> list[str]:
 
 
 def rows(setting: Setting, *, peers: int) -> list[Row]:
-    """The rows of one size; all contenders are open at the same time."""
+    """Measure one number of peers and return its rows; all systems are open at the same time."""
     load = Load(peers=peers, operations=OPERATIONS[peers], far_operations=OPERATIONS[peers] // 2)
 
     def own() -> MeasuredSystem:
@@ -218,7 +225,7 @@ def _rows(load: Load, own: Tally, peer: Tally | None) -> list[Row]:
 
 
 def _series(tally: Tally, load: Load, phases: tuple[str, ...]) -> Series:
-    """Operations a second over these phases together; of a lone operation its seconds."""
+    """Return operations per second over these phases together; for single operations, their seconds."""
     words = " and ".join(phases)
     if phases[0].startswith("one "):
         return tally.series(words, lambda outcome: outcome.phases.get(phases[0]))

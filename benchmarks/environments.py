@@ -1,5 +1,5 @@
-"""Where contenders run: our own interpreter, hivemind's environment (made when missing), and the machine
-under them.
+"""The environments of measured systems: this interpreter, hivemind's environment (made when missing), and the
+machine.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ INSTALL_TIMEOUT_S = 1800.0
 
 
 class NoEnvironment(Exception):
-    """A peer's environment cannot be used. The text says why and what to do."""
+    """The environment of another library cannot be used. The text says why and what to do."""
 
 
 def hivemind_python(say: Callable[[str], None]) -> Path:
-    """The interpreter of hivemind's environment; makes the environment when there is none."""
+    """Return the interpreter of hivemind's environment; make the environment when there is none."""
     chosen = os.environ.get(HIVEMIND_PYTHON_VARIABLE)
     python = Path(chosen) if chosen else ROOT / ".venv-hivemind" / "bin" / "python"
     if not chosen and not _has_hivemind(python):
@@ -81,7 +81,7 @@ def _run(command: list[str]) -> None:
 
 
 def machine() -> dict[str, str]:
-    """What a reader needs to judge the figures; nothing that names the machine."""
+    """Return what a reader needs to judge the figures, without anything that names the machine."""
     return {
         "processor": f"{os.cpu_count()} × {_processor_model()}",
         "memory": f"{psutil.virtual_memory().total / (1 << 30):.0f} GiB",
@@ -107,7 +107,7 @@ def _version(name: str) -> str:
 
 
 def memory_copy_bytes_per_s() -> float:
-    """Bytes that all cores together copy in a second (each byte read once and written once)."""
+    """Return the bytes that all cores together copy in a second (each byte read once and written once)."""
     cores = os.cpu_count() or 1
     with Launch(
         "memory copy",

@@ -1,5 +1,5 @@
-"""What callers of experts do in a round, for any library's remote experts. Imports torch alone: it runs in
-hivemind's environment, too.
+"""The calls of experts in a round, for the remote experts of any library. Imports torch alone, since
+hivemind's environment runs it, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ SEED = 7
 
 
 def module_of(kind: str) -> torch.nn.Module:
-    """The same in every process. The no-op has an empty parameter: hivemind's backward wants an optimizer."""
+    """Return a module that is the same in every process. The no-op has an empty parameter, since hivemind's
+    backward wants an optimizer.
+    """
     if kind == "nop":
         return Nop()
     with torch.random.fork_rng():
@@ -32,7 +34,7 @@ def module_of(kind: str) -> torch.nn.Module:
 
 
 class Nop(torch.nn.Module):
-    """Gives a copy of what it gets, as hivemind's does."""
+    """Returns a copy of its input, as hivemind's no-op does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,14 +45,14 @@ class Nop(torch.nn.Module):
 
 
 def zero_rate_sgd(parameters: Any) -> torch.optim.Optimizer:
-    """An optimizer that does its work and changes nothing, so that every result can be checked."""
+    """Return an optimizer that does its work and changes nothing, so that every result can be checked."""
     return torch.optim.SGD(parameters, lr=0.0)
 
 
 def serve_orders(
     channel: WorkerChannel, experts: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
 ) -> None:
-    """A caller that has `experts`, by kind: does as it is told until the command is gone."""
+    """Call `experts` (by kind) as the command orders, until it ends."""
     channel.send("ready")
     while True:
         order = channel.receive()
@@ -67,7 +69,9 @@ def serve_orders(
 def perform(
     expert: Callable[[torch.Tensor], torch.Tensor], order: dict[str, Any], rank: int
 ) -> dict[str, Any]:
-    """So many calls, one after the other, from the aligned start on; the results are checked behind the time."""
+    """Make the ordered number of calls one after the other from the aligned start on. Results are checked
+    after the clock has stopped.
+    """
     what = order["what"]
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(BATCH[what], WIDTH[EXPERT[what]], generator=generator)

@@ -1,5 +1,5 @@
-"""Experts on loopback: calls of one server by four client processes, ours beside hivemind; more clients; how
-soon a server answers.
+"""Experts on loopback: calls by four clients beside hivemind, calls by more clients, and the time to the
+first answer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ORDER_TIMEOUT_S = 90.0
 
 
 class Callers(LaunchedSystem):
-    """A contender: a server process, and clients that know `calls`."""
+    """A server process, and client processes that accept the order `calls`."""
 
     def __init__(self, name: str, *, python: Path, module: str) -> None:
         super().__init__(
@@ -50,7 +50,7 @@ class Callers(LaunchedSystem):
         )
 
     def round(self) -> Round:
-        """Each workload once, from all clients."""
+        """Run each workload once, from all clients."""
         phases: dict[str, float] = {}
         wrong: list[str] = []
         before_s = self._launch.processor_s()
@@ -78,7 +78,7 @@ class Callers(LaunchedSystem):
 
 
 def rows(setting: Setting) -> list[Row]:
-    """All of the section."""
+    """Measure the section and return its rows."""
     names: list[str] = ["swarm"]
     makers: list[Callable[[], MeasuredSystem]] = [
         lambda: Callers("swarm", python=OWN_PYTHON, module="swarm_experts")
@@ -113,7 +113,7 @@ def _row(what: str, own: Tally, peer: Tally | None) -> Row:
 
 
 def _first_answer(setting: Setting) -> Row:
-    """From the start of both processes; torch's import is most of it."""
+    """Measure the time from the start of both processes; importing torch is most of it."""
     contenders = [("swarm", OWN_PYTHON, "swarm_experts")]
     if setting.hivemind is not None:
         contenders.append((HIVEMIND, setting.hivemind, "hivemind_experts"))
@@ -164,7 +164,7 @@ def _start(name: str, python: Path, module: str) -> float:
 
 
 def _crowds(setting: Setting) -> list[Row]:
-    """Ours alone: one call in flight of each client."""
+    """Measure swarm alone with more clients, each with one call in flight."""
     return [_crowd(setting, clients) for clients in (*CROWDS, HELD)]
 
 

@@ -1,7 +1,7 @@
-"""Counts what a reader passes who follows one operation through the source: files, classes and functions.
+"""Count the files, classes and functions that a reader passes who follows one operation through the source.
 
-`python -m benchmarks.flows` runs four operations under the interpreter's profiler and prints a table; with `--list FLOW`
-the files of one. Both ends of an operation run in one process, so the callee counts, too.
+`python -m benchmarks.flows` runs four operations under the interpreter's profiler and prints a table; with
+`--list FLOW` also the files of one. Both ends of an operation run in one process, so the callee counts, too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _JOIN_S_MAX = 120.0
 
 @dataclass
 class CallRecorder:
-    """The code of the project that was called while recording."""
+    """Records the code of the project that is called."""
 
     recording: bool = False
     codes: set[CodeType] = field(default_factory=set)

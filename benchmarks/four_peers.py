@@ -1,10 +1,10 @@
-"""Four peers of one training, each in its own process (or, for the tests, thread): the same local steps, and
-rounds at the same moments.
+"""Training with four peers, each in its own process (in tests: thread), with the same local steps and aligned
+rounds.
 
-Batches, the order of steps and the moments at which rounds are applied follow from the seed; the rounds are
-those of `swarm.Optimizer`, on real sockets, with its codecs and error feedback. What is left out is who
-closes an epoch when: every peer makes the same number of steps, and what is missing of somebody's values in a
-round, which a busy machine may cause, is counted.
+Batches, the order of steps and the moments at which rounds are applied follow from the seed. The rounds are
+those of `swarm.Optimizer`, on real sockets, with its codecs and error feedback. The peers do not compete to
+close an epoch: every peer makes the same number of steps. Values that are missing from a round, which a busy
+machine may cause, are counted.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _BETAS = (0.9, 0.95)
 
 
 class RoundsFailed(Exception):
-    """A round of a training on loopback failed again and again."""
+    """A round of a training on loopback failed in every attempt."""
 
 
 class Data:
-    """What is trained on, and what the loss is measured on."""
+    """Training batches and the held-out text on which the loss is measured."""
 
     def __init__(self, scale: Scale, folder: Path | None = None) -> None:
-        """`folder`: of text; None: the Python standard library's sources."""
+        """Read text from `folder`; None reads the sources of Python's standard library."""
         corpus = read_corpus(folder, bytes_max=scale.data_bytes, sample_bytes=scale.context + 1)
         self._training = ByteData(corpus, context=scale.context, device=torch.device("cpu"))
         held_out = torch.frombuffer(corpus.held_out, dtype=torch.uint8)
@@ -68,20 +68,22 @@ class Data:
         self._samples = scale.samples
 
     def loss(self, model: ByteTransformer, seed: int, step: int, peer: int) -> torch.Tensor:
-        """Of the same batch for the same step of the same peer, whatever the setup."""
+        """Return the loss on a batch that depends on seed, step and peer alone, so that it is equal for all
+        setups.
+        """
         self._training.start_epoch(Draw(f"convergence {seed}", step, PeerId(bytes([peer + 1]) * 32)))
         return self._training.loss(model, self._samples)
 
     @torch.no_grad()
     def held_out_loss(self, model: ByteTransformer) -> float:
-        """Nats per byte."""
+        """Return the loss on held-out text, in nats per byte."""
         logits_BTV = model(self._held_out_BT[:, :-1])
         return float(functional.cross_entropy(logits_BTV.flatten(0, 1), self._held_out_BT[:, 1:].flatten()))
 
 
 @contextmanager
 def four_nodes() -> Iterator[list[Node]]:
-    """Nodes that know one another, in this process."""
+    """Open four connected nodes in this process."""
     with ExitStack() as stack:
         nodes: list[Node] = []
         for _ in range(PEERS):
@@ -106,12 +108,15 @@ def set_rate(inner: torch.optim.Optimizer, scale: Scale, step: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StartingPoint:
-    """A model and its optimizer after the common steps: what every setup of this scale and seed goes on from."""
+    """A model and its optimizer after the common steps, from which every setup of this scale and seed
+    continues.
+    """
 
     model: dict[str, Any]
     inner: dict[str, Any]
 
     def on(self, scale: Scale, seed: int) -> tuple[ByteTransformer, torch.optim.Optimizer]:
+        """Return a new model and its optimizer in this state."""
         model, inner = build(scale, seed)
         model.load_state_dict(self.model)
         inner.load_state_dict(deepcopy(self.inner))
@@ -119,6 +124,7 @@ class StartingPoint:
 
 
 def common_start(data: Data, scale: Scale, seed: int) -> StartingPoint:
+    """Train the common steps on one machine, with the batches of all peers."""
     model, inner = build(scale, seed)
     for step in range(scale.common_steps):
         _lone_step(model, inner, data, scale, (seed, step, PEERS))
@@ -146,7 +152,7 @@ OnEvaluation = Callable[[int, float, float], None]  # step, held-out loss, bytes
 def train_alone(
     data: Data, start: StartingPoint, scale: Scale, seed: int, *, peers: int, on_evaluation: OnEvaluation
 ) -> None:
-    """One machine without a swarm: each step on the batches of so many peers together, in plain torch."""
+    """Train on one machine without a swarm, in plain torch: each step takes the batches of `peers` peers."""
     model, inner = start.on(scale, seed)
     for step in range(scale.common_steps, scale.steps):
         _lone_step(model, inner, data, scale, (seed, step, peers))
@@ -156,7 +162,7 @@ def train_alone(
 
 @dataclass(slots=True)
 class PeerHistory:
-    """What one peer saw of its training."""
+    """The training as one peer saw it."""
 
     rounds: int = 0
     missing: float = 0.0  # of the four's contributions: 1 is what all four give to one round
@@ -165,7 +171,7 @@ class PeerHistory:
 
 
 class Peer:
-    """One of the four. Rounds wait for the others, which keeps them in step."""
+    """One of the four peers. Rounds wait for the others, which keeps the peers in step."""
 
     def __init__(self, node: Node, number: int, setup: TrainingSetup, run: str) -> None:
         self._node, self._number, self._setup, self._run = node, number, setup, run
@@ -176,8 +182,10 @@ class Peer:
     def train(
         self, data: Data, start: StartingPoint, scale: Scale, seed: int, ready: Callable[[], None]
     ) -> PeerHistory:
-        """`ready` is called once the others can find this peer, and waits for them. RoundsFailed: this
-        machine is too busy for it.
+        """Train to the last step and return the history.
+
+        `ready` is called when the others can find this peer, and waits for them. Raises RoundsFailed when a
+        round fails in every attempt, as on a machine that is too busy.
         """
         model, inner = start.on(scale, seed)
         mode = self._setup.mode.build(ModeParts(inner=inner))
@@ -218,8 +226,8 @@ class Peer:
         return self.history
 
     def _finish_round(self, mode: Mode, rounds: EpochAverager) -> None:
-        """Take what the round in the background brought; who found nobody in a mode where that may be goes on
-        alone.
+        """Apply the round that runs in the background. In a mode where a peer may find nobody, it then
+        proceeds alone.
         """
         for attempt in range(1, ATTEMPTS_MAX + 1):
             if self._pending is None:
@@ -244,7 +252,7 @@ class Peer:
 
 
 def _patient_config() -> OptimizerConfig:
-    """Nobody is missing here, only slow: a machine that is busy with other things must not change what is
+    """Return a config with long timeouts: no peer is missing here, and a busy machine must not change what is
     averaged.
     """
     patience = PatienceConfig(first_s=SLOW_S, floor_s=SLOW_S, max_s=SLOW_S)
@@ -281,7 +289,9 @@ def _advance(mode: Mode, gathered: list[object]) -> None:
 
 
 def mean_curve(histories: Sequence[PeerHistory]) -> list[tuple[int, float, float]]:
-    """One curve of all peers: the mean of the losses of those who looked, and of the bytes that each sent."""
+    """Return one curve of all peers: the mean of the losses that were evaluated, and of the bytes that each
+    sent.
+    """
     found = []
     for looks in zip(*(history.curve for history in histories), strict=True):
         losses = [loss for _, loss, _ in looks if loss is not None]
@@ -292,9 +302,7 @@ def mean_curve(histories: Sequence[PeerHistory]) -> list[tuple[int, float, float
 def in_threads(
     nodes: Sequence[Node], data: Data, scale: Scale
 ) -> Callable[[TrainingSetup, StartingPoint, int], list[PeerHistory]]:
-    """Makes four peers of this process train: for the tests, since four processes would import torch four
-    times.
-    """
+    """Return a function that trains with four peers in this process, so that tests import torch once."""
     trained = count()
 
     def four(setup: TrainingSetup, start: StartingPoint, seed: int) -> list[PeerHistory]:

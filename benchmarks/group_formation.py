@@ -1,4 +1,4 @@
-"""Forming a group: fewer peers than the target size, and exactly as many."""
+"""Matchmaking: the time to form a group of fewer peers than the target size, and of exactly as many."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def rows(setting: Setting, *, rounds: int) -> list[Row]:
 
 
 def short(setting: Setting, *, rounds: int) -> Row:
-    """Fewer peers than the target size: hivemind waits its whole window."""
+    """Measure fewer peers than the target size, for which hivemind waits its whole window."""
     workload = Workload(elements=ELEMENTS, tensors=1, peers=3, target_group_size=8, codec="float32")
     aim = Aim(of="ours", sense="at most", value=0.5)
     return _row(

@@ -1,9 +1,9 @@
-"""A quarter of the peers lies: what a training loses under each aggregation, and what each aggregation takes.
+"""Training with a quarter of hostile peers: the loss under each aggregation, and the time that each takes.
 
-Eight peers train the byte-level model, each on its own draw of the text; gradients are encoded, cut into
-parts and reduced by the very code of a round, in this process: no network lies in between, since none of it
-is about the network. Two of the peers lie, always in the same way. The losses come from seeds and are the
-same on every run of one machine.
+Eight peers train the byte-level model, each on its own samples of the text. Gradients are encoded, cut into
+parts and reduced by the code of a round, in this process and without a network, which has no influence here.
+Two of the peers send false gradients, always of the same kind. The losses follow from seeds and are the same
+in every run on one machine.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ def _corpus_of(data_bytes: int) -> ByteData:
 
 
 class Diverged(Exception):
-    """The gradients of an honest peer are no numbers any more."""
+    """The gradients of an honest peer are not finite any more."""
 
 
 def average(vectors: Sequence[torch.Tensor], aggregation: Aggregation) -> torch.Tensor:
-    """What a round makes of these: each part reduced by the first peer, the others' values encoded as they
-    travel.
+    """Return the average of a round: the first peer reduces each part, and the others' values are encoded as
+    in transit.
     """
     codec, numel = find(CODEC), vectors[0].numel()
     plan = plan_parts(numel, [1.0, *[0.0] * (len(vectors) - 1)], codec, 1 << 14)
@@ -109,7 +109,9 @@ def train(
     samples: int = SAMPLES,
     data_bytes: int = 4 << 20,
 ) -> float:
-    """The loss on held-out text (nats per byte) after `steps` steps; the last `LIARS` of the peers lie."""
+    """Return the loss on held-out text (nats per byte) after `steps` steps. The last `LIARS` peers send `lie`
+    of their gradient.
+    """
     model = ByteTransformer(width=32, layers=1, heads=4, context=CONTEXT, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     data = _corpus_of(data_bytes)
@@ -138,7 +140,7 @@ def train(
 
 
 def losses(say: Callable[[str], None], *, steps: int = STEPS) -> list[Row]:
-    """Every lie under every aggregation, beside the training in which nobody lies."""
+    """Measure every kind of false gradient under every aggregation, beside the training of honest peers."""
     honest = train(MEAN, None, steps=steps)
     say(f"nobody lies: {honest:.3f} nats per byte after {steps} steps")
     found = []
@@ -168,7 +170,9 @@ def losses(say: Callable[[str], None], *, steps: int = STEPS) -> list[Row]:
 def costs(
     say: Callable[[str], None], *, elements: int = COST_ELEMENTS, rounds: int = COST_ROUNDS
 ) -> list[Row]:
-    """Reducing what eight peers sent, one thread: each aggregation in turn, and what an audit adds per chunk."""
+    """Measure on one thread how long reducing eight peers' values takes with each aggregation, and what an
+    audit adds.
+    """
     codec = find(CODEC)
     plan = plan_parts(elements, [1.0], codec, 1 << 20)
     chance = torch.Generator().manual_seed(2)
@@ -216,7 +220,7 @@ def costs(
 
 
 def _sign_and_check(plan: Plan, jobs: Sequence[Job]) -> None:
-    """What audits cost in every round, whether anything is drawn or not: senders sign, the reducer checks."""
+    """Do what audits cost in every round, even without a draw: senders sign chunks, the reducer checks them."""
     identity = SeededIdentity("hostile/signer")
     member = Member(contact=Contact(identity.peer_id, ()), weight=1.0, bandwidth=1.0)
     group = Group(group_id=bytes(32), members=(member,), codec=CODEC, gathered=(b"",))
@@ -232,14 +236,14 @@ def _sign_and_check(plan: Plan, jobs: Sequence[Job]) -> None:
 
 
 def rows(say: Callable[[str], None]) -> list[Row]:
-    """All of the section."""
+    """Measure the section and return its rows."""
     with one_thread():
         return [*costs(say), *losses(say)]
 
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside of it torch works on the calling thread alone."""
+    """Restrict torch to the calling thread within the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

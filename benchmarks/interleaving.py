@@ -1,6 +1,4 @@
-"""Rounds of several contenders taken in turn, so that a slow minute of the machine falls on all of them
-alike.
-"""
+"""Rounds of several systems in turn, so that a slow minute of the machine affects all of them alike."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ FAILED_ROUNDS_MAX = 3  # in one launch
 
 @dataclass(slots=True)
 class Tally:
-    """What a contender did over all passes."""
+    """The results of one system over all passes."""
 
     name: str
     rounds: list[Round] = field(default_factory=list)
@@ -45,8 +43,8 @@ class Tally:
         )
 
     def spending(self) -> str:
-        """Where the medians of its rounds go: processor time of all its processes together, and the phases
-        that it tells of.
+        """Return in words where its rounds spend their time: medians of processor seconds and of the reported
+        phases.
         """
         if not self.rounds:
             return f"{self.name}: no round"
@@ -67,7 +65,7 @@ class Plan:
 
 
 class _SystemRun:
-    """One contender in one pass: launched when it is first needed, launched again when it breaks down."""
+    """One system in one pass: launched when first needed, and again after a failure."""
 
     def __init__(
         self,
@@ -86,7 +84,7 @@ class _SystemRun:
         return self._left > 0
 
     def advance(self) -> None:
-        """One measured round, or the launch and warm-up that come before it."""
+        """Run one measured round, or the launch and warm-up that come before it."""
         try:
             if self._contender is None:
                 self._launch()
@@ -132,8 +130,10 @@ def interleave(
     plan: Plan,
     say: Callable[[str], None],
 ) -> list[Tally]:
-    """All contenders are open at once and idle while another has its round; every pass starts fresh
-    processes, in the other order.
+    """Run rounds of all systems in turn and return a tally for each.
+
+    All systems are open at once and idle while another has its round. Every pass starts new processes, in the
+    opposite order of the last one.
     """
     tallies = [Tally(name) for name in names]
     for number in range(plan.passes):

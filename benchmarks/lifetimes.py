@@ -1,6 +1,4 @@
-"""Peers that are killed and started again: when, by chance from a seed, and what of their work counted in the
-swarm. Pure.
-"""
+"""Peers that are killed and restarted: random kill times from a seed, and the work that counted. Free of I/O."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ class Kill:
 
 
 def draw_kills(rng: random.Random, *, peers: int, mean_s: float, seconds: float) -> list[Kill]:
-    """Every peer on its own: the time to its next kill is exponential, whether it trains meanwhile or is
-    still starting.
+    """Draw kill times for each peer independently: the time to its next kill is exponential, also while it
+    starts.
     """
     found = []
     for peer in range(peers):
@@ -41,7 +39,7 @@ def draw_kills(rng: random.Random, *, peers: int, mean_s: float, seconds: float)
 
 @dataclass(slots=True)
 class ProcessLifetime:
-    """One process of one peer, from its start to its end; moments are of one clock."""
+    """One process of one peer, from its start to its end. All moments are of one clock."""
 
     peer: int
     started_s: float
@@ -56,6 +54,7 @@ class ProcessLifetime:
     ended_s: float | None = None
 
     def take(self, event: Mapping[str, Any], now_s: float) -> None:
+        """Record an event that the process printed at `now_s`."""
         kind = event["event"]
         self.moments_s.setdefault(kind, now_s)
         if kind == "epoch":
@@ -70,7 +69,7 @@ class ProcessLifetime:
             self.resynchronised += 1
 
     def contributing_s(self, since_s: float, until_s: float) -> float:
-        """How long it trained within this window: from its first contribution to its end."""
+        """Return for how long it trained within this window: from its first contribution to its end."""
         begin_s = self.moments_s.get("contributing")
         if begin_s is None:
             return 0.0
@@ -79,7 +78,7 @@ class ProcessLifetime:
 
     @property
     def phases_s(self) -> dict[str, float] | None:
-        """Seconds of each part of its start; None: it was killed before it contributed."""
+        """Seconds of each phase of its start; None when it was killed before it contributed."""
         if "contributing" not in self.moments_s:
             return None
         found, last_s = {}, self.started_s
@@ -92,7 +91,7 @@ class ProcessLifetime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChurnSummary:
-    """What all peers together did in a window."""
+    """The results of all peers together in a window."""
 
     samples_per_s: float  # that count in the swarm
     samples_per_peer_s: float  # the same for each second of a peer that trains, not dead or starting
@@ -107,6 +106,7 @@ class ChurnSummary:
 def summarize(
     lifetimes: Iterable[ProcessLifetime], *, peers: int, since_s: float, until_s: float
 ) -> ChurnSummary:
+    """Summarize what the processes did between `since_s` and `until_s`."""
     everyone = list(lifetimes)
     window_s = until_s - since_s
     samples = sum(

@@ -1,5 +1,6 @@
-"""What limits a figure that misses its aim: from profiles, keyed by the row's identifier. Shown only while
-the aim is missed.
+"""What limits a figure that misses its aim: findings from profiles, keyed by the row's identifier.
+
+A page shows them only while the aim is missed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""All-reduce of four peers over emulated long, slow and unequal links: time, per cent of the link's capacity,
-bytes on the wire.
+"""All-reduce of four peers over emulated slow, distant and unequal links: time, use of the link's capacity,
+and bytes.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ SCENARIOS = (
 
 
 def rows(setting: Setting) -> Iterator[list[Row]]:
-    """All scenarios, codec by codec; none, and the reason said, where links cannot be emulated."""
+    """Measure all scenarios, codec by codec. Where links cannot be emulated, print why and yield nothing."""
     problem = why_not()
     if problem is not None:
         setting.say(f"links: left out: {problem}")
@@ -103,9 +103,7 @@ def rows(setting: Setting) -> Iterator[list[Row]]:
 def _rows(
     setting: Setting, scenario: LinkScenario, codec: str, others: list[str]
 ) -> tuple[list[Row], set[str]]:
-    """Ours beside each of the others, which were measured in turn with it, and which of them had no round;
-    alone when there is nobody.
-    """
+    """Return the rows of swarm beside each other system, and the names of systems that completed no round."""
     names = [f"swarm {codec}", *(f"{name} {codec}" for name in others)]
     setting.say(f"links, {PEERS} × {scenario.vector_mib:g} MiB, {scenario.words}: {', '.join(names)}")
     makers = [_maker(name, setting, scenario, codec) for name in ("swarm", *others)]
@@ -143,8 +141,8 @@ def _maker(name: str, setting: Setting, scenario: LinkScenario, codec: str) -> C
 
 
 def least_s(links: tuple[Link, ...], vector_bytes: float) -> float:
-    """The least time for a butterfly of this size over these links, delays left out: shares as good as can
-    be, payloads only.
+    """Return the least time of a butterfly of this size over these links: best shares, payload only, no
+    delays.
     """
     loads = [
         ReducerLoad(
@@ -185,7 +183,7 @@ def _row(scenario: LinkScenario, codec: str, own: Tally, peer: Tally | None, aga
 
 
 def _spent(tally: Tally, elements: int, least_bytes: int) -> str:
-    """Seconds, bytes per parameter and framing, medians."""
+    """Return the medians of seconds, bytes per parameter and framing in words."""
     if not tally.rounds:
         return f"{tally.name}: no round"
     median = partial(_median, tally)

@@ -1,4 +1,6 @@
-"""Who is measured, behind one interface: open, one round at a time in turn with the others, close."""
+"""The systems that are measured, behind one interface: open, one round at a time in turn with the others,
+close.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ DELIVERED_MIN = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What one round of one contender was. Seconds count from the aligned start to the end of the slowest
+    """The result of one round of one system. Seconds count from the aligned start to the end of the slowest
     peer.
     """
 
@@ -42,6 +44,8 @@ class Round:
 
 
 class MeasuredSystem(Protocol):
+    """A system under measurement: a context manager whose rounds can take turns with those of others."""
+
     @property
     def name(self) -> str: ...
     def __enter__(self) -> MeasuredSystem: ...
@@ -49,7 +53,7 @@ class MeasuredSystem(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
     def round(self) -> Round:
-        """Raises LaunchFailed when it cannot go on."""
+        """Run one round. Raises LaunchFailed when the system cannot continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +66,12 @@ class Workload:
 
 
 class Workers:
-    """A contender made of worker processes that know `prepare`, `round` and `check`."""
+    """A system made of worker processes that accept the orders `prepare`, `round` and `check`."""
 
     def __init__(
         self, name: str, *, python: Path, module: str, workload: Workload, links: Links | None = None
     ) -> None:
-        """`links`: emulated ones, which are open as long as the contender is."""
+        """`links` are emulated links, open as long as the system is; None: loopback."""
         self._name, self._workload, self._links = name, workload, links
         configuration: dict[str, Any] = {
             "elements": workload.elements,
@@ -137,7 +141,7 @@ class Workers:
 def judge(
     done: list[dict[str, Any]], checked: list[dict[str, Any]], *, at_s: float, peers: int, processor_s: float
 ) -> Round:
-    """One round from its workers' reports."""
+    """Return the result of one round from the reports of its workers."""
     delivered = min(report["delivered"] for report in checked)
     refused = [report["reason"] for report in done if not report["ok"]]
     sizes = sorted({report["group"] for report in done})

@@ -1,4 +1,4 @@
-"""A mixture layer over sixteen experts on four servers, forward and backward, ours beside hivemind."""
+"""A mixture layer over sixteen experts on four servers, forward and backward, beside hivemind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIMIT = "the experts' own arithmetic, on cores that all processes share"
 
 
 class Trainer(LaunchedSystem):
-    """A contender: four servers, and behind them a trainer that knows `steps`."""
+    """Four servers, and a trainer process that accepts the order `steps`."""
 
     def __init__(self, name: str, *, python: Path, module: str, steps: int) -> None:
         super().__init__(
@@ -57,7 +57,7 @@ class Trainer(LaunchedSystem):
 
 
 def rows(setting: Setting) -> list[Row]:
-    """One row, and where its time goes."""
+    """Measure the mixture layer and return its row, with notes on where its time goes."""
     makers: list[Callable[[], MeasuredSystem]] = [
         partial(Trainer, "swarm", python=OWN_PYTHON, module="swarm_mixture", steps=STEPS["swarm"])
     ]

@@ -1,4 +1,4 @@
-"""Writes the pages of figures: an overview of at most 100 lines, and one page with a chart for each section."""
+"""Write the pages of figures: an overview of at most 100 lines, and one page with a chart for each section."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def write(book: Book, folder: Path) -> None:
 
 
 def sections(book: Book) -> dict[str, dict[str, Record]]:
-    """The rows of each section, in the order of the pages."""
+    """Return the rows of each section, in the order of the pages."""
     found: dict[str, dict[str, Record]] = {}
     for identifier, record in book["rows"].items():
         found.setdefault(identifier.partition("-")[0], {})[identifier] = record
@@ -76,7 +76,7 @@ def sections(book: Book) -> dict[str, dict[str, Record]]:
 
 
 def index_page(found: Mapping[str, Mapping[str, Record]]) -> str:
-    """The overview: what is compared, how, and which aims are met or missed."""
+    """Return the overview: what is compared, how, and which aims are met or missed."""
     lines = ["# Benchmarks", "", *_METHOD.strip().splitlines(), ""]
     lines += ["`make bench` measures, and writes these pages and charts from `benchmarks/figures/`.", ""]
     lines += _table(
@@ -101,7 +101,7 @@ def _summary(name: str, records: Mapping[str, Record]) -> list[str]:
 
 
 def section_page(name: str, records: Mapping[str, Record], runs: Mapping[str, Any], *, charted: bool) -> str:
-    """One section: its table, what limits what misses its aim, phases, samples, and what it was measured on."""
+    """Return the page of one section: table, limits of missed aims, phases, samples, and the machine."""
     title, what = TITLES[name]
     lines = [f"# {title}", "", what, ""]
     if charted:
@@ -146,7 +146,9 @@ def section_page(name: str, records: Mapping[str, Record], runs: Mapping[str, An
 
 
 def chart_of(name: str, records: Mapping[str, Record]) -> str:
-    """A chart of the rows that have a ratio, so that longer is better for us; "" when there is none."""
+    """Return a chart of the rows that have a ratio, in which longer is better for swarm; "" when there is
+    none.
+    """
     found = []
     for record in records.values():
         if record["ratio"]:

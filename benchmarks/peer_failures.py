@@ -1,6 +1,4 @@
-"""A round of four peers that loses one in the middle: how long the others are held up, and how much of the
-vector they still average.
-"""
+"""A round of four peers in which one fails: how long the others are delayed, and how much they still average."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ LAUNCHES_MAX = 3  # that fail, of one contender
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What befalls the peer."""
+    """A kind of failure of one peer, and its aims."""
 
     identifier: str
     words: str
@@ -45,7 +43,7 @@ FAULTS = (
 
 @dataclass(slots=True)
 class FailureResults:
-    """What the survivors of some rounds told, all rounds of one contender together."""
+    """The reports of the survivors over all rounds of one system."""
 
     # longer than its usual round, until the last survivor had its result
     stalls_s: list[float] = field(default_factory=list)
@@ -55,6 +53,7 @@ class FailureResults:
     reasons: list[str] = field(default_factory=list)
 
     def stalls(self, name: str) -> Series:
+        """Return the delays of the rounds as a series."""
         return Series(
             name=f"{name}: stall",
             unit="s",
@@ -64,6 +63,7 @@ class FailureResults:
         )
 
     def fractions(self, name: str) -> Series:
+        """Return the averaged percentages as a series."""
         return Series(
             name=f"{name}: averaged",
             unit="%",
@@ -74,10 +74,13 @@ class FailureResults:
 
 
 class FailingWorkers(Workers):
-    """Workers of whom one is lost in the middle of a round, after which this launch is of no more use."""
+    """Workers of which one fails in the middle of a round. The launch is of no use afterwards."""
 
     def fail_one(self, usual_s: float, grouped_s: float, fault: signal.Signals) -> tuple[float, float, str]:
-        """(seconds to the last survivor's end, fraction averaged, what was wrong with it all the same)."""
+        """Run one round in which a peer fails.
+
+        Returns (seconds to the last survivor's end, fraction averaged, what is wrong with the result or "").
+        """
         launch = self._launch
         launch.send("prepare")
         launch.receive("prepared", READY_TIMEOUT_S)
@@ -135,7 +138,7 @@ def rows(setting: Setting) -> list[Row]:
 def measure_failures(
     make: Callable[[], FailingWorkers], fault: Fault, times: int, say: Callable[[str], None]
 ) -> FailureResults:
-    """As many rounds with a loss, each in a launch of its own."""
+    """Run `times` rounds with a failure, each in a launch of its own."""
     results = FailureResults()
     while len(results.stalls_s) < times and results.failed < LAUNCHES_MAX:
         try:

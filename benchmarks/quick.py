@@ -1,5 +1,6 @@
-"""The short form: do the benchmarks run, and are their results right? Small sizes, ours and the bare
-transport, no thresholds.
+"""The short form, which checks that the benchmarks run and that results are right.
+
+It takes small sizes, swarm and the bare transport only, and has no thresholds.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ CODECS = ("float32", "float16", "bfloat16")
 
 def rows(say: Callable[[str], None]) -> list[Row]:
     # spans of unequal sizes
+    """Measure the short form and return its rows."""
     workloads = [Workload(elements=VECTOR_MIB * (1 << 18) + 3, tensors=5, codec=codec) for codec in CODECS]
     say(f"all-reduce, {PEERS} × {VECTOR_MIB} MiB: swarm {', '.join(CODECS)}, bare transport")
     makers: list[Callable[[], MeasuredSystem]] = [

@@ -1,6 +1,4 @@
-"""Vectors whose average is known, so that a round that averaged nothing, or part, or wrongly, is seen. Needs
-torch only.
-"""
+"""Vectors whose average is known, so that missing, partial and wrong averages are detected. Needs torch only."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ def _pattern() -> torch.Tensor:
 
 
 def fill(tensors: Sequence[torch.Tensor], rank: float) -> None:
-    """Writes what peer `rank` starts a round with: a pattern in [0, 2) that does not repeat from chunk to
-    chunk, plus `rank`.
+    """Write the values with which peer `rank` starts a round: a pattern in [0, 2) that differs between
+    chunks, plus `rank`.
     """
     pattern = _pattern()
     for place, tensor in enumerate(tensors):
@@ -36,8 +34,9 @@ def fill(tensors: Sequence[torch.Tensor], rank: float) -> None:
 def delivered(
     tensors: Sequence[torch.Tensor], peers: int, codec: str, lost: int | None = None
 ) -> tuple[float, float]:
-    """(fraction of the elements that hold the average of `peers` peers, largest error). `lost`: the one
-    without it counts, too.
+    """Return (fraction of the elements that hold the average of `peers` peers, largest error).
+
+    With `lost`, the average without that peer counts, too.
     """
     pattern, total_rank = _pattern(), peers * (peers - 1) / 2
     mean_ranks = [total_rank / peers] + ([] if lost is None else [(total_rank - lost) / (peers - 1)])
@@ -58,7 +57,7 @@ def delivered(
 
 
 def tensors_of(elements: int, count: int) -> list[torch.Tensor]:
-    """`count` float32 tensors, `elements` in all, sizes as even as can be."""
+    """Return `count` float32 tensors with `elements` elements in all, of sizes as even as possible."""
     return [
         torch.zeros(elements * (index + 1) // count - elements * index // count) for index in range(count)
     ]

@@ -1,4 +1,4 @@
-"""Figures as values: what was sampled, how it compares, whether an aim is met. Pure."""
+"""Figures as values: samples, comparisons, and whether an aim is met. Free of I/O."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """All samples of one quantity of one contender."""
+    """All samples of one quantity of one system."""
 
     name: str  # "hivemind 1.1.12 float16, 64 MiB: whole step"
     unit: str
@@ -37,7 +37,7 @@ class Aim:
     value: float
 
     def met(self, ours: float | None, peer: float | None) -> bool | None:
-        """None: not measured."""
+        """Return whether the aim is met; None when a figure is missing."""
         figure = ours if self.of == "ours" else ratio(ours, peer, self.of)
         if figure is None:
             return None
@@ -81,9 +81,7 @@ class Row:
 
 
 def ratio(ours: float | None, peer: float | None, kind: str) -> float | None:
-    """`kind` says which over which; None when either is missing, or not positive: a time saved has no ratio
-    to a time lost.
-    """
+    """Return the ratio that `kind` names; None when a figure is missing or not positive."""
     if ours is None or peer is None or min(ours, peer) <= 0.0:
         return None
     return peer / ours if kind == "peer / ours" else ours / peer

@@ -1,5 +1,6 @@
-"""The sections of the page, in its order: what each needs, and how its rows are measured. Another section is
-one entry here.
+"""The sections of the pages, in their order: what each needs, and how its rows are measured.
+
+A new section is one more entry here.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from benchmarks.results import Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is to be measured, and with what."""
+    """What is to be measured, and with which settings."""
 
     setting: Setting
     sizes_mib: tuple[int, ...]  # of all-reduce
@@ -52,6 +53,8 @@ Rows = Iterator[list[Row]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
+    """How a section is measured."""
+
     rows: Callable[[Request], Rows]
     compared: bool = False  # with hivemind, whose environment it needs
     check: Callable[[], None] = lambda: None  # raises NoEnvironment where it cannot be measured
@@ -115,7 +118,7 @@ SECTIONS = {
 
 
 def measure(names: tuple[str, ...], request: Request) -> Rows:
-    """The rows of these sections, as they are measured."""
+    """Measure these sections and yield rows as they come."""
     if any(SECTIONS[name].compared for name in names):
         request = replace(
             request, setting=replace(request.setting, copy_bytes_per_s=memory_copy_bytes_per_s())

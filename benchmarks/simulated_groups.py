@@ -1,8 +1,9 @@
-"""Forming groups in simulated swarms larger than a group: messages and time per round, and how fast values
-come together.
+"""Forming groups in simulated swarms larger than a group: messages and time per round, and the speed of
+mixing.
 
-The production matchmaking on virtual time (`swarm.testing.grid_swarm`): the same on every machine. The first
-round begins with peers that know nobody, and is left out of messages and times; the deviation counts from it.
+The production matchmaking runs on virtual time (`swarm.testing.grid_swarm`), so figures are the same on every
+machine. The first round begins with peers that know no others, and is left out of messages and times; the
+deviation counts from it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Plan:
 
 
 def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
-    """Every figure, as soon as it is there."""
+    """Yield every figure as soon as it is measured."""
     plan = plan or Plan()
     for peers, target_group_size in plan.swarms:
         say(f"simulated, {peers} peers: {plan.rounds} rounds in groups of {target_group_size}")

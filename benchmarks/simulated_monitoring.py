@@ -1,9 +1,8 @@
-"""What metrics cost in simulated swarms of 100 and 1,000 peers: those who publish them, and the monitor that
-reads them.
+"""The cost of metrics in simulated swarms of 100 and 1,000 peers: for peers that publish them, and for a
+monitor.
 
-The production reporter, DHT and collector run on virtual time. Peers publish as in a large run, and nobody
-trains: everything but the upkeep of the DHT, which a run without metrics has as well and which is measured
-first, is the metrics' cost.
+The production reporter, DHT and collector run on virtual time. Peers publish as in a large run, and none
+trains. Traffic beyond the maintenance of the DHT, which is measured first, is the cost of metrics.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _KNOWN_MAX = 64  # peers that a trainer counts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Per second; bytes are of requests and replies, without TLS and TCP."""
+    """Costs per second; bytes are those of requests and replies, without TLS and TCP."""
 
     peers: int
     record_bytes: float
@@ -52,7 +51,7 @@ class Costs:
 
 
 def metrics_of(number: int, now_s: float) -> Metrics:
-    """What a trainer in the middle of a run tells: every field filled."""
+    """Return metrics as a trainer publishes them in the middle of a run, with every field filled."""
     rounds = tuple(
         RoundReport(
             kind="epoch",
@@ -92,7 +91,7 @@ def metrics_of(number: int, now_s: float) -> Metrics:
 
 
 def costs(peers: int, measured_s: float = 60.0, seed: int = 1) -> Costs:
-    """Three stretches of equal length in one swarm: at rest, with metrics, and with a monitor besides."""
+    """Measure three periods of equal length in one swarm: at rest, with metrics, and with a monitor as well."""
 
     async def main() -> Costs:
         network = SimulatedNetwork(seed, _LINK)
@@ -175,7 +174,7 @@ def _reporter(member: SwarmMember, number: int, peers: int, seed: int) -> Report
 
 @contextlib.contextmanager
 def _counted(network: SimulatedNetwork, peer: SimulatedPeer) -> Iterator[list[int]]:
-    """The size of every message from or to a peer."""
+    """Collect the sizes of all messages from or to a peer within the context."""
     sizes: list[int] = []
     send = network.send
 
@@ -221,8 +220,9 @@ async def _sent_in(network: SimulatedNetwork, seconds: float) -> _Sent:
 
 
 async def _look_cpu_s(collector: Collector) -> float:
-    """Of folding one look and making one view; reading and verifying included, the simulated peers' answers,
-    too.
+    """Return the processor time to read, verify and merge one look, and to make a view.
+
+    It includes the simulated peers' answers.
     """
     begun_s = time.process_time()
     await collector.look()
@@ -231,7 +231,7 @@ async def _look_cpu_s(collector: Collector) -> float:
 
 
 def rows(say: Say, sizes: tuple[int, ...] = (100, 1_000)) -> Iterator[list[Row]]:
-    """Every figure of the section, as soon as it is there."""
+    """Yield every figure of the section as soon as it is measured."""
     for peers in sizes:
         say(f"simulated, {peers} peers: metrics and a monitor")
         yield _rows(costs(peers))

@@ -1,5 +1,5 @@
-"""What telling progress costs in simulated runs of 10, 100 and 1,000 peers, and how well epochs keep to their
-target.
+"""The cost of publishing progress in simulated runs of 10, 100 and 1,000 peers, and how well epochs meet
+their target.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LARGE = 1000  # from here on watched for less: a virtual second of so many costs
 
 
 def rows(say: Callable[[str], None], sizes: tuple[int, ...] = SIZES) -> Iterator[list[Row]]:
-    """Every figure of the section, as soon as it is there."""
+    """Yield every figure of the section as soon as it is measured."""
     for peers in sizes:
         say(f"simulated, {peers:,} peers: progress")
         figures = measure(peers) if peers < LARGE else measure(peers, settle_s=45.0, measured_s=40.0)

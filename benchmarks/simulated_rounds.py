@@ -1,9 +1,9 @@
-"""Rounds in simulated swarms of 16, 64 and 256 peers: the messages, bytes and virtual time of an all-reduce
-in groups of sixteen.
+"""All-reduce in simulated swarms of 16, 64 and 256 peers in groups of sixteen: messages, bytes and virtual
+time.
 
-The production services run on virtual time: the figures are properties of the protocol and of the link, not
-of the machine. A message takes the link's delay and its size over the link's bandwidth; messages do not wait
-for one another.
+The production services run on virtual time, so the figures are properties of the protocol and of the link,
+not of the machine. A message takes the link's delay and its size over the link's bandwidth; messages do not
+queue behind one another.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LINK_WORDS = "25 ms one way, 100 Mbit/s"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundFigures:
-    """What a round without faults costs a peer."""
+    """The cost of a round without faults for one peer."""
 
     messages: float  # that a peer sends: requests, replies, messages of streams
     size_bytes: float  # of these, protobuf and tensors without TLS and TCP
@@ -41,7 +41,7 @@ class RoundFigures:
 
 
 def measure(peers: int, *, lost: int = 0, seed: int = 1) -> RoundFigures:
-    """One round of all groups at once. `lost`: so many peers of the first group crash in its middle."""
+    """Run one round of all groups at once. `lost` peers of the first group crash in the middle of it."""
 
     async def scenario() -> RoundFigures:
         network, chance = SimulatedNetwork(seed, LINK), Chance(seed, "rounds")
@@ -113,7 +113,7 @@ def _group(peers: list[SimulatedPeer], chance: Chance) -> Group:
 
 
 def rows(say: Callable[[str], None], sizes: tuple[int, ...] = (16, 64, 256)) -> Iterator[list[Row]]:
-    """Every figure of the section, as soon as it is there."""
+    """Yield every figure of the section as soon as it is measured."""
     for peers in sizes:
         say(f"simulated, {peers} peers: a round of all-reduce in groups of {GROUP_SIZE}")
         yield _rows(peers, "", measure(peers))

@@ -1,5 +1,6 @@
-"""How much slower training steps get while averaging goes on behind them: a trainer, a partner that hardly
-computes, a core to spare.
+"""How much averaging in the background slows down training steps.
+
+A trainer averages with a partner that hardly computes, and a processor core is idle.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ VARIANTS = {
 
 
 def rows(say: Callable[[str], None], *, pairs: int = PAIRS) -> list[Row]:
-    """A row for each variant of averaging behind a training loop."""
+    """Return a row for each way of averaging behind a training loop."""
     return [_row(variant, pairs, say) for variant in VARIANTS]
 
 

@@ -1,5 +1,5 @@
-"""The download of a state of 256 MB from one donor and from three, from donors on slow links, and what it
-costs a donor that trains.
+"""Downloads of a state of 256 MB from one donor and from three, from slow donors, and their cost for a
+training donor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Downloads:
 
 
 def rows(setting: Setting, state_bytes: int = STATE_BYTES) -> list[Row]:
-    """All of the section."""
+    """Measure the section and return its rows."""
     say, megabytes = setting.say, state_bytes // 1_000_000
     one, three = (download(say, donors, state_bytes=state_bytes) for donors in (1, 3))
     peer = (
@@ -115,7 +115,7 @@ def download(
     hivemind: Path | None = None,
     times: int = TIMES,
 ) -> Downloads:
-    """So many newcomers one after the other, each a process of its own."""
+    """Let `times` newcomers download the state one after the other, each in a new process."""
     name = "swarm" if hivemind is None else HIVEMIND
     module = "benchmarks.workers.swarm_state" if hivemind is None else "benchmarks.workers.hivemind_state"
     common = {"elements": state_bytes // 4, "bytes_per_s": SLOW_BYTES_PER_S if slow else 0.0}
@@ -152,7 +152,7 @@ def download(
 
 
 def donor_steps(say: Callable[[str], None], state_bytes: int) -> tuple[Series, Series]:
-    """Steps of a donor that trains: without a newcomer, and while one downloads slowly."""
+    """Measure steps of a donor that trains: without a newcomer, and while one downloads slowly."""
     say("steps of a donor, without and with a download")
     common = {"elements": state_bytes // 4, "bytes_per_s": SLOW_BYTES_PER_S * 4}
     with Launch(

@@ -1,5 +1,5 @@
-"""What a trainer costs over torch and its model, and how soon a new one contributes: swarm.Optimizer beside
-hivemind.Optimizer.
+"""The memory of a trainer beyond torch and its model, and the time until a new one contributes, beside
+hivemind.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TORCH_PHASE = "model and AdamW"
 
 @dataclass(slots=True)
 class Costs:
-    """All that was read of one contender."""
+    """All readings of one system."""
 
     name: str
     python: Path
@@ -64,7 +64,7 @@ class Costs:
         ]
 
     def start_phases(self) -> str:
-        """Where the time from torch's import to contributing goes: medians."""
+        """Return in words where the time from torch's import to contributing goes, as medians."""
         if not self.starts:
             return f"{self.name}: nobody joined"
         medians = {name: statistics.median(start[name] for start in self.starts) for name in self.starts[0]}
@@ -108,7 +108,7 @@ def _read_idle(costs: Costs) -> None:
 
 
 def _readings(launch: Launch) -> tuple[list[float], list[float]]:
-    """(bytes, processes) of every worker's tree, several times."""
+    """Return (bytes, processes) of every worker's process tree, read several times."""
     found: tuple[list[float], list[float]] = ([], [])
     for _ in range(READINGS):
         for worker in launch.workers:
@@ -147,7 +147,7 @@ def _measure(costs: Costs, say: Callable[[str], None]) -> None:
 
 
 def _join(launch: Launch, costs: Costs) -> None:
-    """One more trainer, from exec to its first joint round; it leaves afterwards."""
+    """Start one more trainer and measure from exec to its first joint round; it leaves afterwards."""
     worker = launch.add({"joins": True})
     deadline_s = time.monotonic() + JOIN_TIMEOUT_S
     try:

@@ -1,4 +1,4 @@
-"""The same small training job for every contender's trainer: model, batches, pace. Needs torch only."""
+"""The same small training job for the trainers of all systems: model, batches, pace. Needs torch only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEARNING_RATE = 1e-3
 
 
 class Marks:
-    """Seconds between the named moments of a start."""
+    """Seconds between named moments of a start."""
 
     def __init__(self, since_s: float) -> None:
         self.seconds: dict[str, float] = {}
@@ -35,7 +35,7 @@ class Marks:
 
 
 def build_model() -> nn.Module:
-    """About a million parameters: 4 MiB in float32."""
+    """Return a model of about a million parameters: 4 MiB in float32."""
     torch.manual_seed(1)
     layers: list[nn.Module] = []
     for _ in range(LAYERS):
@@ -44,14 +44,14 @@ def build_model() -> nn.Module:
 
 
 def backward(model: nn.Module, generator: torch.Generator) -> None:
-    """Gradients of one batch."""
+    """Compute the gradients of one batch."""
     samples = torch.randn(BATCH_SAMPLES, WIDTH, generator=generator)
     loss: torch.Tensor = nn.functional.mse_loss(model(samples), samples.roll(1, dims=1))
     loss.backward()  # type: ignore[no-untyped-call]
 
 
 def orders(channel: WorkerChannel) -> Callable[[], dict[str, Any] | None]:
-    """Listens beside the training: the returned function gives the next order, or None at once."""
+    """Listen for orders beside the training. The returned function gives the next order, or None at once."""
     waiting: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 
     def listen() -> None:
@@ -67,7 +67,7 @@ def orders(channel: WorkerChannel) -> Callable[[], dict[str, Any] | None]:
 
 
 def paced(channel: WorkerChannel) -> Iterator[int]:
-    """Numbers of steps, one every STEP_S at most, until the order to stop."""
+    """Yield step numbers, at most one every STEP_S, until the order to stop."""
     pending, step = orders(channel), 0
     while True:
         due_s = time.monotonic() + STEP_S

@@ -1,4 +1,4 @@
-"""Ways of training four peers on the same text: what the convergence section compares."""
+"""The setups that the convergence section compares: modes and codecs to train four peers on the same text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SEEDS = (0, 1, 2)  # of the headline setups; the others take the first
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSetup:
-    """One setup: a mode, a codec, and how many local steps lie between two rounds."""
+    """A mode, a codec, and the number of local steps between two rounds."""
 
     name: str
     mode: ModeSettings
@@ -32,7 +32,7 @@ class TrainingSetup:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What a kept outcome must have in common with this setup."""
+        """The settings that a stored outcome must share with this setup."""
         found = {
             "mode": repr(self.mode),
             "codec": self.codec,
@@ -123,11 +123,11 @@ SETUPS = (SYNCHRONOUS, *_HEADLINES, *_MODES, *_CODECS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How large the model and how long the training is; equal for all setups that are compared.
+    """The size of the model and the length of the training, equal for all setups that are compared.
 
     The learning rate rises over the first steps and falls by a cosine to 0 at the last. As in the paper of
-    DiLoCo (arXiv 2311.08105), where a pretrained model is what peers begin with, the first steps are one
-    machine's, on the batches of all four: the same for every setup.
+    DiLoCo (arXiv 2311.08105), where peers begin with a pretrained model, one machine makes the first steps on
+    the batches of all four peers, the same for every setup.
     """
 
     width: int = 48
@@ -149,8 +149,8 @@ class Scale:
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """One training: its course, in steps of one peer, held-out loss (nats per byte), bytes that one peer has
-    sent.
+    """The outcome of one training. Its curve has (steps of one peer, held-out loss in nats per byte, bytes
+    sent by one peer).
     """
 
     setup: str
@@ -165,7 +165,7 @@ class Outcome:
 
     @property
     def loss(self) -> float:
-        """At the end: the mean of the last three looks, since one of them is half noise."""
+        """The final loss: the mean of the last three evaluations, since half of a single one is noise."""
         last = [loss for _, loss, _ in self.curve[-3:]]
         return sum(last) / len(last)
 
@@ -174,7 +174,7 @@ class Outcome:
         return self.curve[-1][2]
 
     def bytes_to(self, loss: float) -> float | None:
-        """What one peer had sent when the loss was reached first; None: it was not."""
+        """Return what one peer had sent when the loss was first reached; None when it never was."""
         return next((sent for _, reached, sent in self.curve if reached <= loss), None)
 
 

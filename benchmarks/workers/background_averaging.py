@@ -1,5 +1,6 @@
-"""A training loop with and without averaging behind it, in turns; and the partner that it averages with,
-which computes next to nothing.
+"""A training loop with and without averaging behind it, in turns, and the partner that it averages with.
+
+The partner computes next to nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Step = Callable[[], bool]  # one training step; returns whether a round was comp
 
 
 class Averaging:
-    """`Averager.step(wait=False)` over the parameters, every `ROUND_EVERY_S`, each average applied as a
+    """`Averager.step(wait=False)` over the parameters, every `ROUND_EVERY_S`. Each average is applied as a
     difference.
     """
 
@@ -99,7 +100,9 @@ VARIANTS: dict[str, type[Averaging] | type[Streaming]] = {"averager": Averaging,
 
 
 def window(model: torch.nn.Module, generator: torch.Generator, step: Step) -> tuple[float, float, int]:
-    """(mean seconds of a training step, of them the processor's in this thread, rounds completed)."""
+    """Train for a while. Return (mean seconds of a step, processor seconds of it in this thread, completed
+    rounds).
+    """
     began_s, began_cpu_s, steps, rounds = time.monotonic(), time.thread_time(), 0, 0
     while time.monotonic() - began_s < WINDOW_S:
         model.zero_grad()

@@ -1,8 +1,8 @@
-"""A peer that moves as many bytes as a butterfly all-reduce, over a plain TCP connection each way to every
-other peer, and no more.
+"""A peer that moves the bytes of a butterfly all-reduce over plain TCP connections, one each way to every
+other peer.
 
-What the emulated link and TCP themselves can do in a round that begins, as ours does, with connections that
-have been idle.
+It shows what the emulated link and TCP themselves allow in a round that begins with idle connections, as a
+round of swarm does.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A peer of hivemind's DHT. Everything that is timed runs inside its DHT process, where it is fastest. Runs
-in hivemind's environment.
+"""A peer of hivemind's DHT. Runs in hivemind's environment.
+
+All timed work runs inside its DHT process, where it is fastest.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ async def known(_dht: Any, node: Any) -> int:
 
 
 async def perform(_dht: Any, node: Any, order: dict[str, Any]) -> dict[str, Any]:
-    """One order; runs in the DHT's process, beside the node."""
+    """Perform one order in the DHT's process, beside the node."""
     expiration = hivemind.utils.get_dht_time() + TTL_S
 
     async def store(key: str) -> str:

@@ -1,4 +1,4 @@
-"""hivemind's server of experts (rank 0), and callers of it. Runs in hivemind's environment."""
+"""The server of experts of hivemind (rank 0), and callers of it. Runs in hivemind's environment."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def serve(channel: WorkerChannel) -> None:
-    """Until the command is gone."""
+    """Serve until the command has ended."""
     dht = hivemind.DHT(start=True)
     backends = {}
     for kind, width in WIDTH.items():
@@ -51,14 +51,14 @@ def serve(channel: WorkerChannel) -> None:
 
 
 def call(channel: WorkerChannel) -> None:
-    """As told."""
+    """Make calls as the command orders."""
     dht = hivemind.DHT(initial_peers=[channel.published("address")], start=True)
     experts = {kind: found(dht, f"{kind}.0") for kind in WIDTH}
     serve_orders(channel, experts)
 
 
 def found(dht: Any, uid: str) -> Any:
-    """The expert, once it is declared."""
+    """Return the expert as soon as it is declared. Raises TimeoutError when it is not in time."""
     deadline_s = time.monotonic() + FIND_TIMEOUT_S
     while True:
         info = get_experts(dht, [uid])[0]

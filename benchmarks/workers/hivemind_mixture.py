@@ -1,4 +1,4 @@
-"""hivemind's servers of experts (ranks 0 to 3), and a trainer with a mixture layer over them. Runs in
+"""Servers of experts of hivemind (ranks 0 to 3), and a trainer with a mixture layer over them. Runs in
 hivemind's environment.
 """
 
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def serve(channel: WorkerChannel, dht: hivemind.DHT, row: int) -> None:
-    """Until the command is gone."""
+    """Serve until the command has ended."""
     backends = {}
     for column in range(COLUMNS):
         module = module_of(row, column)
@@ -60,7 +60,7 @@ def serve(channel: WorkerChannel, dht: hivemind.DHT, row: int) -> None:
 
 
 def train(channel: WorkerChannel, dht: hivemind.DHT) -> None:
-    """As told."""
+    """Make steps as the command orders."""
     layer = RemoteMixtureOfExperts(
         in_features=WIDTH,
         grid_size=(ROWS, COLUMNS),

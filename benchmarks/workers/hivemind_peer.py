@@ -1,4 +1,4 @@
-"""How every worker of hivemind's joins: the first tells its address, the others take it. Runs in hivemind's
+"""Joining for all workers of hivemind: the first publishes its address, the others use it. Runs in hivemind's
 environment.
 """
 
@@ -12,7 +12,7 @@ from benchmarks.worker_channel import WorkerChannel
 
 
 def joined(channel: WorkerChannel, **settings: Any) -> Any:
-    """A running hivemind.DHT in this launch's swarm."""
+    """Return a running hivemind.DHT in this launch's swarm."""
     if channel.configuration["rank"] == 0:
         dht = hivemind.DHT(start=True, **settings)
         channel.publish("address", str(dht.get_visible_maddrs()[0]))

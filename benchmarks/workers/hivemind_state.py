@@ -1,4 +1,4 @@
-"""A peer that gives the state of a hivemind averager, or downloads it. Runs in hivemind's environment."""
+"""A peer that donates the state of a hivemind averager, or downloads it. Runs in hivemind's environment."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ AVERAGING_TIMEOUT_S = 30.0
 
 
 class JointRounds(logging.Handler):
-    """hivemind tells of an averaged gradient in its log only."""
+    """Reports averaged gradients, which hivemind mentions in its log only."""
 
     def __init__(self, channel: WorkerChannel) -> None:
         super().__init__()

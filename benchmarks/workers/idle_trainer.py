@@ -1,6 +1,4 @@
-"""Torch with the model and its optimizer, after some steps, doing nothing: what a trainer's memory is
-compared with.
-"""
+"""Torch with the model and its optimizer, idle after some steps: the baseline of a trainer's memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies memory: the bandwidth that bounds everything on loopback."""
+"""Copy memory, which bounds everything on loopback."""
 
 from __future__ import annotations
 

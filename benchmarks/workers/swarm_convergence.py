@@ -1,4 +1,4 @@
-"""One of the four peers of the convergence section, for one training after the other."""
+"""One of the four peers of the convergence section, which trains as often as the command orders."""
 
 from __future__ import annotations
 

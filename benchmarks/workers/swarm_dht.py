@@ -1,6 +1,4 @@
-"""A peer of our DHT. Everything that is timed runs on its network loop, as hivemind's runs in its DHT
-process.
-"""
+"""A peer of the DHT of swarm. All timed work runs on its network loop, as hivemind's runs in its DHT process."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ def main() -> None:
 
 
 async def perform(service: DhtService, order: dict[str, Any], replicas: int) -> dict[str, Any]:
-    """One order. A store counts as right when as many replicas hold it as there should be."""
+    """Perform one order. A store is right when as many replicas hold it as there should be."""
 
     async def store(key: str) -> str:
         result = await service.store(Key.parse(key), value_of(key), ttl_s=TTL_S, timeout_s=TIMEOUT_S)

@@ -1,6 +1,4 @@
-"""Many callers of our experts in one process: each has an identity and connections of its own, one call in
-flight.
-"""
+"""Many callers of experts in one process, each with its own identity and connections and one call in flight."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def main() -> None:
 async def connected(
     contact: Contact, clients: int, network: NetworkThread
 ) -> list[tuple[ExpertCalls, ExpertReplica]]:
-    """So many callers that have made a call each."""
+    """Return `clients` callers, each of which has made a call."""
     callers = []
     for _ in range(clients):
         calls = ExpertCalls(Channels(Identity.generate()), network.pool)
@@ -52,7 +50,7 @@ async def connected(
 
 
 async def together(callers: list[tuple[ExpertCalls, ExpertReplica]], seconds: float) -> dict[str, Any]:
-    """All of them, one call after the other each, for so long."""
+    """Let all callers make one call after the other for `seconds`."""
     end_s = time.monotonic() + seconds
     latencies: list[float] = []
     reasons: list[str] = []

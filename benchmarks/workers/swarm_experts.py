@@ -1,4 +1,4 @@
-"""Our server of experts (rank 0), and callers of it."""
+"""The server of experts of swarm (rank 0), and callers of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def main() -> None:
 
 
 def serve(channel: WorkerChannel) -> None:
-    """Until the command is gone."""
+    """Serve until the command has ended."""
     experts = {
         f"{kind}.0": swarm.Expert(module_of(kind), (torch.zeros(1, width),), zero_rate_sgd)
         for kind, width in WIDTH.items()
@@ -31,7 +31,7 @@ def serve(channel: WorkerChannel) -> None:
 
 
 def call(channel: WorkerChannel) -> None:
-    """As told."""
+    """Make calls as the command orders."""
     with swarm.Node(bootstrap=[channel.published("address")], listen="127.0.0.1:0") as node:
         experts = {
             kind: swarm.RemoteExpert(node, f"{kind}.0", forward_timeout_s=60.0, backward_timeout_s=60.0)

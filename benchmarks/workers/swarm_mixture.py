@@ -1,4 +1,4 @@
-"""Our servers of experts (ranks 0 to 3), and a trainer with a mixture layer over them."""
+"""Servers of experts of swarm (ranks 0 to 3), and a trainer with a mixture layer over them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def serve(channel: WorkerChannel, node: swarm.Node, row: int) -> None:
-    """Until the command is gone."""
+    """Serve until the command has ended."""
     sample = (torch.zeros(1, WIDTH),)
     experts = {
         f"ffn.{row}.{column}": swarm.Expert(module_of(row, column), sample, zero_rate_sgd)
@@ -48,7 +48,7 @@ def serve(channel: WorkerChannel, node: swarm.Node, row: int) -> None:
 
 
 def train(channel: WorkerChannel, node: swarm.Node) -> None:
-    """As told."""
+    """Make steps as the command orders."""
     layer = swarm.RemoteMixtureOfExperts(
         node,
         WIDTH,

@@ -1,5 +1,6 @@
-"""A peer that gives the state of a swarm.Optimizer, or downloads it. Donors can be held to a speed, as a link
-would.
+"""A peer that donates the state of a swarm.Optimizer, or downloads it.
+
+The rate of a donor can be limited, as that of a slow link.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def _expected(settings: dict[str, Any]) -> torch.Tensor:
 
 
 def train(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[float]:
-    """Steps that write the whole state, as an epoch's end does; how long each took."""
+    """Make steps that write the whole state, as the end of an epoch does. Return the seconds of each."""
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     steps_s = []
@@ -82,7 +83,7 @@ def train(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[float]:
 
 
 def pace(bytes_per_s: float) -> None:
-    """Each chunk waits until a link of this speed would have carried those before it."""
+    """Delay each chunk until a link of this rate would have carried the chunks before it."""
     plain = Donor._message
     free_s = [0.0]
 
