@@ -27,7 +27,7 @@ from benchmarks.sections import SECTIONS, Request, measure
 
 
 def _stop(_signal: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt  # so that every launch ends what it started
+    raise KeyboardInterrupt  # every launch then ends its processes
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -40,9 +40,9 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
 @click.option(
     "--sizes", default="64,256", show_default=True, help="All-reduce: MiB per peer, comma-separated."
 )
-@click.option("--passes", default=2, show_default=True, help="All-reduce: fresh launches of every contender.")
+@click.option("--passes", default=2, show_default=True, help="All-reduce: new launches of every system.")
 @click.option(
-    "--rounds", default=3, show_default=True, help="All-reduce: measured rounds per contender and pass."
+    "--rounds", default=3, show_default=True, help="All-reduce: measured rounds per system and pass."
 )
 @click.option("--no-hivemind", is_flag=True, help="Leave hivemind out (nothing is kept: the page compares).")
 @click.option(
@@ -50,7 +50,8 @@ def _stop(_signal: int, _frame: FrameType | None) -> None:
     "is_quick",
     is_flag=True,
     help="Small sizes, ours and the bare transport only, results checked, nothing kept: under a minute. "
-    "With --only simulated: all but the swarm of 10,000 peers. With --only churn: three peers, twenty seconds.",
+    "With --only simulated: all but the swarm of 10,000 peers. With --only churn: three peers, twenty "
+    "seconds.",
 )
 @click.option(
     "--figure",
@@ -126,7 +127,7 @@ def main(
         )
     book = report.load(folder / "measured.json") if keep else report.load(Path("nothing kept"))
     rows: list[Row] = []
-    for section in sections:  # kept as they come: who interrupts a long run has what was measured
+    for section in sections:  # stored one by one, so that an interrupted run keeps its results
         rows += section
         about = {
             "machine": under,
@@ -148,16 +149,17 @@ def main(
     for row in rows:
         if row.ours.failed or row.ours.launches_failed:
             say(
-                f"{row.workload}: ours failed {row.ours.failed} rounds, {row.ours.launches_failed} launches: {'; '.join(row.ours.reasons)}"
+                f"{row.workload}: ours failed {row.ours.failed} rounds, {row.ours.launches_failed} "
+                f"launches: {'; '.join(row.ours.reasons)}"
             )
-    # a loss that is not reached is a finding
+    # a loss that is never reached is a result, not an error
     reaching = [row for row in rows if not row.identifier.startswith("convergence-bytes")]
     if any(row.ours.median is None or row.ours.wrong for row in reaching):
         raise SystemExit(1)
 
 
 def _quickly(only: tuple[str, ...], say: Callable[[str], None]) -> Iterable[list[Row]]:
-    # all of it but the swarm of 10,000, which takes gigabytes and most of the time
+    # without the swarm of 10,000 peers, which takes gigabytes and most of the time
     if only == ("simulated",):
         return simulated_dht.rows(say, simulated_dht.Plan(sizes=simulated_dht.SMALL))
     return [churn.rows(say, churn.QUICK) if only == ("churn",) else quick.rows(say)]

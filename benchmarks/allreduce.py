@@ -24,7 +24,7 @@ class Setting:
     """Settings that all workloads of one run share."""
 
     plan: Plan
-    hivemind: Path | None  # its interpreter; None: leave it out
+    hivemind: Path | None  # its interpreter; None leaves hivemind out
     copy_bytes_per_s: float
     say: Callable[[str], None]
 
@@ -103,12 +103,12 @@ def rows(setting: Setting, *, vector_mib: int) -> list[Row]:
     half, bfloat, their_half = turns(
         [*names, f"{HIVEMIND} float16"], [own("float16"), own("bfloat16"), theirs("float16")]
     )
-    # alone: four contenders' memory is too much for some machines
+    # not in turn with others: four systems need more memory than some machines have
     (their_full,) = turns([f"{HIVEMIND} uncompressed"], [theirs("float32")])
     aim = Aim(of="peer / ours", sense="at least", value=4.0)
     for name, quantity in (("hivemind", "reduce"), ("hivemind-whole", "whole")):
         found.append(_row(setting, half, their_half, vector_mib, "float16", name, aim, quantity))
-        # it has no bfloat16: the same bytes
+        # hivemind has no bfloat16; float16 has the same size
         found.append(_row(setting, bfloat, their_half, vector_mib, "bfloat16", name, None, quantity))
         found.append(_row(setting, float32, their_full, vector_mib, "float32", name, None, quantity))
     return found
@@ -152,4 +152,7 @@ def memory_limit(copy_bytes_per_s: float, elements: int, codec: str) -> str:
     it, and no copy is faster than memory.
     """
     moved = 2 * (PEERS - 1) * elements * CODEC_BYTES[codec]
-    return f"{2 * moved / copy_bytes_per_s:.3f} s: {moved / 1e6:.0f} MB through the kernel, two copies at {copy_bytes_per_s / 1e9:.1f} GB/s"
+    return (
+        f"{2 * moved / copy_bytes_per_s:.3f} s: {moved / 1e6:.0f} MB through the kernel, two copies at "
+        f"{copy_bytes_per_s / 1e9:.1f} GB/s"
+    )

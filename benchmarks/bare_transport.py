@@ -32,7 +32,7 @@ from types import TracebackType
 from typing import Any
 
 METHOD = "/bare.Butterfly/Exchange"
-SPLIT_BYTES_MAX = 4 << 20  # larger messages than the round's parts would be another transport
+SPLIT_BYTES_MAX = 4 << 20  # a round of swarm sends no larger messages
 
 
 class BareButterfly:
@@ -189,7 +189,7 @@ async def _work(lines: asyncio.StreamReader) -> None:
     import grpc.aio
 
     async def receive() -> dict[str, Any]:
-        message = json.loads(await lines.readline() or "{}")  # no line: the parent is gone
+        message = json.loads(await lines.readline() or "{}")  # no line: the parent has ended
         assert isinstance(message, dict)
         return message
 
@@ -205,7 +205,7 @@ async def _work(lines: asyncio.StreamReader) -> None:
         setup["key"].encode(),
     )
     shards = shard_messages(setup["vector_bytes"], processes, setup["message_bytes"])
-    # the parts of the vector; our own span's stand for averages
+    # the parts of the vector; those of the own shard stand for averages
     payloads = [[os.urandom(size) for size in sizes] for sizes in shards]
     served: asyncio.Queue[None] = asyncio.Queue()
 

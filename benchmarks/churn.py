@@ -52,12 +52,12 @@ Say = Callable[[str], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Churn:
     peers: int = 4
-    mean_s: float = 60.0  # of each peer, from one kill to the next
+    mean_s: float = 60.0  # mean time of a peer from one kill to the next
     seconds: float = 300.0
     seed: int = 1
-    step_s: float = 0.1  # of one peer; what it computes in it takes a tenth of that
-    batch: int = 16  # samples of a step
-    epoch_s: float = 1.0  # the target batch is what all peers together compute in this time
+    step_s: float = 0.1  # minimum of one peer; its computation takes a tenth of that
+    batch: int = 16  # samples per step
+    epoch_s: float = 1.0  # the target batch is the work of all peers in this time
 
     @property
     def samples_per_s_max(self) -> float:
@@ -74,7 +74,7 @@ QUICK = Churn(peers=3, mean_s=15.0, seconds=20.0)
 
 @contextlib.contextmanager
 def _task_installed(folder: Path) -> Iterator[None]:
-    """Install the paced task for child processes, which inherit Python's search path, and undo it afterwards."""
+    """Install the paced task for child processes, which inherit Python's search path, then undo it."""
     paced_task.install(folder)
     before = os.environ.get(_PATH)
     os.environ[_PATH] = os.pathsep.join(filter(None, (str(folder), before)))
@@ -150,7 +150,8 @@ class _Swarm:
         self._receive(LOOK_S)
         if time.monotonic() > deadline_s:
             raise LaunchFailed(
-                f"not everybody trained within {READY_S:g} s: { {n: [*lifetime.moments_s] for n, lifetime in self.lifetimes.items()} }"
+                f"not everybody trained within {READY_S:g} s: "
+                f"{ {n: [*lifetime.moments_s] for n, lifetime in self.lifetimes.items()} }"
             )
 
     def _receive(self, timeout_s: float) -> None:
@@ -215,10 +216,15 @@ def _rows(
     churn: Churn, calm: ChurnSummary, stormy: ChurnSummary, lifetimes: list[ProcessLifetime]
 ) -> list[Row]:
     deaths = sum(lifetime.restarted for lifetime in lifetimes)
-    workload = f"{churn.peers} volunteers, {churn.seconds:g} s, each killed (SIGKILL) and started again after {churn.mean_s:g} s on average"
+    workload = (
+        f"{churn.peers} volunteers, {churn.seconds:g} s, each killed (SIGKILL) and started again after "
+        f"{churn.mean_s:g} s on average"
+    )
     note = (
-        f"{deaths} kills, seed {churn.seed}; the peers trained {stormy.trained:.1%} of the time; failed rounds that peers told of: "
-        f"{stormy.failed_rounds} (without kills {calm.failed_rounds}); states fetched anew by peers that were not killed: "
+        f"{deaths} kills, seed {churn.seed}; the peers trained {stormy.trained:.1%} of the time; failed "
+        "rounds that peers reported: "
+        f"{stormy.failed_rounds} (without kills {calm.failed_rounds}); states downloaded again by peers that "
+        "were not killed: "
         f"{stormy.resynchronised} ({calm.resynchronised})"
     )
 

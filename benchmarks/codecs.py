@@ -24,11 +24,11 @@ from benchmarks.launch import Launch
 from benchmarks.results import Aim, Row, Series
 from swarm.compression import Codec, find
 
-ELEMENTS = 1 << 20  # a part: 4 MiB in float32
+ELEMENTS = 1 << 20  # one part: 4 MiB in float32
 ROUNDS = 15
 TIMEOUT_S = 60.0
 CODECS = ("float32", "float16", "bfloat16", "int8", "int4", "int2", "sign", "topk")
-# its blockwise codec needs a package for GPUs
+# hivemind's blockwise codec needs a package for GPUs
 COUNTERPARTS = {"float32": "NONE", "float16": "FLOAT16", "int8": "UNIFORM_8BIT"}
 ENCODE_AIMS = {"int8": 1.0, "int4": 1.0}  # GB/s of float32
 
@@ -116,7 +116,7 @@ def rows(
                 own.round()
                 if launch is not None and name in COUNTERPARTS:
                     _their_round(launch, COUNTERPARTS[name], theirs, elements, errors=nth == 0)
-                if nth == 0:  # it warms up
+                if nth == 0:  # warm-up
                     for samples in (own.measured.encode, own.measured.decode, theirs.encode, theirs.decode):
                         samples.clear()
             new = _rows_of(name, own.measured, theirs if theirs.encode else None, limit)

@@ -1,4 +1,4 @@
-"""What a mode and its codec cost in loss and save in bytes: four peers against one machine and synchronous
+"""The convergence section: what a mode and its codec cost in loss and save in bytes: four peers against one machine and synchronous
 float32.
 
 Every finished training is stored in `convergence.json` beside the figures, so an interrupted section
@@ -29,7 +29,7 @@ from benchmarks.launch import Launch, LaunchFailed, Worker
 from benchmarks.results import Aim, Row, Series
 from benchmarks.training_setups import SEEDS, SETUPS, SYNCHRONOUS, Outcome, Say, Scale, TrainingSetup
 
-WITHIN = 1.02  # of the synchronous run's final loss counts as reached
+WITHIN = 1.02  # a loss within this factor of the synchronous run's final loss counts as reached
 WHOLE = "one machine, the batches of all four"
 QUARTER = "one machine, its own batches only"
 READY_S = 180.0
@@ -217,7 +217,7 @@ class Section:
     def _measured(
         self, name: str, seeds: Sequence[int], settings: dict[str, Any], train: Callable[[int], Outcome]
     ) -> tuple[list[Outcome], list[str]]:
-        """Return the stored outcomes, training those that are missing, and the reasons of failed trainings."""
+        """Return the stored outcomes, training the missing ones, and the reasons of failed trainings."""
         found, reasons = [], []
         for seed in seeds:
             outcome = self._store.get(name, seed, settings)
@@ -227,7 +227,8 @@ class Section:
                 except RoundsFailed as failure:
                     reasons.append(str(failure))
                     self._say(
-                        f"convergence, {name}, seed {seed} failed, and is made again by the next call: {failure}"
+                        f"convergence, {name}, seed {seed} failed, and is made again by the next call: "
+                        f"{failure}"
                     )
                     continue
                 self._store.add(outcome)
@@ -240,7 +241,8 @@ class Section:
                     f", of one of which {outcome.missing:.3g} was missing" if outcome.missing > 1e-6 else ""
                 )
                 self._say(
-                    f"convergence, {name}, seed {seed}: {outcome.loss:.3f} nats per byte{sent}, {outcome.seconds:.0f} s"
+                    f"convergence, {name}, seed {seed}: {outcome.loss:.3f} nats per byte{sent}, "
+                    f"{outcome.seconds:.0f} s"
                 )
             found.append(outcome)
         return found, reasons
@@ -262,7 +264,9 @@ class Section:
         start = f"of which the first {self._scale.common_steps} are one machine's"
         return Row(
             identifier=f"convergence-loss-{_slug(name)}",
-            workload=f"byte-level model, {PEERS} peers, {steps} steps of {samples} samples each, {start}: {name}",
+            workload=(
+                f"byte-level model, {PEERS} peers, {steps} steps of {samples} samples each, {start}: {name}"
+            ),
             quantity="held-out loss at the end",
             ours=Series(
                 name=f"{name}: loss",

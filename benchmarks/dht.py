@@ -23,10 +23,10 @@ from benchmarks.results import Aim, Row, Series
 SIZES = (8, 16)
 TIMES_FASTER = {8: 3.0, 16: 5.0}
 HALF = 0.5
-OPERATIONS = {8: 100, 16: 30}  # stores, and as many gets, of each peer in a round
+OPERATIONS = {8: 100, 16: 30}  # stores, and equally many gets, of each peer in a round
 CONCURRENCY = 16
 ALONE = 25
-KEYS_FOR_ALONE = 128  # of all writers together: enough for ALONE that the reader does not hold
+KEYS_FOR_ALONE = 128  # all writers together: enough of them that the reader does not hold ALONE keys
 WARM_UP = 2
 START_AHEAD_S = 0.1
 ORDER_TIMEOUT_S = 90.0
@@ -41,11 +41,10 @@ class Load:
     """The operations of every peer in a round."""
 
     peers: int
-    operations: int  # stores, and as many gets
-    concurrency: int = CONCURRENCY  # operations that a peer has in flight
-    alone: int = ALONE  # operations of one peer while the others rest
-    # gets of what the reader does not hold: fewer, since a hivemind peer keeps all that it has read, and runs
-    # out of such keys
+    operations: int  # stores, and equally many gets
+    concurrency: int = CONCURRENCY  # operations in flight per peer
+    alone: int = ALONE  # operations of one peer while the others idle
+    # gets of keys that the reader does not hold: fewer, since a hivemind peer keeps all keys that it has read
     far_operations: int
 
 
@@ -174,7 +173,7 @@ def rows(setting: Setting, *, peers: int) -> list[Row]:
         names.append(HIVEMIND)
         makers.append(theirs)
     setting.say(f"DHT, {peers} peers: {', '.join(names)}")
-    plan = replace(setting.plan, warm_up=WARM_UP)  # connections are made in the first rounds
+    plan = replace(setting.plan, warm_up=WARM_UP)  # the first rounds open connections
     tallies = interleave(makers, names, plan, setting.say)
     return _rows(load, tallies[0], tallies[1] if len(tallies) == 2 else None)
 

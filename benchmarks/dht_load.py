@@ -12,16 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 VALUE_BYTES = 96
-TTL_S = 600.0  # of every record: none expires in a run
+TTL_S = 600.0  # no record expires in a run
 REASONS_MAX = 3
 
-# one operation on one key; "" when its result is right, else what was wrong
+# one operation on one key; returns "" when the result is right, else what is wrong
 Work = Callable[[str], Awaitable[str]]
-BulkWork = Callable[[Sequence[str]], Awaitable[list[str]]]  # one on many, with a word for each
+BulkWork = Callable[
+    [Sequence[str]], Awaitable[list[str]]
+]  # one operation on many keys, with a result for each
 
 
 def key_of(batch: str, writer: int, index: int) -> str:
-    """Return the key of a writer's record. `batch` is never used twice, so no peer has seen the key before."""
+    """Return the key of a writer's record. `batch` is never used twice, so every key is new."""
     return f"benchmark.{batch}.{writer}.{index}"
 
 
@@ -35,7 +37,7 @@ def own_keys(batch: str, rank: int, count: int) -> list[str]:
 
 
 def keys_of_others(batch: str, rank: int, count: int, peers: int) -> list[str]:
-    """Return `count` keys stored by other peers, equally many of each. Over all ranks every key is read once."""
+    """Return `count` keys stored by other peers, equally many of each; over all ranks each key once."""
     return [key_of(batch, (rank + 1 + index % (peers - 1)) % peers, index) for index in range(count)]
 
 

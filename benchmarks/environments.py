@@ -21,7 +21,7 @@ from benchmarks.launch import ROOT, Launch
 OWN_PYTHON = Path(sys.executable)
 HIVEMIND_PYTHON_VARIABLE = "SWARM_BENCHMARK_HIVEMIND_PYTHON"
 HIVEMIND_VERSION = "1.1.12"
-# With a newer NumPy its 8-bit codecs fail silently; its imports need the setuptools of its time.
+# With a newer NumPy hivemind's 8-bit codecs fail silently; its imports need an old setuptools.
 HIVEMIND_REQUIREMENTS = ("torch==2.13.0", f"hivemind=={HIVEMIND_VERSION}", "numpy==2.2.6", "setuptools<81")
 INSTALL_TIMEOUT_S = 1800.0
 
@@ -85,7 +85,9 @@ def machine() -> dict[str, str]:
     return {
         "processor": f"{os.cpu_count()} × {_processor_model()}",
         "memory": f"{psutil.virtual_memory().total / (1 << 30):.0f} GiB",
-        "system": f"{platform.system()} {platform.release().split('-')[0]}, Python {platform.python_version()}",
+        "system": (
+            f"{platform.system()} {platform.release().split('-')[0]}, Python {platform.python_version()}"
+        ),
         "versions": ", ".join(f"{name} {_version(name)}" for name in ("torch", "grpcio", "numpy", "uvloop")),
         "load at start": f"{os.getloadavg()[0]:.1f} (one-minute average)",
     }

@@ -15,7 +15,7 @@ from benchmarks.worker_channel import WorkerChannel, wait_until
 WIDTH = {"nop": 1024, "ffn": 256}
 BATCH = {"small": 1, "large": 2048, "train": 32}
 EXPERT = {"small": "nop", "large": "nop", "train": "ffn"}
-CLOSE = 1e-4  # of float32 sums that are taken in another order in a larger batch
+CLOSE = 1e-4  # tolerance for float32 sums in the other order of a larger batch
 SEED = 7
 
 
@@ -86,7 +86,7 @@ def perform(
         try:
             y = _call(expert, x, gradient, train=what == "train")
             done += 1
-        except Exception as error:  # noqa: BLE001  any library's
+        except Exception as error:  # noqa: BLE001  errors of any library
             reasons.append(f"{type(error).__name__}: {error}"[:200])
         longest_s = max(longest_s, time.monotonic() - before_s)
     end_s = time.monotonic()

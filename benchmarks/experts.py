@@ -18,7 +18,7 @@ from benchmarks.measured_systems import READY_TIMEOUT_S, MeasuredSystem, Round
 from benchmarks.results import Aim, Row, Series
 
 CLIENTS = 4
-COUNTS = {"small": 150, "large": 6, "train": 40}  # calls of each client in a round
+COUNTS = {"small": 150, "large": 6, "train": 40}  # calls per client in a round
 TITLES = {
     "small": "expert call, no-op, batch 1 of 1024 float32",
     "large": "expert call, no-op, 2048 × 1024 float32 both ways",
@@ -30,7 +30,7 @@ LIMITS = {
     "large": "TLS and copies of 16 MiB a call on both ends",
     "train": "the module's own arithmetic on the server, and two calls",
 }
-HANDLERS = 2  # hivemind's connection handlers: as many processes as cores was its fastest here
+HANDLERS = 2  # hivemind's connection handlers: one process per core was its fastest
 CROWDS = (1, 4, 16, 64)
 HELD = 200
 CALLER_PROCESSES = 4
@@ -114,13 +114,13 @@ def _row(what: str, own: Tally, peer: Tally | None) -> Row:
 
 def _first_answer(setting: Setting) -> Row:
     """Measure the time from the start of both processes; importing torch is most of it."""
-    contenders = [("swarm", OWN_PYTHON, "swarm_experts")]
+    systems = [("swarm", OWN_PYTHON, "swarm_experts")]
     if setting.hivemind is not None:
-        contenders.append((HIVEMIND, setting.hivemind, "hivemind_experts"))
-    samples: dict[str, list[float]] = {name: [] for name, _, _ in contenders}
-    reasons: dict[str, list[str]] = {name: [] for name, _, _ in contenders}
+        systems.append((HIVEMIND, setting.hivemind, "hivemind_experts"))
+    samples: dict[str, list[float]] = {name: [] for name, _, _ in systems}
+    reasons: dict[str, list[str]] = {name: [] for name, _, _ in systems}
     for _ in range(STARTS):
-        for name, python, module in contenders:
+        for name, python, module in systems:
             try:
                 samples[name].append(_start(name, python, module))
             except LaunchFailed as failure:
@@ -137,7 +137,7 @@ def _first_answer(setting: Setting) -> Row:
             launches_failed=len(reasons[name]),
             reasons=tuple(dict.fromkeys(reasons[name])),
         )
-        for name, _, _ in contenders
+        for name, _, _ in systems
     ]
     return Row(
         identifier="experts-first-answer",
@@ -199,8 +199,11 @@ def _crowd(setting: Setting, clients: int) -> Row:
             medians += [report["median_s"] for report in done if report["median_s"] is not None]
             slow += [report["slow_s"] for report in done if report["slow_s"] is not None]
     setting.say(f"  {clients} clients: {sorted(rates)[len(rates) // 2]:.0f} calls/s, {failed} failed")
-    latency = f"a call takes {sorted(medians)[len(medians) // 2] * 1e3:.1f} ms in the middle, {max(slow) * 1e3:.0f} ms one in a hundred"
-    # of few clients the difference is lost in pages of libraries that more processes share
+    latency = (
+        f"a call takes {sorted(medians)[len(medians) // 2] * 1e3:.1f} ms in the middle, "
+        f"{max(slow) * 1e3:.0f} ms one in a hundred"
+    )
+    # with few clients, pages of libraries that more processes share exceed the difference
     memory = (
         f"; the server took {(held_bytes - alone_bytes) / clients / 1e3:.0f} kB a client"
         if clients == HELD
@@ -208,7 +211,10 @@ def _crowd(setting: Setting, clients: int) -> Row:
     )
     return Row(
         identifier=f"experts-clients-{clients}",
-        workload=f"no-op expert, batch 1, {clients} connected client{'s' if clients > 1 else ''}, one call in flight each",
+        workload=(
+            f"no-op expert, batch 1, {clients} connected client{'s' if clients > 1 else ''}, one call in "
+            "flight each"
+        ),
         quantity="calls a second of all",
         ours=Series(
             name=f"swarm: {clients} clients",

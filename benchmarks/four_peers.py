@@ -165,8 +165,8 @@ class PeerHistory:
     """The training as one peer saw it."""
 
     rounds: int = 0
-    missing: float = 0.0  # of the four's contributions: 1 is what all four give to one round
-    # step, its held-out loss if it looked, bytes sent
+    missing: float = 0.0  # missing contributions: 1 is the contribution of all four to one round
+    # step, its held-out loss if evaluated, bytes sent
     curve: list[tuple[int, float | None, float]] = field(default_factory=list)
 
 
@@ -192,7 +192,7 @@ class Peer:
         rounds = _rounds(self._node, self._run, mode, self._setup)
         rounds.open()
         ready()
-        # elsewhere the peers' losses are the same
+        # in other modes the losses of all peers are equal
         looks = self._number == 0 or mode.traits.overlapped or not mode.traits.canonical
         setup, every, looked = (
             self._setup,
@@ -203,7 +203,8 @@ class Peer:
             for step in range(scale.common_steps, scale.steps, setup.local_steps):
                 for nth in range(setup.local_steps):
                     model.zero_grad()
-                    data.loss(model, seed, step + nth, self._number).backward()  # type: ignore[no-untyped-call]
+                    loss = data.loss(model, seed, step + nth, self._number)
+                    loss.backward()  # type: ignore[no-untyped-call]
                     set_rate(inner, scale, step + nth)
                     mode.learner.accumulate(scale.samples)
                     if nth + 1 == setup.delay_steps:
@@ -276,7 +277,7 @@ def _rounds(node: Node, run: str, mode: Mode, setup: TrainingSetup) -> EpochAver
     options = AveragingOptions(
         codec=setup.codec, error_feedback=setup.error_feedback, strategy=setup.strategy
     )
-    # where nobody need come, who waits long for a partner that has found another holds both up
+    # in a mode in which peers may remain alone, a long wait for a busy partner delays both
     return EpochAverager(
         node, run, mode, mode.state, options, OptimizerConfig() if mode.traits.lone else _patient_config()
     )

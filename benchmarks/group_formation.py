@@ -9,7 +9,7 @@ from benchmarks.interleaving import Plan, interleave
 from benchmarks.measured_systems import MeasuredSystem, Round, Workers, Workload
 from benchmarks.results import Aim, Row
 
-ELEMENTS = 10_000  # small, so that the group is what takes time
+ELEMENTS = 10_000  # small, so that forming the group dominates
 OWN_ROUNDS = 11
 LIMIT = "four round trips; on loopback only the processor's time for them"
 

@@ -42,7 +42,7 @@ STEPS = 100
 COST_ELEMENTS = 1_000_000
 COST_ROUNDS = 9
 LOSS_OVER_HONEST_MAX = 1.05
-LOSS_MAX = 100.0  # nats per byte: a training that is worse, or computes nothing but NaN, is shown as this
+LOSS_MAX = 100.0  # nats per byte: a worse training, or one that ends in NaN, is shown as this
 
 RULES: dict[str, Aggregation] = {
     "mean": MEAN,
@@ -81,14 +81,14 @@ def average(vectors: Sequence[torch.Tensor], aggregation: Aggregation) -> torch.
     """
     codec, numel = find(CODEC), vectors[0].numel()
     plan = plan_parts(numel, [1.0, *[0.0] * (len(vectors) - 1)], codec, 1 << 14)
-    benches = [
+    kernels = [
         ReductionKernels(
             plan, codec, 0, FlatVector([vector]), Averages(plan, codec, ResultBuffer()), aggregation
         )
         for vector in vectors
     ]
-    reducer = benches[0]
-    sent = [bench.encode(plan.parts) for bench in benches[1:]]
+    reducer = kernels[0]
+    sent = [kernel.encode(plan.parts) for kernel in kernels[1:]]
     for part in plan.parts:
         given = [Contribution(0, 1.0, reducer.own_values(part))]
         for place, messages in enumerate(sent, 1):
@@ -136,7 +136,7 @@ def train(
             offset += parameter.numel()
         optimizer.step()
     loss = data.validation_loss(model)
-    return loss if loss < LOSS_MAX else LOSS_MAX  # NaN, too
+    return loss if loss < LOSS_MAX else LOSS_MAX  # also for NaN
 
 
 def losses(say: Callable[[str], None], *, steps: int = STEPS) -> list[Row]:
@@ -177,12 +177,12 @@ def costs(
     plan = plan_parts(elements, [1.0], codec, 1 << 20)
     chance = torch.Generator().manual_seed(2)
     vectors = [torch.randn(elements, generator=chance) for _ in range(PEERS)]
-    benches = [
+    kernels = [
         ReductionKernels(plan, codec, 0, FlatVector([vector]), Averages(plan, codec, ResultBuffer()))
         for vector in vectors
     ]
     jobs = [
-        Job(part, [Contribution(place, 1.0, bench.encoded(part)) for place, bench in enumerate(benches)])
+        Job(part, [Contribution(place, 1.0, kernel.encoded(part)) for place, kernel in enumerate(kernels)])
         for part in plan.parts
     ]
     reducers = {
@@ -192,7 +192,7 @@ def costs(
         for rule, aggregation in RULES.items()
     }
     work: dict[str, Callable[[], object]] = {
-        rule: functools.partial(bench.reduce, jobs) for rule, bench in reducers.items()
+        rule: functools.partial(kernel.reduce, jobs) for rule, kernel in reducers.items()
     }
     work["audit: sign and check the chunks"] = functools.partial(_sign_and_check, plan, jobs)
     taken: dict[str, list[float]] = {name: [] for name in work}
@@ -200,7 +200,7 @@ def costs(
         for name, function in work.items():
             started_s = time.perf_counter()
             function()
-            if nth:  # the first warms up
+            if nth:  # the first is a warm-up
                 taken[name].append(time.perf_counter() - started_s)
     workload = f"reduce {PEERS} × {elements / 1e6:g} M parameters, {CODEC}, one thread"
     mean = Series(name="the mean: reduce", unit="s", samples=tuple(taken["mean"]))
@@ -220,19 +220,19 @@ def costs(
 
 
 def _sign_and_check(plan: Plan, jobs: Sequence[Job]) -> None:
-    """Do what audits cost in every round, even without a draw: senders sign chunks, the reducer checks them."""
+    """Do what audits cost in every round, even without a draw: sign chunks and check them."""
     identity = SeededIdentity("hostile/signer")
     member = Member(contact=Contact(identity.peer_id, ()), weight=1.0, bandwidth=1.0)
     group = Group(group_id=bytes(32), members=(member,), codec=CODEC, gathered=(b"",))
-    bench = ReductionKernels(
+    kernel = ReductionKernels(
         plan, find(CODEC), 0, FlatVector([]), Averages(plan, find(CODEC), ResultBuffer())
     )
-    auditor = Auditor(group, bench, Notary(identity, random.Random(0)), 0.1)
-    assert bench.sign is not None
+    auditor = Auditor(group, kernel, Notary(identity, random.Random(0)), 0.1)
+    assert kernel.sign is not None
     for job in jobs:
         for item in job.contributions:
             payload = memoryview(item.values)  # type: ignore[arg-type]
-            auditor.accept(0, job.part.index, payload, bench.sign(job.part.index, payload))
+            auditor.accept(0, job.part.index, payload, kernel.sign(job.part.index, payload))
 
 
 def rows(say: Callable[[str], None]) -> list[Row]:

@@ -11,7 +11,7 @@ from benchmarks.launch import LaunchFailed
 from benchmarks.measured_systems import MeasuredSystem, Round
 from benchmarks.results import Series
 
-LAUNCHES_MAX = 3  # of one contender in one pass: some launches of hivemind never produce a round
+LAUNCHES_MAX = 3  # of one system in one pass: some launches of hivemind never complete a round
 FAILED_ROUNDS_MAX = 3  # in one launch
 
 
@@ -22,7 +22,7 @@ class Tally:
     name: str
     rounds: list[Round] = field(default_factory=list)
     failed: int = 0
-    wrong: int = 0  # of those, rounds that their peers took for good ones
+    wrong: int = 0  # failed rounds that the peers reported as successful
     launches_failed: int = 0
     reasons: list[str] = field(default_factory=list)
 
@@ -53,15 +53,15 @@ class Tally:
             name: statistics.median(outcome.phases.get(name, 0.0) for outcome in self.rounds)
             for name in self.rounds[0].phases
         }
-        told = "".join(f", {name} {seconds * 1e3:.0f} ms" for name, seconds in phases.items())
-        return f"{self.name}: {processor_s:.2f} processor seconds a round{told}"
+        phases_text = "".join(f", {name} {seconds * 1e3:.0f} ms" for name, seconds in phases.items())
+        return f"{self.name}: {processor_s:.2f} processor seconds a round{phases_text}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    passes: int  # fresh processes each time
-    rounds: int  # measured, per contender and pass
-    warm_up: int = 1  # rounds thrown away after each launch
+    passes: int  # each with new processes
+    rounds: int  # measured, per system and pass
+    warm_up: int = 1  # rounds dropped after each launch
 
 
 class _SystemRun:
@@ -72,10 +72,10 @@ class _SystemRun:
         make: Callable[[], MeasuredSystem],
         tally: Tally,
         plan: Plan,
-        open_contenders: contextlib.ExitStack,
+        open_systems: contextlib.ExitStack,
     ) -> None:
-        self._make, self._tally, self._plan, self._stack = make, tally, plan, open_contenders
-        self._contender: MeasuredSystem | None = None
+        self._make, self._tally, self._plan, self._stack = make, tally, plan, open_systems
+        self._system: MeasuredSystem | None = None
         self._own: contextlib.ExitStack | None = None
         self._launches, self._failed, self._left = 0, 0, plan.rounds
 
@@ -86,10 +86,10 @@ class _SystemRun:
     def advance(self) -> None:
         """Run one measured round, or the launch and warm-up that come before it."""
         try:
-            if self._contender is None:
+            if self._system is None:
                 self._launch()
             else:
-                self._measure(self._contender)
+                self._measure(self._system)
         except LaunchFailed as failure:
             self._tally.launches_failed += 1
             self._tally.fail(str(failure))
@@ -100,13 +100,13 @@ class _SystemRun:
     def _launch(self) -> None:
         self._launches += 1
         self._own = self._stack.enter_context(contextlib.ExitStack())
-        contender = self._own.enter_context(self._make())
+        system = self._own.enter_context(self._make())
         for _ in range(self._plan.warm_up):
-            contender.round()
-        self._contender = contender
+            system.round()
+        self._system = system
 
-    def _measure(self, contender: MeasuredSystem) -> None:
-        outcome = contender.round()
+    def _measure(self, system: MeasuredSystem) -> None:
+        outcome = system.round()
         if outcome.ok:
             self._tally.rounds.append(outcome)
             self._left -= 1
@@ -121,7 +121,7 @@ class _SystemRun:
     def _close(self) -> None:
         if self._own is not None:
             self._own.close()
-        self._contender = self._own = None
+        self._system = self._own = None
 
 
 def interleave(

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).parent.parent
-MARK = "SWARM_BENCHMARK_LAUNCH"  # in the environment of everything a launch starts, however far removed
+MARK = "SWARM_BENCHMARK_LAUNCH"  # environment variable of all processes of a launch, descendants included
 GONE_TIMEOUT_S = 10.0
 LOG_LINES_SHOWN = 6
 
@@ -198,7 +198,7 @@ class Launch:
             worker.process.wait()
             for pipe in (worker.process.stdin, worker.process.stdout):
                 if pipe is not None:
-                    with contextlib.suppress(OSError):  # something unsent to a worker that is gone
+                    with contextlib.suppress(OSError):  # a message was not sent to a worker that has ended
                         pipe.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         _free_shared_memory(self._since_s)
@@ -256,7 +256,7 @@ def _free_shared_memory(since_s: float) -> None:
 
 
 def proportional_bytes(processes: Iterable[psutil.Process]) -> int:
-    """Return the proportional set size of these processes: a page that several share counts in equal parts."""
+    """Return the proportional set size of these processes: shared pages count in equal parts."""
     total = 0
     for process in processes:
         try:

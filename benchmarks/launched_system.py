@@ -1,4 +1,4 @@
-"""A measured system that is one launch of worker processes: the common part of experts, mixtures and the DHT."""
+"""A measured system that is one launch of worker processes, as those of experts, mixtures and the DHT."""
 
 from __future__ import annotations
 

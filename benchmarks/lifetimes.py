@@ -1,4 +1,7 @@
-"""Peers that are killed and restarted: random kill times from a seed, and the work that counted. Free of I/O."""
+"""Peers that are killed and restarted: random kill times from a seed, and the work that counted.
+
+Free of I/O.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# What a start consists of, by the event of a volunteer that ends each part.
+# The phases of a start, by the volunteer's event that ends each.
 PHASES = {
     "listening": "Python, gRPC, the node",
     "run": "the run's specification",
@@ -20,7 +23,7 @@ STATE = "of it the download of the state"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Kill:
-    at_s: float  # since the window began
+    at_s: float  # seconds since the window began
     peer: int
 
 
@@ -43,12 +46,12 @@ class ProcessLifetime:
 
     peer: int
     started_s: float
-    restarted: bool  # it follows a kill
-    moments_s: dict[str, float] = field(default_factory=dict)  # of the first event of each kind
-    # samples in the swarm's steps, and when they were told
+    restarted: bool  # this process follows a kill
+    moments_s: dict[str, float] = field(default_factory=dict)  # the first event of each kind
+    # when samples were reported, and how many of them are in the swarm's steps
     counted: list[tuple[float, int]] = field(default_factory=list)
     losses: list[tuple[float, float]] = field(default_factory=list)  # held-out
-    state_s: float | None = None  # what the download took
+    state_s: float | None = None  # duration of the download
     failed_rounds: int = 0
     resynchronised: int = 0
     ended_s: float | None = None
@@ -93,12 +96,14 @@ class ProcessLifetime:
 class ChurnSummary:
     """The results of all peers together in a window."""
 
-    samples_per_s: float  # that count in the swarm
-    samples_per_peer_s: float  # the same for each second of a peer that trains, not dead or starting
-    trained: float  # part of the window in which a peer trains, mean over the peers
-    loss: float | None  # held-out, the last that the living peers told
+    samples_per_s: float  # samples in the swarm's steps
+    samples_per_peer_s: (
+        float  # the same per second in which a peer trains, rather than being dead or starting
+    )
+    trained: float  # fraction of the window in which a peer trains, mean over the peers
+    loss: float | None  # median of the last held-out losses of live peers
     restarts_s: tuple[float, ...]  # from a kill to the first sample that counts restarted
-    unfinished: int  # restarts that a further kill, or the end, cut short
+    unfinished: int  # restarts that ended before the first sample, by another kill or the end
     failed_rounds: int
     resynchronised: int
 

@@ -22,8 +22,8 @@ from swarm.testing.links import Link, Links, why_not
 
 CODECS = ("float32", "float16", "int8", "int4")
 AIMED = ("float32", "float16")
-TOTAL_S = 420.0  # after this only our own rounds are measured, so that the section stays within ten minutes
-# the first rounds dial, and find out how far the others are and how fast the own link is
+TOTAL_S = 420.0  # afterwards only swarm is measured, so that the section takes at most ten minutes
+# the first rounds dial, and measure distances and link speeds
 PLAN = Plan(passes=1, rounds=3, warm_up=2)
 TCP, GLOO = "bare TCP", "gloo"
 
@@ -36,7 +36,7 @@ class LinkScenario:
     words: str
     links: tuple[Link, ...]
     vector_mib: float
-    beside: dict[str, tuple[str, ...]]  # who is measured in turn with ours, by codec
+    beside: dict[str, tuple[str, ...]]  # systems measured in turn with swarm, by codec
     aim_per_cent: float | None = None
     plan: Plan = PLAN
 
@@ -86,13 +86,13 @@ def rows(setting: Setting) -> Iterator[list[Row]]:
         setting.say(f"links: left out: {problem}")
         return
     until_s = time.monotonic() + TOTAL_S
-    gone = set() if setting.hivemind is not None else {HIVEMIND}  # who has not got through a round
+    gone = set() if setting.hivemind is not None else {HIVEMIND}  # systems that completed no round
     for scenario in SCENARIOS:
         for codec in CODECS:
             others = [name for name in scenario.beside.get(codec, ()) if name not in gone]
             if others and time.monotonic() > until_s:
                 setting.say(
-                    f"links, {scenario.words}, {codec}: beside nobody, for want of time: {', '.join(others)}"
+                    f"links, {scenario.words}, {codec}: no comparison, for lack of time: {', '.join(others)}"
                 )
                 others = []
             found, failed = _rows(setting, scenario, codec, others)
@@ -131,7 +131,7 @@ def _maker(name: str, setting: Setting, scenario: LinkScenario, codec: str) -> C
     def make() -> MeasuredSystem:
         nonlocal launched
         if launched and name != "swarm":
-            raise LaunchFailed("not launched a second time, for want of time")
+            raise LaunchFailed("not launched a second time, for lack of time")
         launched = True
         return Workers(
             f"{name} {codec}", python=python, module=module, workload=workload, links=Links(scenario.links)
@@ -162,7 +162,7 @@ def _row(scenario: LinkScenario, codec: str, own: Tally, peer: Tally | None, aga
     elements = int(scenario.vector_mib * MIB) // 4
     payload = find(codec).encoded_bytes(elements)
     ideal_s = least_s(scenario.links, payload)
-    least_bytes = 2 * (PEERS - 1) * payload  # of all peers together, however the shares are
+    least_bytes = 2 * (PEERS - 1) * payload  # of all peers together, for any shares
 
     def filled(outcome: Round) -> float | None:
         return 100.0 * ideal_s / reduction(outcome)
@@ -177,7 +177,10 @@ def _row(scenario: LinkScenario, codec: str, own: Tally, peer: Tally | None, aga
         if scenario.aim_per_cent is None or codec not in AIMED
         else Aim(of="ours", sense="at least", value=scenario.aim_per_cent),
         shown="ours / peer",
-        limit=f"{ideal_s:.3g} s for the payload at line rate; {100 * 1448 / 1500:.1f} % are left beside TCP's and IP's headers",
+        limit=(
+            f"{ideal_s:.3g} s for the payload at line rate; {100 * 1448 / 1500:.1f} % are left beside "
+            "TCP's and IP's headers"
+        ),
         notes=tuple(_spent(tally, elements, least_bytes) for tally in (own, peer) if tally is not None),
     )
 
@@ -188,8 +191,10 @@ def _spent(tally: Tally, elements: int, least_bytes: int) -> str:
         return f"{tally.name}: no round"
     median = partial(_median, tally)
     return (
-        f"{tally.name}: all-reduce {median('reduce_s'):.2f} s, {median('wire_bytes') / PEERS / elements:.3f} bytes a parameter and peer "
-        f"on the wire, framing (beneath it only TCP and IP) {100 * (median('carried_bytes') / least_bytes - 1):.2f} % of the payload"
+        f"{tally.name}: all-reduce {median('reduce_s'):.2f} s, "
+        f"{median('wire_bytes') / PEERS / elements:.3f} bytes a parameter and peer "
+        "on the wire, framing (beneath it only TCP and IP) "
+        f"{100 * (median('carried_bytes') / least_bytes - 1):.2f} % of the payload"
     )
 
 

@@ -29,18 +29,18 @@ class Round:
     peer.
     """
 
-    ok: bool  # every peer got the average of all peers, in every element
+    ok: bool  # every peer has the average of all peers in every element
     reason: str = ""
-    wrong: bool = False  # the peers reported success, and it was none
+    wrong: bool = False  # the peers reported success although the result is wrong
     whole_s: float = 0.0  # matchmaking included
-    group_s: float | None = None  # until the last peer had its group; None: it has no such phase
-    reduce_s: float = 0.0  # from there to the end
+    group_s: float | None = None  # until the last peer had its group; None: no such phase
+    reduce_s: float = 0.0  # from the group to the end
     processor_s: float = 0.0
     delivered: float = 0.0
-    # seconds, the slowest peer's, as the contender itself tells them
+    # seconds of the slowest peer, as the system itself reports them
     phases: Mapping[str, float] = field(default_factory=dict)
-    wire_bytes: int = 0  # of all peers' IP packets, where links are emulated
-    carried_bytes: int = 0  # what TCP carried in them
+    wire_bytes: int = 0  # IP packets of all peers, where links are emulated
+    carried_bytes: int = 0  # their TCP payload
 
 
 class MeasuredSystem(Protocol):

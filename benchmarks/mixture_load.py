@@ -12,12 +12,12 @@ import torch
 
 from benchmarks.worker_channel import wait_until
 
-ROWS = COLUMNS = 4  # of the grid; a server holds a row
+ROWS = COLUMNS = 4  # of the grid; each server hosts a row
 SERVERS = ROWS
 WIDTH = 256
 BATCH = 64
 K_BEST = 4
-CLOSE = 1e-4  # of float32 sums that are taken in another order in a larger batch
+CLOSE = 1e-4  # tolerance for float32 sums in the other order of a larger batch
 TIMEOUT_S = 60.0
 SEED = 11
 
@@ -64,7 +64,7 @@ def perform(
             forward_s += time.monotonic() - before_s
             y.backward(gradient)  # type: ignore[no-untyped-call, unused-ignore]
             done += 1
-        except Exception as error:  # noqa: BLE001  any library's
+        except Exception as error:  # noqa: BLE001  errors of any library
             reasons.append(f"{type(error).__name__}: {error}"[:200])
     end_s = time.monotonic()
     if done:

@@ -17,7 +17,7 @@ from benchmarks.mixture_load import BATCH, COLUMNS, K_BEST, ROWS, SERVERS
 from benchmarks.results import Aim, Row
 
 TIMES_FASTER = 10.0
-STEPS = {"swarm": 10, "hivemind": 2}  # in a round: a step of hivemind's takes seconds
+STEPS = {"swarm": 10, "hivemind": 2}  # in a round; a step of hivemind takes seconds
 START_AHEAD_S = 0.1
 READY_TIMEOUT_S = 90.0
 ROUND_TIMEOUT_S = 120.0
@@ -75,7 +75,10 @@ def rows(setting: Setting) -> list[Row]:
     return [
         Row(
             identifier="experts-mixture",
-            workload=f"mixture layer, {ROWS * COLUMNS} experts of width 256 on {SERVERS} servers, batch {BATCH}, k_best {K_BEST}",
+            workload=(
+                f"mixture layer, {ROWS * COLUMNS} experts of width 256 on {SERVERS} servers, batch "
+                f"{BATCH}, k_best {K_BEST}"
+            ),
             quantity="a step, forward and backward",
             ours=tallies[0].series("", lambda outcome: outcome.whole_s),
             peer=None if peer is None else peer.series("", lambda outcome: outcome.whole_s),

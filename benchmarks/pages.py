@@ -1,4 +1,4 @@
-"""Write the pages of figures: an overview of at most 100 lines, and one page with a chart for each section."""
+"""Write the pages of figures: an overview of at most 100 lines, and a page with a chart for each section."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LINE_CHARACTERS_MAX = 120
 _BARS_MAX = 24
 _REASON_CHARACTERS_MAX = 160
 
-# section -> its title, and what it compares
+# section -> title, and what is compared
 TITLES = {
     "allreduce": (
         "All-reduce",
@@ -48,10 +48,11 @@ TITLES = {
 }
 
 _METHOD = """
-Figures are medians. A ratio compares the medians of one run on one machine: the contenders take turns after a
-warm-up, each launch in processes of its own, with `OMP_NUM_THREADS=1`, over loopback. Every averaged vector is
-compared with the known mean: a round in which an element on any peer is wrong, or a peer is missing, counts as
-failed and is in no median. Rows of simulated swarms are of the production services in virtual time.
+Figures are medians. A ratio compares the medians of one run on one machine: the systems take turns after a
+warm-up, each launch in processes of its own, with `OMP_NUM_THREADS=1`, over loopback. Every averaged vector
+is compared with the known mean: a round in which an element on any peer is wrong, or a peer is missing,
+counts as failed and is in no median. Rows of simulated swarms are of the production services in virtual
+time.
 """
 
 
@@ -207,7 +208,7 @@ def _samples(records: Mapping[str, Record]) -> list[str]:
             rows.append([record["workload"], series["name"], str(len(values)), spread, failed, reasons])
     headings = [
         "workload",
-        "contender",
+        "system",
         "samples",
         "least … most",
         "failed rounds (unnoticed) / launches",

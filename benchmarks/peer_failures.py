@@ -1,4 +1,4 @@
-"""A round of four peers in which one fails: how long the others are delayed, and how much they still average."""
+"""A round of four peers in which one fails: the delay of the others, and how much they still average."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from benchmarks.results import Aim, Row, Series
 VECTOR_MIB = 64
 CODEC = "float16"
 VICTIM = 2
-USUAL_ROUNDS = 3  # undisturbed, before the one that loses a peer: what its time is compared with
-LAUNCHES_MAX = 3  # that fail, of one contender
+USUAL_ROUNDS = 3  # undisturbed rounds before the failure, as the baseline of its duration
+LAUNCHES_MAX = 3  # failed launches of one system
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ FAULTS = (
 class FailureResults:
     """The reports of the survivors over all rounds of one system."""
 
-    # longer than its usual round, until the last survivor had its result
+    # beyond a usual round, until the last survivor had its result
     stalls_s: list[float] = field(default_factory=list)
-    # of the vector, in per cent, on the survivor that got least
+    # per cent of the vector, on the survivor that received least
     averaged: list[float] = field(default_factory=list)
     failed: int = 0
     reasons: list[str] = field(default_factory=list)
@@ -86,7 +86,7 @@ class FailingWorkers(Workers):
         launch.receive("prepared", READY_TIMEOUT_S)
         at_s = time.monotonic() + START_AHEAD_S
         launch.send("round", at_s=at_s, timeout_s=ROUND_TIMEOUT_S)
-        # half of what follows the group's beginning
+        # in the middle between forming the group and the end
         time.sleep(max(at_s + (usual_s + grouped_s) / 2 - time.monotonic(), 0.0))
         victim = launch.workers[VICTIM]
         os.killpg(victim.process.pid, fault)
@@ -142,17 +142,17 @@ def measure_failures(
     results = FailureResults()
     while len(results.stalls_s) < times and results.failed < LAUNCHES_MAX:
         try:
-            with make() as contender:
-                contender.round()  # connections, memory
-                usual = [contender.round() for _ in range(USUAL_ROUNDS)]
+            with make() as system:
+                system.round()  # opens connections and allocates memory
+                usual = [system.round() for _ in range(USUAL_ROUNDS)]
                 usual_s = statistics.median(outcome.whole_s for outcome in usual)
                 grouped_s = statistics.median(outcome.group_s or 0.0 for outcome in usual)
-                duration_s, averaged, wrong = contender.fail_one(usual_s, grouped_s, fault.signal)
+                duration_s, averaged, wrong = system.fail_one(usual_s, grouped_s, fault.signal)
         except LaunchFailed as failure:
             results.failed += 1
             results.reasons.append(str(failure))
             continue
-        say(f"  {contender.name}: {duration_s:.2f} s instead of {usual_s:.2f} s, {averaged:.0%} averaged")
+        say(f"  {system.name}: {duration_s:.2f} s instead of {usual_s:.2f} s, {averaged:.0%} averaged")
         if wrong:
             results.failed += 1
             results.reasons.append(wrong)
@@ -172,12 +172,17 @@ def _rows(fault: Fault, own: FailureResults, peer: FailureResults | None) -> lis
             ours=own.stalls("swarm"),
             peer=None if peer is None else peer.stalls(HIVEMIND),
             aim=Aim(of="ours", sense="at most", value=fault.aim_s),
-            limit="what the survivors must send and reduce anew of the lost peer's quarter, and the notice of its loss",
+            limit=(
+                "what the survivors must send and reduce again of the lost peer's quarter, and the notice "
+                "of its loss"
+            ),
         ),
         Row(
             identifier=f"{fault.identifier}-averaged",
             workload=workload,
-            quantity="elements that hold an average, of all four or of the three, on the survivor that has fewest",
+            quantity=(
+                "elements that hold an average, of all four or of the three, on the survivor that has fewest"
+            ),
             ours=own.fractions("swarm"),
             peer=None if peer is None else peer.fractions(HIVEMIND),
             aim=Aim(of="ours", sense="at least", value=100.0),

@@ -19,7 +19,7 @@ CODECS = ("float32", "float16", "bfloat16")
 
 
 def rows(say: Callable[[str], None]) -> list[Row]:
-    # spans of unequal sizes
+    # 3 more elements give shards of unequal sizes
     """Measure the short form and return its rows."""
     workloads = [Workload(elements=VECTOR_MIB * (1 << 18) + 3, tensors=5, codec=codec) for codec in CODECS]
     say(f"all-reduce, {PEERS} × {VECTOR_MIB} MiB: swarm {', '.join(CODECS)}, bare transport")

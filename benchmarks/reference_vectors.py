@@ -1,4 +1,7 @@
-"""Vectors whose average is known, so that missing, partial and wrong averages are detected. Needs torch only."""
+"""Vectors whose average is known, so that missing, partial and wrong averages are detected.
+
+Needs torch only.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,9 @@ import torch
 
 CHUNK_ELEMENTS = 1 << 20
 _PRIME = 4099
-# how far a value may be from the exact mean; a value left out of the average is at least half a unit away
+# tolerated distance from the exact mean; without one peer, it is at least half a unit away
 TOLERANCE = {"float32": 1e-5, "float16": 0.01, "bfloat16": 0.03, "int8": 0.15, "int4": 0.15}
-# an element's error may be as large as what a missing peer makes: the mean over a chunk's is looked at
+# one element's error may be as large as that of a missing peer: the mean over a chunk is checked
 COARSE = frozenset({"int4"})
 
 

@@ -104,7 +104,7 @@ def merge(
     }
 
 
-# how the page's rows are ordered: by the first word of their identifiers
+# the order of the pages: the first word of a row's identifier
 ORDER = (
     *("allreduce", "links", "group", "killed", "frozen", "trainer", "start", "state", "dht", "experts"),
     *("slowdown", "speeds", "convergence", "churn", "codec", "cuda", "simulated", "monitor", "hostile"),

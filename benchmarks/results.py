@@ -14,10 +14,10 @@ class Series:
     name: str  # "hivemind 1.1.12 float16, 64 MiB: whole step"
     unit: str
     samples: tuple[float, ...]
-    failed: int = 0  # rounds that ended without the right result everywhere; they are in no median
-    wrong: int = 0  # of the failed rounds those that the contender itself took for good ones
-    launches_failed: int = 0  # starts of the contender's processes that never got to a round, or died in one
-    reasons: tuple[str, ...] = ()  # why, each once
+    failed: int = 0  # rounds without the right result on every peer; they are in no median
+    wrong: int = 0  # failed rounds that the system itself reported as successful
+    launches_failed: int = 0  # launches that never completed a round, or died in one
+    reasons: tuple[str, ...] = ()  # reasons of failures, each once
 
     @property
     def median(self) -> float | None:
@@ -48,14 +48,14 @@ class Aim:
 class Row:
     """One line of the table: our figure beside a peer's, measured in one run."""
 
-    identifier: str  # stable across runs: a later run replaces the row
+    identifier: str  # stable: a later run replaces the row of the same identifier
     workload: str
-    quantity: str  # which of a contender's times this is
+    quantity: str  # which quantity of a system this is
     ours: Series
     peer: Series | None
     aim: Aim | None
-    shown: Literal["peer / ours", "ours / peer"] | None = None  # which ratio is shown; None: the aim's
-    limit: str = ""  # the physical limit beside it
+    shown: Literal["peer / ours", "ours / peer"] | None = None  # which ratio is shown; None: that of the aim
+    limit: str = ""  # the physical limit
     notes: tuple[str, ...] = field(default=())
 
     @property

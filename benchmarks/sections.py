@@ -39,12 +39,12 @@ from benchmarks.results import Row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is to be measured, and with which settings."""
+    """The figures to measure, and the settings to measure them with."""
 
     setting: Setting
-    sizes_mib: tuple[int, ...]  # of all-reduce
-    figures: frozenset[str] = frozenset()  # of the simulated DHT; none: all
-    # where a section that can be interrupted keeps what it needs to go on; None: nowhere
+    sizes_mib: tuple[int, ...]  # vectors of all-reduce
+    figures: frozenset[str] = frozenset()  # of the simulated DHT; empty: all
+    # where an interruptible section stores its progress; None: nowhere
     folder: Path | None = None
 
 
@@ -56,8 +56,8 @@ class Section:
     """How a section is measured."""
 
     rows: Callable[[Request], Rows]
-    compared: bool = False  # with hivemind, whose environment it needs
-    check: Callable[[], None] = lambda: None  # raises NoEnvironment where it cannot be measured
+    compared: bool = False  # with hivemind, whose environment it then needs
+    check: Callable[[], None] = lambda: None  # raises NoEnvironment on a machine that cannot measure it
 
 
 def _allreduce(request: Request) -> Rows:

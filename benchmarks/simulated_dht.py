@@ -28,7 +28,7 @@ from swarm.testing.virtual_loop import run_virtual
 
 Say = Callable[[str], None]
 T = TypeVar("T")
-CHURN_SHARE_PER_S = 0.2 / 600.0  # of the peers, replaced in every second of churn
+CHURN_SHARE_PER_S = 0.2 / 600.0  # fraction of the peers replaced per second of churn
 _TTL_S = 3600.0
 _LINK = LinkConfig(delay_s=0.04, jitter=0.5)
 
@@ -49,7 +49,7 @@ class Size:
 
 
 SMALL = (Size(peers=100), Size(peers=1_000))
-# 3 GB, a few minutes
+# takes 3 GB and a few minutes
 LARGE = Size(peers=10_000, rest_warm_up_s=60.0, rest_s=180.0, churn_s=60.0, split_s=150.0)
 
 
@@ -62,8 +62,8 @@ class Plan:
     churn_keys: int = 300
     heal_s_max: float = 900.0
     hostile_peers: int = 500
-    figures: frozenset[str] = frozenset()  # like "10000-heal": only these; none: all
-    identities_tried: int = 20_000  # by an attacker who wants to be near a key
+    figures: frozenset[str] = frozenset()  # such as "10000-heal"; empty: all
+    identities_tried: int = 20_000  # by an attacker that wants to be near a key
 
 
 def hops(peers: int, lookups: int, seed: int = 1) -> list[float]:
@@ -146,9 +146,9 @@ def churn_reads(peers: int, keys: int, churn_s: float, seed: int = 1) -> tuple[i
 class Healing:
     """Seconds after the end of a cut; None when the given time did not suffice."""
 
-    tables_s: float | None  # until everybody is reached from everybody by routing tables
-    reads_s: float | None  # until each of 50 values written on one side has been found from the other
-    missing: int  # of those, not found
+    tables_s: float | None  # until routing tables connect every peer with every other
+    reads_s: float | None  # until each of 50 values written on one side was read on the other
+    missing: int  # values not found
 
 
 def heal(peers: int, split_s: float, heal_s_max: float, seed: int = 1) -> Healing:
@@ -192,8 +192,8 @@ class Attack:
     title: str
     identifier: str
     share: float  # of all peers
-    near: bool = False  # the attackers' identities are sought out to be the nearest to the keys that are read
-    endless: bool = False  # they name peers that do not exist, new ones every time
+    near: bool = False  # identities are searched to be nearest to the keys that are read
+    endless: bool = False  # they name new peers that do not exist in every answer
 
 
 ATTACKS = (
@@ -271,8 +271,7 @@ def _simulate(
         await network.close()
         return result
 
-    # a hundred thousand messages a minute leave little in cycles; walking a thousand tables again and again
-    # costs a fifth
+    # messages leave few reference cycles, and walking a thousand tables repeatedly costs a fifth of the time
     gc.disable()
     try:
         return run_virtual(main())
@@ -284,7 +283,7 @@ def _simulate(
 def rows(say: Say, plan: Plan | None = None) -> Iterator[list[Row]]:
     """Yield every figure of the section as soon as it is measured."""
     plan = plan or Plan()
-    # The largest swarm comes last: who interrupts it has everything else.
+    # The largest swarm comes last, so that an interrupted run has everything else.
     for attack in ATTACKS:
         if _wanted(plan, plan.hostile_peers, attack.identifier):
             say(f"simulated, {plan.hostile_peers} peers: {attack.title}")

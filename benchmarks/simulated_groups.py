@@ -49,8 +49,10 @@ def _rows(figures: GridFigures) -> list[Row]:
     left = ", ".join(f"{share:.1e}" for share in figures.deviations)
     exact = figures.target_group_size**figures.rounds_to_mix == figures.peers
     notes = (
-        f"{figures.cells} cells; {figures.rounds_to_mix} rounds to mix; deviation left after each round, of what it was: {left}",
-        f"messages are requests and replies; the busiest peer sends {max(figures.messages_most[1:])} in a round",
+        f"{figures.cells} cells; {figures.rounds_to_mix} rounds to mix; deviation left after each round, "
+        f"of what it was: {left}",
+        f"messages are requests and replies; the busiest peer sends {max(figures.messages_most[1:])} in a "
+        "round",
     )
     mixed = 100.0 * figures.deviations[figures.rounds_to_mix - 1]
     return [
@@ -80,7 +82,8 @@ def _rows(figures: GridFigures) -> list[Row]:
         simulated_row(
             f"{prefix}-mixing",
             title,
-            f"deviation from the global mean left after {figures.rounds_to_mix} round{'s' * (figures.rounds_to_mix > 1)}",
+            f"deviation from the global mean left after {figures.rounds_to_mix} "
+            f"round{'s' * (figures.rounds_to_mix > 1)}",
             Series(name="swarm: deviation left", unit="%", samples=(mixed,)),
             Aim(of="ours", sense="at most", value=1e-9 if exact else 125.0 / figures.target_group_size),
         ),

@@ -34,10 +34,10 @@ LINK_WORDS = "25 ms one way, 100 Mbit/s"
 class RoundFigures:
     """The cost of a round without faults for one peer."""
 
-    messages: float  # that a peer sends: requests, replies, messages of streams
-    size_bytes: float  # of these, protobuf and tensors without TLS and TCP
-    took_s: float  # virtual, until the last peer had committed
-    payload_bytes: float  # what the butterfly must send: the rest is framing, beats and votes
+    messages: float  # sent by a peer: requests, replies, messages of streams
+    size_bytes: float  # their protobuf and tensor bytes, without TLS and TCP
+    took_s: float  # virtual time until the last peer had committed
+    payload_bytes: float  # the butterfly's payload: the rest is framing, heartbeats and votes
 
 
 def measure(peers: int, *, lost: int = 0, seed: int = 1) -> RoundFigures:
@@ -51,7 +51,7 @@ def measure(peers: int, *, lost: int = 0, seed: int = 1) -> RoundFigures:
                 handlers=peer.handlers,
                 channels=peer.caller,
                 own=peer.peer_id,
-                pool=None,  # type: ignore[arg-type]  # the virtual loop runs what a pool would
+                pool=None,  # type: ignore[arg-type]  # the virtual loop runs the work of a pool
                 clock=peer.clock,
             )
             for peer in members
@@ -122,7 +122,10 @@ def rows(say: Callable[[str], None], sizes: tuple[int, ...] = (16, 64, 256)) -> 
 
 
 def _rows(peers: int, what: str, figures: RoundFigures) -> list[Row]:
-    title = f"simulated round of {peers} peers in groups of {GROUP_SIZE}{what}, {4 * ELEMENTS // 1024} KiB each, float16, {LINK_WORDS}"
+    title = (
+        f"simulated round of {peers} peers in groups of {GROUP_SIZE}{what}, {4 * ELEMENTS // 1024} KiB "
+        f"each, float16, {LINK_WORDS}"
+    )
     name = f"round-{peers}" + ("-lost" if what else "")
     extra = figures.size_bytes / figures.payload_bytes - 1.0
 
@@ -131,7 +134,12 @@ def _rows(peers: int, what: str, figures: RoundFigures) -> list[Row]:
         return simulated_row(f"{name}-{kind}", title, quantity, series, notes=notes)
 
     return [
-        row("messages", "messages that a peer sends, beats and votes included", "messages", figures.messages),
+        row(
+            "messages",
+            "messages that a peer sends, heartbeats and votes included",
+            "messages",
+            figures.messages,
+        ),
         row("time", "virtual time until the last peer has committed", "s", figures.took_s),
         row(
             "bytes",

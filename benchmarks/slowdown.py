@@ -14,7 +14,7 @@ from benchmarks.launch import Launch, LaunchFailed
 from benchmarks.results import Aim, Row, Series
 from benchmarks.workers.background_averaging import FRAGMENTS, ROUND_EVERY_S, WINDOW_S
 
-PAIRS = 8  # windows without and with, in turns: what else the machine does falls on both alike
+PAIRS = 8  # windows without and with averaging in turns, so that other load affects both alike
 SLOWDOWN_MAX = 10.0  # per cent
 READY_S = 90.0
 LAUNCHES_MAX = 2
@@ -43,7 +43,10 @@ def _row(variant: str, pairs: int, say: Callable[[str], None]) -> Row:
         step_s = statistics.median(pair["without_s"] for pair in found)
         rounds_per_s = sum(pair["rounds"] for pair in found) / len(found) / WINDOW_S
         own = 100.0 * statistics.median(pair["more_cpu"] for pair in found)
-        note = f"a step takes {step_s * 1e3:.1f} ms without; {rounds_per_s:.1f} rounds/s with; {own:+.1f} % processor time in its thread"
+        note = (
+            f"a step takes {step_s * 1e3:.1f} ms without; {rounds_per_s:.1f} rounds/s with; {own:+.1f} % "
+            "processor time in its thread"
+        )
         say(f"slowdown, {variant}: {statistics.median(slower) if slower else float('nan'):.1f} %; {note}")
     return Row(
         identifier=f"slowdown-{variant}",

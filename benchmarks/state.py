@@ -120,10 +120,11 @@ def download(
     module = "benchmarks.workers.swarm_state" if hivemind is None else "benchmarks.workers.hivemind_state"
     common = {"elements": state_bytes // 4, "bytes_per_s": SLOW_BYTES_PER_S if slow else 0.0}
     giving = {**common, "gives": True}
-    # the others get the state from it; see below
+    # the other donors download the state from this one, which then leaves
     first = {**giving, "bytes_per_s": 0.0} if slow and donors > 1 else giving
     say(
-        f"state of {state_bytes / 1e6:.0f} MB from {donors} {'slow ' if slow else ''}donor{'s' if donors > 1 else ''}: {name}"
+        f"state of {state_bytes / 1e6:.0f} MB from {donors} "
+        f"{'slow ' if slow else ''}donor{'s' if donors > 1 else ''}: {name}"
     )
     found = Downloads()
     try:
@@ -131,7 +132,7 @@ def download(
             launch.receive("ready", STEADY_TIMEOUT_S)
             for _ in range(donors - 1 + (first is not giving)):
                 launch.add(giving).receive("ready", time.monotonic() + STEADY_TIMEOUT_S)
-            if first is not giving:  # it was there to give the others the state quickly
+            if first is not giving:  # it only served the state to the other donors at full speed
                 launch.end(launch.workers[0])
             for _ in range(times):
                 newcomer = launch.add({**common, "gives": False})

@@ -16,7 +16,7 @@ from benchmarks.launch import Launch, LaunchFailed, Worker, proportional_bytes
 from benchmarks.results import Aim, Row, Series
 
 TRAINERS = 2
-JOINT_ROUNDS = 3  # seen by each trainer before anything is read
+JOINT_ROUNDS = 3  # of each trainer before readings begin
 READINGS = 5
 READING_EVERY_S = 0.4
 STEADY_TIMEOUT_S = 90.0
@@ -42,7 +42,7 @@ class Costs:
     joined_s: list[float] = field(default_factory=list)
     loaded_s: list[float] = field(default_factory=list)  # from torch's import to the state in place
     from_exec_s: list[float] = field(default_factory=list)
-    starts: list[dict[str, float]] = field(default_factory=list)  # seconds of each joiner's start, by phase
+    starts: list[dict[str, float]] = field(default_factory=list)  # seconds of each joiner's start by phase
     joins_failed: int = 0
     launches_failed: int = 0
     reasons: list[str] = field(default_factory=list)
@@ -81,16 +81,16 @@ class Costs:
 
 def rows(setting: Setting) -> list[Row]:
     own = Costs("swarm.Optimizer", OWN_PYTHON, "benchmarks.workers.swarm_trainer")
-    contenders = [own]
+    systems = [own]
     peer = None
     if setting.hivemind is not None:
         peer = Costs(f"{HIVEMIND} Optimizer", setting.hivemind, "benchmarks.workers.hivemind_trainer")
-        contenders.append(peer)
-    for costs in contenders:
+        systems.append(peer)
+    for costs in systems:
         setting.say(f"memory of idle torch beside {costs.name}")
         _read_idle(costs)
     for number in range(PASSES):
-        for costs in contenders:
+        for costs in systems:
             setting.say(f"trainers and joiners, pass {number + 1} of {PASSES}: {costs.name}")
             _measure(costs, setting.say)
     return _rows(own, peer)
@@ -138,7 +138,8 @@ def _measure(costs: Costs, say: Callable[[str], None]) -> None:
                     _join(launch, costs)
             joined = ", ".join(f"{value:.2f}" for value in costs.joined_s[-JOINERS_PER_PASS:])
             say(
-                f"  {statistics.median(taken) / 1e6:.0f} MB in all; contributed {joined} s after torch's import"
+                f"  {statistics.median(taken) / 1e6:.0f} MB in all; contributed {joined} s after torch's "
+                "import"
             )
             return
         except LaunchFailed as failure:

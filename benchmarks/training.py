@@ -16,8 +16,8 @@ from benchmarks.worker_channel import WorkerChannel
 WIDTH = 512
 LAYERS = 4
 BATCH_SAMPLES = 32
-STEP_S = 0.05  # a step is paced: two cores stay free enough for three trainers and a joiner
-TARGET_BATCH_SAMPLES = 640  # two trainers reach it twice a second
+STEP_S = 0.05  # paced, so that two cores suffice for three trainers and a joiner
+TARGET_BATCH_SAMPLES = 640  # two trainers reach this twice a second
 LEARNING_RATE = 1e-3
 
 

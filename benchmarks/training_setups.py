@@ -12,7 +12,7 @@ from averaging.reduction.lowrank import PowerSgd
 
 LOCAL_STEPS = 15  # between two rounds of the same parameters
 STREAMING = 3
-SEEDS = (0, 1, 2)  # of the headline setups; the others take the first
+SEEDS = (0, 1, 2)  # of the headline setups; the others use the first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +25,9 @@ class TrainingSetup:
     error_feedback: bool = False
     strategy: PowerSgd | None = None
     local_steps: int = LOCAL_STEPS  # local steps of each peer from one round to the next
-    delay_steps: int = 0  # of an overlapped mode: steps after which the round that was begun is applied
+    delay_steps: int = 0  # overlapped modes: steps after which a started round is applied
     seeds: tuple[int, ...] = (0,)
-    # the aim: by what factor less is sent than in synchronous float32 to come within 2 % of its loss
+    # aim: factor by which it sends less than synchronous float32 to come within 2 % of its loss
     fewer_bytes_min: float | None = None
 
     @property
@@ -43,12 +43,11 @@ class TrainingSetup:
         return found if self.strategy is None else {**found, "strategy": self.strategy.terms}
 
 
-# As in the paper: 0.7 and 0.9, from a model that has begun to learn. From an untrained one that goes too far:
+# As in the paper, 0.7 and 0.9, for a model that has begun to learn; an untrained one overshoots with these:
 # docs/decisions/0017
 OUTER = Diloco()
 CAUTIOUS = Diloco(outer_lr=0.8, momentum=0.4)
-# For codecs whose error feedback holds most of every round back (arXiv 2508.15706): momentum on top of that
-# goes too far
+# For codecs whose error feedback holds most of every round back (arXiv 2508.15706): momentum would overshoot
 MEAN = Diloco(outer_lr=1.0, momentum=0.0)
 SYNCHRONOUS = TrainingSetup(name="synchronous float32", mode=Gradients(), local_steps=1, seeds=SEEDS)
 _HEADLINES = (
@@ -134,13 +133,13 @@ class Scale:
     layers: int = 1
     heads: int = 4
     context: int = 32
-    samples: int = 16  # of one peer in one step
-    steps: int = 750  # of one peer, the common ones included
+    samples: int = 16  # of one peer per step
+    steps: int = 750  # of one peer, common steps included
     common_steps: int = 150
     rising_steps: int = 50
     learning_rate: float = 3e-3
     data_bytes: int = 4 << 20
-    points: int = 30  # at which the loss is looked at
+    points: int = 30  # evaluations of the loss
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -158,7 +157,7 @@ class Outcome:
     settings: dict[str, Any]
     parameters: int = 0
     rounds: int = 0
-    # of what four peers give to one round: values that came too late for theirs, on a busy machine
+    # contributions of four peers that came too late for their round, on a busy machine
     missing: float = 0.0
     seconds: float = 0.0
     curve: list[tuple[int, float, float]] = field(default_factory=list)

@@ -19,7 +19,7 @@ from averaging.optim.optimizer import Diloco, Gradients, Optimizer
 from benchmarks.results import Aim, Row, Series
 from swarm.node import Node
 
-STEP_S = 0.04  # of the fastest
+STEP_S = 0.04  # of the fastest peer
 SPEEDS = (1.0, 0.5, 0.25)
 BATCH = 8
 EPOCH_S = 4.0

@@ -72,6 +72,6 @@ def wait_until(monotonic_s: float) -> None:
 
 
 def end_own_session() -> None:
-    if os.getpgrp() == os.getpid():  # started as the leader of a group of its own, as the command does
+    if os.getpgrp() == os.getpid():  # the command starts workers as leaders of their process groups
         os.killpg(0, signal.SIGKILL)
     os._exit(1)

@@ -29,7 +29,8 @@ def main() -> None:
                     continue
                 others = ", ".join(f"{peer.short} had {value:.5f}" for peer, value in result.gathered.items())
                 print(
-                    f"{len(result.peers)} peers, mean {tensor.mean():.5f} ({others}), digest {result.digest[:12]}",
+                    f"{len(result.peers)} peers, mean {tensor.mean():.5f} ({others}), digest "
+                    f"{result.digest[:12]}",
                     flush=True,
                 )
 

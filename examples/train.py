@@ -37,7 +37,8 @@ def main() -> None:
                 optimizer.zero_grad()
                 if report.stepped:
                     print(
-                        f"epoch {optimizer.epoch}: loss {loss.item():.4f}, {len(optimizer.progress.peers)} peers",
+                        f"epoch {optimizer.epoch}: loss {loss.item():.4f}, "
+                        f"{len(optimizer.progress.peers)} peers",
                         flush=True,
                     )
 

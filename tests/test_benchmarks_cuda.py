@@ -1,4 +1,4 @@
-"""The section about GPUs: its workloads at a tiny size on the host, and what it says where there is no GPU."""
+"""The section about GPUs: its workloads at a tiny size on the host, and its refusal where there is no GPU."""
 
 from __future__ import annotations
 

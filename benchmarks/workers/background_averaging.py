@@ -17,12 +17,12 @@ from benchmarks.worker_channel import WorkerChannel
 
 WINDOW_S = 2.0
 ROUND_EVERY_S = 0.5
-EPOCH_STEPS = 40  # of the trainer: a round of a streaming mode takes place about as often
+EPOCH_STEPS = 40  # of the trainer, so that a streaming mode has rounds about as often
 PARTNER_STEP_S = 0.05
 FRAGMENTS = 4
 TIMEOUT_S = 60.0
 
-Step = Callable[[], bool]  # one training step; returns whether a round was completed in it
+Step = Callable[[], bool]  # one training step; returns whether it completed a round
 
 
 class Averaging:
@@ -127,7 +127,7 @@ def main() -> None:
             while True:  # until the command ends this process
                 variant.partner()
         generator = torch.Generator().manual_seed(0)
-        while not window(model, generator, variant.averaged)[2]:  # until the two have met
+        while not window(model, generator, variant.averaged)[2]:  # until the first common round
             continue
         channel.send("ready")
         for _ in range(settings["pairs"]):

@@ -31,7 +31,9 @@ def main() -> None:
         if other != rank
     ]
     taken = [server.accept()[0] for _ in range(peers - 1)]
-    each_bytes = 2 * settings["vector_bytes"] // peers  # values for the other's span, averages of one's own
+    each_bytes = (
+        2 * settings["vector_bytes"] // peers
+    )  # values for the other's shard, averages of the own shard
     channel.send("ready")
     while True:
         order = channel.receive()

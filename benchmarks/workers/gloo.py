@@ -22,7 +22,7 @@ LOOPBACK = "127.0.0.1"
 def main() -> None:
     channel = WorkerChannel()
     settings = channel.configuration
-    if settings["host"] != LOOPBACK:  # in a network of its own, where names of hosts lead nowhere
+    if settings["host"] != LOOPBACK:  # in a network namespace, where host names do not resolve
         os.environ["GLOO_SOCKET_IFNAME"] = linkrelay.DEVICE
     store = Path(settings["rendezvous"]) / "gloo"
     distributed.init_process_group(

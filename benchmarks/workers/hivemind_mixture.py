@@ -26,7 +26,7 @@ from benchmarks.mixture_load import (
 from benchmarks.worker_channel import WorkerChannel
 from benchmarks.workers.hivemind_peer import joined
 
-HANDLERS = 2  # connection handlers of each server; more processes than cores are slower here
+HANDLERS = 2  # connection handlers per server; more processes than cores are slower
 
 
 def main() -> None:

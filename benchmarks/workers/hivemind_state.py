@@ -27,7 +27,7 @@ def main() -> None:
         target_group_size=4,
         allow_state_sharing=bool(settings["gives"]),
     )
-    time.sleep(2.0 if settings["gives"] else 0.0)  # it declares itself in the background
+    time.sleep(2.0 if settings["gives"] else 0.0)  # it declares itself as a donor in the background
     channel.send("ready")
     while (order := channel.receive())["do"] != "stop":
         if order["do"] == "load":

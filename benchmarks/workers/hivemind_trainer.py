@@ -25,8 +25,8 @@ from benchmarks.training import (
 from benchmarks.worker_channel import WorkerChannel
 from benchmarks.workers.hivemind_peer import joined
 
-# its default is 15: then every epoch and every joining takes that much longer; below its request timeout of 3
-# it can deadlock
+# The default of 15 s would prolong every epoch and every join; below the request timeout of 3 s hivemind
+# can deadlock.
 MATCHMAKING_S = 3.5
 AVERAGING_TIMEOUT_S = 30.0
 
@@ -36,12 +36,12 @@ class JointRounds(logging.Handler):
 
     def __init__(self, channel: WorkerChannel) -> None:
         super().__init__()
-        self._talk = channel
+        self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:
         found = re.search(r"Averaged gradients with (\d+) peers", record.getMessage())
         if found and int(found[1]) > 1:
-            self._talk.send("joint", at_s=time.monotonic(), peers=int(found[1]))
+            self._channel.send("joint", at_s=time.monotonic(), peers=int(found[1]))
 
 
 def main() -> None:

@@ -1,4 +1,7 @@
-"""A peer of the DHT of swarm. All timed work runs on its network loop, as hivemind's runs in its DHT process."""
+"""A peer of the DHT of swarm.
+
+All timed work runs on its network loop, as hivemind's runs in its DHT process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many callers of experts in one process, each with its own identity and connections and one call in flight."""
+"""Many callers of experts in one process, each with its own identity, connections and one call in flight."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from averaging.optim.state.view import StateView
 from benchmarks.worker_channel import WorkerChannel
 
 LOAD_TIMEOUT_S = 180.0
-STEPS = 12  # of a donor that trains, in one measurement
+STEPS = 12  # of a training donor, per measurement
 
 
 def main() -> None:
@@ -37,11 +37,11 @@ def main() -> None:
             inner, node=node, run="benchmark", target_batch_size=1 << 30, batch_size_per_step=1
         ) as optimizer:
             if settings["gives"]:
-                # the first one is alone, the others have its state
+                # the first donor is alone, the others have its state
                 loaded = optimizer.load_state_from_peers(timeout_s=LOAD_TIMEOUT_S)
                 channel.publish(
                     "address", node.addresses[0]
-                )  # the first may have left when the next one comes
+                )  # the first donor may have left when the next one comes
             channel.send("ready")
             while (order := channel.receive())["do"] != "stop":
                 if order["do"] == "load":
@@ -76,7 +76,7 @@ def train(optimizer: Any, parameters: list[torch.nn.Parameter]) -> list[float]:
         optimizer._catch_up.advance(optimizer.inner.step)
         optimizer._donor.changed()
         steps_s.append(time.monotonic() - began_s)
-        # forward, backward and the round of an epoch, in which the processor has other things to do
+        # stands for forward, backward and the round of an epoch
         time.sleep(0.5)
         optimizer._donor.round_begins()
     return steps_s
