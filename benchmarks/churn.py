@@ -203,7 +203,7 @@ def rows(say: Say, churn: Churn | None = None) -> list[Row]:
     say(f"{churn.peers} volunteers, {churn.seconds:g} s, each killed every {churn.mean_s:g} s on average")
     lifetimes, stormy = train(churn, say, killed=True)
     say(_told(stormy))
-    return _rows(churn, calm, stormy, lifetimes)
+    return rows_of(churn, calm, stormy, lifetimes)
 
 
 def _told(found: ChurnSummary) -> str:
@@ -212,7 +212,7 @@ def _told(found: ChurnSummary) -> str:
     return f"  {found.samples_per_s:.0f} samples/s, {loss}, {found.trained:.1%} of the time trained{restarts}"
 
 
-def _rows(
+def rows_of(
     churn: Churn, calm: ChurnSummary, stormy: ChurnSummary, lifetimes: list[ProcessLifetime]
 ) -> list[Row]:
     deaths = sum(lifetime.restarted for lifetime in lifetimes)

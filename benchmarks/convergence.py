@@ -1,9 +1,8 @@
-"""The convergence section: what a mode and its codec cost in loss and save in bytes: four peers against one machine and synchronous
-float32.
+"""The convergence section: loss and bytes of every mode and codec with four peers.
 
-Every finished training is stored in `convergence.json` beside the figures, so an interrupted section
-continues with the same command. A training is repeated when the scale or the settings of its setup have
-changed.
+They are compared with one machine and with synchronous float32. Every finished training is stored in
+`convergence.json` beside the figures, so an interrupted section continues with the same command. A training
+is repeated when the scale or the settings of its setup have changed.
 """
 
 from __future__ import annotations
@@ -42,24 +41,24 @@ class OutcomeStore:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._found: list[Outcome] = []
+        self.outcomes: list[Outcome] = []
         if path is not None and path.exists():
-            self._found = [_read(one) for one in json.loads(path.read_text(encoding="utf-8"))]
+            self.outcomes = [_read(one) for one in json.loads(path.read_text(encoding="utf-8"))]
 
     def get(self, name: str, seed: int, settings: dict[str, Any]) -> Outcome | None:
         return next(
-            (one for one in self._found if (one.setup, one.seed, one.settings) == (name, seed, settings)),
+            (one for one in self.outcomes if (one.setup, one.seed, one.settings) == (name, seed, settings)),
             None,
         )
 
     def add(self, outcome: Outcome) -> None:
-        self._found = [
-            one for one in self._found if (one.setup, one.seed) != (outcome.setup, outcome.seed)
+        self.outcomes = [
+            one for one in self.outcomes if (one.setup, one.seed) != (outcome.setup, outcome.seed)
         ] + [outcome]
         if self._path is not None:
             partial = self._path.with_name(f".{self._path.name}.{os.getpid()}")
             partial.write_text(
-                json.dumps([dataclasses.asdict(one) for one in self._found], indent=1) + "\n",
+                json.dumps([dataclasses.asdict(one) for one in self.outcomes], indent=1) + "\n",
                 encoding="utf-8",
             )
             partial.replace(self._path)
@@ -166,7 +165,7 @@ class Section:
 
     def _rows(self, four: Four) -> Iterator[list[Row]]:
         def together(setup: TrainingSetup) -> Callable[[int], Outcome]:
-            return lambda seed: self._together(four, setup, seed)
+            return lambda seed: self.train_together(four, setup, seed)
 
         settings = {**self._scale.settings, **SYNCHRONOUS.settings}
         for seeds_max in sorted({1, *(len(setup.seeds) for setup in self._setups)}):
@@ -191,7 +190,7 @@ class Section:
                     ]
             if seeds_max == 1:
                 for name in _ALONE:
-                    alone = functools.partial(self._alone, name)
+                    alone = functools.partial(self.train_alone, name)
                     found, _ = self._measured(name, SEEDS[:1], self._scale.settings, alone)
                     yield [self._loss_row(name, found, reference, ())]
 
@@ -200,7 +199,7 @@ class Section:
             self._begun[seed] = four_peers.common_start(self._data, self._scale, seed)
         return self._begun[seed]
 
-    def _together(self, four: Four, setup: TrainingSetup, seed: int) -> Outcome:
+    def train_together(self, four: Four, setup: TrainingSetup, seed: int) -> Outcome:
         start, began_s = self._from(seed), time.monotonic()
         histories = four(setup, start, seed)
         return Outcome(
@@ -247,7 +246,7 @@ class Section:
             found.append(outcome)
         return found, reasons
 
-    def _alone(self, name: str, seed: int) -> Outcome:
+    def train_alone(self, name: str, seed: int) -> Outcome:
         start, began_s = self._from(seed), time.monotonic()
         outcome = Outcome(setup=name, seed=seed, settings=self._scale.settings)
         on_evaluation = lambda step, loss, sent: outcome.curve.append((step, loss, sent))  # noqa: E731
@@ -263,7 +262,7 @@ class Section:
         steps, samples = self._scale.steps, self._scale.samples
         start = f"of which the first {self._scale.common_steps} are one machine's"
         return Row(
-            identifier=f"convergence-loss-{_slug(name)}",
+            identifier=f"convergence-loss-{slug(name)}",
             workload=(
                 f"byte-level model, {PEERS} peers, {steps} steps of {samples} samples each, {start}: {name}"
             ),
@@ -296,7 +295,7 @@ class Section:
         ]
         missed = reached.count(None)
         return Row(
-            identifier=f"convergence-bytes-{_slug(setup.name)}",
+            identifier=f"convergence-bytes-{slug(setup.name)}",
             workload=f"byte-level model, {PEERS} peers: {setup.name}",
             quantity="bytes that one peer sends until the loss is within 2 % of the synchronous run's last",
             ours=Series(
@@ -334,7 +333,7 @@ def _of_same_seeds(reference: Sequence[Outcome], found: Sequence[Outcome]) -> tu
     return tuple(one.loss for one in reference if one.seed in seeds)
 
 
-def _slug(name: str) -> str:
+def slug(name: str) -> str:
     return "-".join("".join(character if character.isalnum() else " " for character in name).split())
 
 

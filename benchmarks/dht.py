@@ -119,7 +119,7 @@ class Peers(LaunchedSystem):
         for rank, worker in enumerate(self._launch.workers):
             worker.send(self._order(what, which, batch, rank, count) | order)
         done = self._launch.receive("done", ORDER_TIMEOUT_S)
-        return _Phase(max(report["end_s"] for report in done) - at_s, _faults(done, count))
+        return _Phase(max(report["end_s"] for report in done) - at_s, faults_of(done, count))
 
     def _run_one_by_one(self, what: str, which: str, batch: str, *, rank: int, stored: int = 0) -> _Phase:
         """Let one peer perform one operation after the other while the others only serve. Return the median
@@ -130,7 +130,7 @@ class Peers(LaunchedSystem):
             self._order(what, which, batch, rank, self._load.alone) | {"how": "one by one", "stored": stored}
         )
         done = worker.receive("done", time.monotonic() + ORDER_TIMEOUT_S)
-        return _Phase(statistics.median(done["seconds"]), _faults([done], self._load.alone))
+        return _Phase(statistics.median(done["seconds"]), faults_of([done], self._load.alone))
 
     def _order(self, what: str, which: str, batch: str, rank: int, count: int) -> dict[str, Any]:
         return {
@@ -150,7 +150,7 @@ class _Phase:
     wrong: list[str]
 
 
-def _faults(done: Sequence[dict[str, Any]], count: int) -> list[str]:
+def faults_of(done: Sequence[dict[str, Any]], count: int) -> list[str]:
     found = [f"{report['wrong']} operations: {reason}" for report in done for reason in report["reasons"]]
     return found + [
         f"{report['performed']} operations, not {count}" for report in done if report["performed"] != count
@@ -175,10 +175,10 @@ def rows(setting: Setting, *, peers: int) -> list[Row]:
     setting.say(f"DHT, {peers} peers: {', '.join(names)}")
     plan = replace(setting.plan, warm_up=WARM_UP)  # the first rounds open connections
     tallies = interleave(makers, names, plan, setting.say)
-    return _rows(load, tallies[0], tallies[1] if len(tallies) == 2 else None)
+    return rows_of(load, tallies[0], tallies[1] if len(tallies) == 2 else None)
 
 
-def _rows(load: Load, own: Tally, peer: Tally | None) -> list[Row]:
+def rows_of(load: Load, own: Tally, peer: Tally | None) -> list[Row]:
     faster = Aim(of="ours / peer", sense="at least", value=TIMES_FASTER[load.peers])
     half = Aim(of="ours / peer", sense="at most", value=HALF)
     title = f"DHT, {load.peers} peers"

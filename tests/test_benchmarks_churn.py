@@ -1,6 +1,4 @@
-"""The churn section: when peers are killed follows from a seed, what counted is added up as it should be, and
-a short one for real.
-"""
+"""The churn section: kill times follow from a seed, sums are right, and a short form with real processes."""
 
 from __future__ import annotations
 
@@ -11,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.churn import QUICK, Churn, _rows, train
+from benchmarks.churn import QUICK, Churn, rows_of, train
 from benchmarks.lifetimes import PHASES, STATE, Kill, ProcessLifetime, draw_kills, summarize
 from benchmarks.report import as_record
 
 
-def test_kills_follow_from_the_seed_and_have_the_mean_that_was_asked_for() -> None:
+def test_kill_times_follow_from_the_seed_and_have_the_configured_mean() -> None:
     once, again, other = (
         draw_kills(random.Random(seed), peers=4, mean_s=60.0, seconds=300.0) for seed in (1, 1, 2)
     )
@@ -31,7 +29,7 @@ def test_kills_follow_from_the_seed_and_have_the_mean_that_was_asked_for() -> No
     assert {kill.peer for kill in many} == set(range(4))
 
 
-def test_five_minutes_of_the_section_kill_every_peer() -> None:
+def test_the_default_five_minutes_kill_every_peer() -> None:
     assert {kill.peer for kill in Churn().kills()} == set(range(Churn().peers))
     assert QUICK.kills()
 
@@ -41,9 +39,7 @@ def epoch(samples: int, loss: float | None = None) -> dict[str, Any]:
 
 
 def lived(lifetime: ProcessLifetime, begins_s: float, *moments: float) -> ProcessLifetime:
-    """It listens, knows the run, trains and contributes, one second after the other; then epochs of ten
-    samples.
-    """
+    """Return the lifetime after one phase per second and epochs of ten samples at `moments`."""
     for number, kind in enumerate(PHASES):
         lifetime.take({"event": kind}, begins_s + 1.0 + number)
     for at_s in moments:
@@ -51,7 +47,7 @@ def lived(lifetime: ProcessLifetime, begins_s: float, *moments: float) -> Proces
     return lifetime
 
 
-def test_samples_in_the_window_count_and_dead_time_is_told_apart() -> None:
+def test_only_samples_in_the_window_count_and_dead_time_is_separate() -> None:
     steady = lived(ProcessLifetime(0, 0.0, restarted=False), 0.0, 5.0, 15.0, 25.0, 35.0)
     killed = lived(ProcessLifetime(1, 0.0, restarted=False), 0.0, 5.0, 15.0)
     killed.ended_s = 16.0
@@ -66,11 +62,11 @@ def test_samples_in_the_window_count_and_dead_time_is_told_apart() -> None:
     assert found.samples_per_peer_s == 40 / 36.0
     assert found.restarts_s == (4.0,)
     assert (found.unfinished, found.failed_rounds, found.resynchronised) == (0, 1, 1)
-    assert found.loss == pytest.approx((2.65 + 2.75) / 2), "of those who live, the last that each told"
+    assert found.loss == pytest.approx((2.65 + 2.75) / 2), "the last losses of live peers"
     assert back.phases_s == {**dict.fromkeys(PHASES.values(), 1.0), STATE: 0.5}
 
 
-def test_who_is_killed_while_it_starts_contributed_nothing() -> None:
+def test_a_peer_killed_while_it_starts_contributes_nothing() -> None:
     lifetime = ProcessLifetime(0, 12.0, restarted=True)
     lifetime.take({"event": "listening"}, 13.0)
     lifetime.ended_s = 14.0
@@ -86,7 +82,7 @@ def test_who_is_killed_while_it_starts_contributed_nothing() -> None:
     assert found.samples_per_peer_s == 0.0
 
 
-def test_rows_compare_with_the_same_time_without_kills() -> None:
+def test_rows_compare_with_a_run_of_equal_time_without_kills() -> None:
     calm = summarize(
         [lived(ProcessLifetime(0, 0.0, restarted=False), 0.0, 15.0, 25.0)],
         peers=1,
@@ -97,7 +93,7 @@ def test_rows_compare_with_the_same_time_without_kills() -> None:
     first.ended_s = 12.0
     lifetimes = [first, lived(ProcessLifetime(0, 12.0, restarted=True), 12.0, 20.0)]
     stormy = summarize(lifetimes, peers=1, since_s=10.0, until_s=30.0)
-    rows = {row.identifier: row for row in _rows(Churn(peers=1), calm, stormy, lifetimes)}
+    rows = {row.identifier: row for row in rows_of(Churn(peers=1), calm, stormy, lifetimes)}
     assert all(as_record(row, "run") for row in rows.values())
     assert rows["churn-goodput"].ratio == 1.0
     assert rows["churn-goodput-alive"].ratio == pytest.approx(20.0 / 16.0)
@@ -112,8 +108,8 @@ def test_rows_compare_with_the_same_time_without_kills() -> None:
 
 
 @pytest.mark.slow
-def test_a_swarm_is_killed_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three volunteers as processes; the founder is killed, and one while it starts."""
+def test_training_continues_when_peers_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run three volunteers as processes; the creator is killed, and another peer while it starts."""
     monkeypatch.setattr(Churn, "kills", lambda self: [Kill(2.0, 0), Kill(2.5, 1), Kill(3.0, 1)])
     churn = Churn(peers=3, seconds=40.0)
     lifetimes, found = train(churn, lambda text: None, killed=True)
