@@ -1,4 +1,4 @@
-"""Average a tensor with whoever else runs this program.
+"""Average a tensor with all other processes that run this program.
 
 In one terminal:    python examples/average.py
 In others:          python examples/average.py ADDRESS        (the address that the first one prints)
@@ -17,20 +17,20 @@ ROUNDS = 5
 
 def main() -> None:
     with swarm.Node(bootstrap=sys.argv[1:], listen="127.0.0.1:0") as node:
-        print(f"join me:  python examples/average.py {node.addresses[0]}", flush=True)
+        print(f"join with:  python examples/average.py {node.addresses[0]}", flush=True)
         tensor = torch.rand(1_000_000)
         with swarm.Averager(node, [tensor], name="example", target_group_size=4) as averager:
             for _ in range(ROUNDS):
-                before = tensor.mean().item()
-                result = averager.step(timeout_s=20, gather=before)
+                own_mean = tensor.mean().item()
+                result = averager.step(timeout_s=20, gather=own_mean)
                 if result.failed:
-                    print(f"no average this time: {result.reason}", flush=True)
+                    print(f"no average in this round: {result.reason}", flush=True)
                     node.wait_joined(5)
                     continue
-                others = ", ".join(f"{peer.short} had {value:.5f}" for peer, value in result.gathered.items())
+                before = ", ".join(f"{peer.short} {mean:.5f}" for peer, mean in result.gathered.items())
                 print(
-                    f"{len(result.peers)} peers, mean {tensor.mean():.5f} ({others}), digest "
-                    f"{result.digest[:12]}",
+                    f"{len(result.peers)} peers, mean {tensor.mean():.5f} (before: {before}), "
+                    f"digest {result.digest[:12]}",
                     flush=True,
                 )
 
