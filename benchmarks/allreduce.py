@@ -42,9 +42,7 @@ def ours(workload: Workload) -> Workers:
 
 
 def rows(setting: Setting, *, vector_mib: int) -> list[Row]:
-    """Measure one vector size and return its rows. Systems that share a ratio take turns and are open
-    together.
-    """
+    """Measure one vector size and return its rows. Systems that share a ratio take turns."""
     elements = vector_mib * MIB // 4
 
     def load(codec: str) -> Workload:

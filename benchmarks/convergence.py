@@ -260,11 +260,11 @@ class Section:
         self, name: str, found: Sequence[Outcome], reference: Sequence[Outcome], reasons: Sequence[str]
     ) -> Row:
         steps, samples = self._scale.steps, self._scale.samples
-        start = f"of which the first {self._scale.common_steps} are one machine's"
+        common = f"of which the first {self._scale.common_steps} are one machine's"
         return Row(
             identifier=f"convergence-loss-{slug(name)}",
             workload=(
-                f"byte-level model, {PEERS} peers, {steps} steps of {samples} samples each, {start}: {name}"
+                f"byte-level model, {PEERS} peers, {steps} steps of {samples} samples each, {common}: {name}"
             ),
             quantity="held-out loss at the end",
             ours=Series(

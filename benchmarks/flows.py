@@ -172,7 +172,7 @@ def join(_passed: CallRecorder) -> set[tuple[str, str]]:
 
 
 def join_here(address: str) -> None:
-    """Join in this process, and print what was recorder when the first step has begun."""
+    """Join in this process, and print the recorded functions when the first step has begun."""
     recorder = CallRecorder(recording=True)
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
@@ -219,7 +219,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("flows", nargs="*", help=f"any of {', '.join(AIMS)}; none: all")
     parser.add_argument(
-        "--list", action="store_true", help="also print the files, with the functions recorder in each"
+        "--list",
+        action="store_true",
+        help="also print the files, with the number of recorded functions in each",
     )
     parser.add_argument("--join", metavar="ADDRESS", help=argparse.SUPPRESS)
     asked = parser.parse_args()

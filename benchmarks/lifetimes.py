@@ -97,12 +97,10 @@ class ChurnSummary:
     """The results of all peers together in a window."""
 
     samples_per_s: float  # samples in the swarm's steps
-    samples_per_peer_s: (
-        float  # the same per second in which a peer trains, rather than being dead or starting
-    )
+    samples_per_peer_s: float  # the same per second in which a peer trains, without dead time and starts
     trained: float  # fraction of the window in which a peer trains, mean over the peers
     loss: float | None  # median of the last held-out losses of live peers
-    restarts_s: tuple[float, ...]  # from a kill to the first sample that counts restarted
+    restarts_s: tuple[float, ...]  # from a kill to the first sample that counts again
     unfinished: int  # restarts that ended before the first sample, by another kill or the end
     failed_rounds: int
     resynchronised: int

@@ -7,12 +7,14 @@ In others:          python examples/average.py ADDRESS        (the address that 
 from __future__ import annotations
 
 import sys
+import time
 
 import torch
 
 import swarm
 
 ROUNDS = 5
+PAUSE_S = 2.0
 
 
 def main() -> None:
@@ -20,13 +22,15 @@ def main() -> None:
         print(f"join with:  python examples/average.py {node.addresses[0]}", flush=True)
         tensor = torch.rand(1_000_000)
         with swarm.Averager(node, [tensor], name="example", target_group_size=4) as averager:
-            for _ in range(ROUNDS):
+            rounds = 0
+            while rounds < ROUNDS:
                 own_mean = tensor.mean().item()
                 result = averager.step(timeout_s=20, gather=own_mean)
                 if result.failed:
-                    print(f"no average in this round: {result.reason}", flush=True)
-                    node.wait_joined(5)
+                    print(f"no average this time: {result.reason}", flush=True)
+                    time.sleep(PAUSE_S)
                     continue
+                rounds += 1
                 before = ", ".join(f"{peer.short} {mean:.5f}" for peer, mean in result.gathered.items())
                 print(
                     f"{len(result.peers)} peers, mean {tensor.mean():.5f} (before: {before}), "

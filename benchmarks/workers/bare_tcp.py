@@ -41,7 +41,7 @@ def main() -> None:
             channel.send("prepared")
         elif order["do"] == "round":
             wait_until(order["at_s"])
-            _together(
+            _run_concurrently(
                 [partial(_send, one, each_bytes) for one in out]
                 + [partial(_take, one, each_bytes) for one in taken]
             )
@@ -52,7 +52,7 @@ def main() -> None:
             channel.send("checked", delivered=1.0, worst=0.0)
 
 
-def _together(jobs: Sequence[Callable[[], None]]) -> None:
+def _run_concurrently(jobs: Sequence[Callable[[], None]]) -> None:
     threads = [threading.Thread(target=job) for job in jobs]
     for thread in threads:
         thread.start()

@@ -33,7 +33,9 @@ def main() -> None:
         order = channel.receive()
         if order["do"] == "calls":
             wait_until(order["at_s"])
-            channel.send("done", **network.run(together(callers, order["seconds"]), order["seconds"] + 60.0))
+            channel.send(
+                "done", **network.run(call_concurrently(callers, order["seconds"]), order["seconds"] + 60.0)
+            )
 
 
 async def connected(
@@ -49,7 +51,9 @@ async def connected(
     return callers
 
 
-async def together(callers: list[tuple[ExpertCalls, ExpertReplica]], seconds: float) -> dict[str, Any]:
+async def call_concurrently(
+    callers: list[tuple[ExpertCalls, ExpertReplica]], seconds: float
+) -> dict[str, Any]:
     """Let all callers make one call after the other for `seconds`."""
     end_s = time.monotonic() + seconds
     latencies: list[float] = []
